@@ -23,26 +23,10 @@ if TYPE_CHECKING:
     from memplan.errors import UnknownNameError as UnknownNameError
     from memplan.library.answers.budget_check import Check as Check
     from memplan.library.answers.budget_check import check as check
-    from memplan.library.answers.capacity import Grid as Grid
-    from memplan.library.answers.capacity import LargestModels as LargestModels
-    from memplan.library.answers.capacity import LargestValues as LargestValues
-    from memplan.library.answers.capacity import Where as Where
-    from memplan.library.answers.capacity import frontier as frontier
-    from memplan.library.answers.capacity import largest as largest
-    from memplan.library.answers.capacity import where as where
-    from memplan.library.answers.config_rows import Comparison as Comparison
-    from memplan.library.answers.config_rows import Fit as Fit
-    from memplan.library.answers.config_rows import compare as compare
-    from memplan.library.answers.config_rows import fit as fit
     from memplan.library.answers.planned_job import Job as Job
     from memplan.library.answers.planned_job import Plan as Plan
     from memplan.library.answers.planned_job import job as job
     from memplan.library.answers.planned_job import plan as plan
-    from memplan.library.answers.suggested_plans import ConfigSuggestions as ConfigSuggestions
-    from memplan.library.answers.suggested_plans import SearchOptions as SearchOptions
-    from memplan.library.answers.suggested_plans import Suggested as Suggested
-    from memplan.library.answers.suggested_plans import suggest as suggest
-    from memplan.library.answers.suggested_plans import suggest_configs as suggest_configs
     from memplan.library.answers.traced_step import Traced as Traced
     from memplan.library.answers.traced_step import TraceOptions as TraceOptions
     from memplan.library.answers.traced_step import trace as trace
@@ -62,6 +46,22 @@ if TYPE_CHECKING:
     from memplan.library.runs.searched_layouts import suggest_layouts as suggest_layouts
     from memplan.library.runs.shared_ranks import Ranks as Ranks
     from memplan.library.runs.shared_ranks import plan_ranks as plan_ranks
+    from memplan.library.several.batch_grid import Grid as Grid
+    from memplan.library.several.batch_grid import frontier as frontier
+    from memplan.library.several.capacity import LargestModels as LargestModels
+    from memplan.library.several.capacity import LargestValues as LargestValues
+    from memplan.library.several.capacity import Where as Where
+    from memplan.library.several.capacity import largest as largest
+    from memplan.library.several.capacity import where as where
+    from memplan.library.several.comparison import Comparison as Comparison
+    from memplan.library.several.comparison import compare as compare
+    from memplan.library.several.config_rows import Fit as Fit
+    from memplan.library.several.config_rows import fit as fit
+    from memplan.library.several.suggested_plans import ConfigSuggestions as ConfigSuggestions
+    from memplan.library.several.suggested_plans import SearchOptions as SearchOptions
+    from memplan.library.several.suggested_plans import Suggested as Suggested
+    from memplan.library.several.suggested_plans import suggest as suggest
+    from memplan.library.several.suggested_plans import suggest_configs as suggest_configs
     from memplan.library.trainers.emitted_file import emit as emit
     from memplan.library.trainers.imported_file import Imported as Imported
     from memplan.library.trainers.imported_file import import_file as import_file
@@ -73,65 +73,46 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ANSWERS = "memplan.library.answers"
-_MODULES: dict[str, str] = {
-    "CannotAnswerError": "memplan.errors",
-    "CatalogError": "memplan.errors",
-    "InvalidFileError": "memplan.errors",
-    "MemplanError": "memplan.errors",
-    "UnitError": "memplan.errors",
-    "UnknownNameError": "memplan.errors",
-    "Check": f"{_ANSWERS}.budget_check",
-    "check": f"{_ANSWERS}.budget_check",
-    "Grid": f"{_ANSWERS}.capacity",
-    "LargestModels": f"{_ANSWERS}.capacity",
-    "LargestValues": f"{_ANSWERS}.capacity",
-    "Where": f"{_ANSWERS}.capacity",
-    "frontier": f"{_ANSWERS}.capacity",
-    "largest": f"{_ANSWERS}.capacity",
-    "where": f"{_ANSWERS}.capacity",
-    "Comparison": f"{_ANSWERS}.config_rows",
-    "Fit": f"{_ANSWERS}.config_rows",
-    "compare": f"{_ANSWERS}.config_rows",
-    "fit": f"{_ANSWERS}.config_rows",
-    "Replay": "memplan.library.runs.history_replay",
-    "replay": "memplan.library.runs.history_replay",
-    "Components": "memplan.library.component_values",
-    "Job": f"{_ANSWERS}.planned_job",
-    "Plan": f"{_ANSWERS}.planned_job",
-    "job": f"{_ANSWERS}.planned_job",
-    "plan": f"{_ANSWERS}.planned_job",
-    "ConfigSuggestions": f"{_ANSWERS}.suggested_plans",
-    "SearchOptions": f"{_ANSWERS}.suggested_plans",
-    "Suggested": f"{_ANSWERS}.suggested_plans",
-    "suggest": f"{_ANSWERS}.suggested_plans",
-    "suggest_configs": f"{_ANSWERS}.suggested_plans",
-    "TraceOptions": f"{_ANSWERS}.traced_step",
-    "Traced": f"{_ANSWERS}.traced_step",
-    "trace": f"{_ANSWERS}.traced_step",
-    "DryRun": "memplan.library.runs.dry_run",
-    "RunOptions": "memplan.library.runs.dry_run",
-    "run": "memplan.library.runs.dry_run",
-    "Why": "memplan.library.runs.failed_run",
-    "why": "memplan.library.runs.failed_run",
-    "Gridded": "memplan.library.runs.gridded_model",
-    "plan_grid": "memplan.library.runs.gridded_model",
-    "Layouts": "memplan.library.runs.searched_layouts",
-    "Ranks": "memplan.library.runs.shared_ranks",
-    "plan_ranks": "memplan.library.runs.shared_ranks",
-    "suggest_layouts": "memplan.library.runs.searched_layouts",
-    "JobOptions": "memplan.library.job_options",
-    "Shapes": "memplan.library.lookup",
-    "emit": "memplan.library.trainers.emitted_file",
-    "Imported": "memplan.library.trainers.imported_file",
-    "import_file": "memplan.library.trainers.imported_file",
-    "Rewrite": "memplan.library.trainers.written_back",
-    "rewrite": "memplan.library.trainers.written_back",
-    "Device": "memplan.plan.memory_plan",
-    "Suggestion": "memplan.plan.memory_plan",
-    "Verdict": "memplan.plan.memory_plan",
+_NAMES: dict[str, tuple[str, ...]] = {
+    "memplan.errors": (
+        "CannotAnswerError",
+        "CatalogError",
+        "InvalidFileError",
+        "MemplanError",
+        "UnitError",
+        "UnknownNameError",
+    ),
+    "memplan.library.answers.budget_check": ("Check", "check"),
+    "memplan.library.several.batch_grid": ("Grid", "frontier"),
+    "memplan.library.several.capacity": ("LargestModels", "LargestValues", "Where", "largest", "where"),
+    "memplan.library.several.comparison": ("Comparison", "compare"),
+    "memplan.library.several.config_rows": ("Fit", "fit"),
+    "memplan.library.runs.history_replay": ("Replay", "replay"),
+    "memplan.library.component_values": ("Components",),
+    "memplan.library.answers.planned_job": ("Job", "Plan", "job", "plan"),
+    "memplan.library.several.suggested_plans": (
+        "ConfigSuggestions",
+        "SearchOptions",
+        "Suggested",
+        "suggest",
+        "suggest_configs",
+    ),
+    "memplan.library.answers.traced_step": ("TraceOptions", "Traced", "trace"),
+    "memplan.library.runs.dry_run": ("DryRun", "RunOptions", "run"),
+    "memplan.library.runs.failed_run": ("Why", "why"),
+    "memplan.library.runs.gridded_model": ("Gridded", "plan_grid"),
+    "memplan.library.runs.searched_layouts": ("Layouts", "suggest_layouts"),
+    "memplan.library.runs.shared_ranks": ("Ranks", "plan_ranks"),
+    "memplan.library.job_options": ("JobOptions",),
+    "memplan.library.lookup": ("Shapes",),
+    "memplan.library.trainers.emitted_file": ("emit",),
+    "memplan.library.trainers.imported_file": ("Imported", "import_file"),
+    "memplan.library.trainers.written_back": ("Rewrite", "rewrite"),
+    "memplan.plan.memory_plan": ("Device", "Suggestion", "Verdict"),
 }
-"""Public name -> the module that has it, which is imported when the name is first used."""
+"""Module -> the public names that it has, for which it is imported when the first of them is used."""
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULES)]
 

@@ -39,9 +39,7 @@ def assert_fits(
     """Fail unless a training job fits: on its GPU, and within the limits that are given.
 
     Args:
-        model: Catalog name, or a path.
         config: Training config: catalog name, or a path.
-        gpu: A GPU of the catalog.
         limit: Most that the device total may be, such as ``"70 GiB"``.
         components: Most that single components may be, such as ``{"activations": "8 GiB"}``.
         basis: ``expected``, or ``upper`` for the upper end of the interval.

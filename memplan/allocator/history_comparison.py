@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 
 from memplan.allocator.caching_allocator import CachingAllocator, result_of
 from memplan.allocator.history_storages import older_blocks, storages, unknown_frees
-from memplan.allocator.memory_history import (
-    ALLOC,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
-)
+from memplan.allocator.memory_history import ALLOC, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memplan.allocator.segments import DriverCall
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 
@@ -28,59 +22,35 @@ _GROWTH = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1
 
 @dataclass(frozen=True, slots=True)
 class HistoryDifference:
-    """Where the simulator first differed from the run.
+    """Where the simulator first differed from the run."""
 
-    Attributes:
-        index: Place of the event in the device's trace.
-        event: What the run did then.
-        measured: Its segments or address.
-        simulated: The simulator's.
-    """
-
-    index: int
-    event: str
-    measured: str
-    simulated: str
+    index: int  # Place of the event in the device's trace
+    event: str  # What the run did then
+    measured: str  # Its segments or address
+    simulated: str  # The simulator's
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryComparison:
-    """How far the simulator follows a run.
+    """How far the simulator follows a run."""
 
-    Attributes:
-        allocations: Allocations in the history.
-        differences: Events at which segments, or the place of a block, were not the same.
-        first_difference: The first of them; what follows may be its consequence.
-        simulated: The simulator's peaks.
-        measured_reserved_peak_bytes: Most bytes that the run held in segments.
-        measured_reserved_bytes: Held in segments at the end, by the snapshot; likewise the next.
-        measured_allocated_bytes: Held in blocks at the end.
-        simulated_reserved_bytes: The simulator's, at the end; likewise the next.
-        simulated_allocated_bytes: In the simulator's blocks.
-        older_blocks: Blocks from before the history, known by their free or from the snapshot.
-            They are allocated first, in order of address, so that totals hold; places then differ.
-        older_block_bytes: Their requested bytes.
-        older_segment_bytes: Reserved before the history began.
-        unknown_frees: Frees of addresses that no event of the history allocated.
-        out_of_memory: Requests that failed in the run.
-        ignored_events: Entries that move no memory.
-    """
-
-    allocations: int
-    differences: int
-    first_difference: HistoryDifference | None
-    simulated: AllocatorResult
-    measured_reserved_peak_bytes: int
-    measured_reserved_bytes: int
-    measured_allocated_bytes: int
-    simulated_reserved_bytes: int
-    simulated_allocated_bytes: int
+    allocations: int  # Allocations in the history
+    differences: int  # Events at which segments, or the place of a block, were not the same
+    first_difference: HistoryDifference | None  # The first of them; what follows may be its consequence
+    simulated: AllocatorResult  # The simulator's peaks
+    measured_reserved_peak_bytes: int  # Most bytes that the run held in segments
+    measured_reserved_bytes: int  # Held in segments at the end, by the snapshot; likewise the next
+    measured_allocated_bytes: int  # Held in blocks at the end
+    simulated_reserved_bytes: int  # The simulator's, at the end; likewise the next
+    simulated_allocated_bytes: int  # In the simulator's blocks
+    # Blocks from before the history, known by their free or from the snapshot. They are allocated first, in order of
+    # address, so that totals hold; places then differ.
     older_blocks: int
-    older_block_bytes: int
-    older_segment_bytes: int
-    unknown_frees: int
-    out_of_memory: int
-    ignored_events: int
+    older_block_bytes: int  # Their requested bytes
+    older_segment_bytes: int  # Reserved before the history began
+    unknown_frees: int  # Frees of addresses that no event of the history allocated
+    out_of_memory: int  # Requests that failed in the run
+    ignored_events: int  # Entries that move no memory
 
 
 def compare_history(history: MemoryHistory, settings: AllocatorSettings | None = None) -> HistoryComparison:

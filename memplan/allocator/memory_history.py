@@ -42,17 +42,12 @@ _MAXIMUM_PROBLEMS = 10
 
 
 class HistoryEvent(NamedTuple):
-    """One entry of a device trace: what the allocator did, where, and on which stream.
+    """One entry of a device trace: what the allocator did, where, and on which stream."""
 
-    Attributes:
-        place: Index in the device's trace.
-        size_bytes: As requested by the program (``alloc`` and frees), or of the segment or pages.
-    """
-
-    place: int
+    place: int  # Index in the device's trace
     action: str
     address: int
-    size_bytes: int
+    size_bytes: int  # As requested by the program (``alloc`` and frees), or of the segment or pages
     stream: int
 
 
@@ -68,27 +63,16 @@ class HistoryBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryHistory:
-    """What one device's allocator did, and how it stood at the end.
-
-    Attributes:
-        name: The file.
-        device: Index of the device.
-        events: The entries that move memory, oldest first.
-        segments: Address and bytes of each segment held at the end.
-        blocks: The blocks of all these segments, in order of address.
-        out_of_memory: Requests that failed.
-        ignored_events: Entries of other kinds, such as snapshots and annotations.
-        alloc_conf: The allocator settings of the run; empty when the file does not say.
-    """
+    """What one device's allocator did, and how it stood at the end."""
 
     name: str
-    device: int
-    events: tuple[HistoryEvent, ...]
-    segments: tuple[tuple[int, int], ...]
-    blocks: tuple[HistoryBlock, ...]
-    out_of_memory: int
-    ignored_events: int
-    alloc_conf: str
+    device: int  # Index of the device
+    events: tuple[HistoryEvent, ...]  # The entries that move memory, oldest first
+    segments: tuple[tuple[int, int], ...]  # Address and bytes of each segment held at the end
+    blocks: tuple[HistoryBlock, ...]  # The blocks of all these segments, in order of address
+    out_of_memory: int  # Requests that failed
+    ignored_events: int  # Entries of other kinds, such as snapshots and annotations
+    alloc_conf: str  # The allocator settings of the run; empty when the file does not say
 
 
 def load_history(path: Path, device: int | None = None) -> MemoryHistory:

@@ -9,25 +9,15 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """Why a request failed, after everything cached that could be released was released.
+    """Why a request failed, after everything cached that could be released was released."""
 
-    Attributes:
-        requested_bytes: What the program requested.
-        block_bytes: The same, rounded up to a block.
-        segment_bytes: What the allocator requested from the driver.
-        free_bytes: Left on the card.
-        allocated_bytes: In blocks in use.
-        reserved_bytes: In segments of the allocator.
-        largest_free_block_bytes: Largest cached block, too small or on another stream.
-    """
-
-    requested_bytes: int
-    block_bytes: int
-    segment_bytes: int
-    free_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    largest_free_block_bytes: int
+    requested_bytes: int  # What the program requested
+    block_bytes: int  # The same, rounded up to a block
+    segment_bytes: int  # What the allocator requested from the driver
+    free_bytes: int  # Left on the card
+    allocated_bytes: int  # In blocks in use
+    reserved_bytes: int  # In segments of the allocator
+    largest_free_block_bytes: int  # Largest cached block, too small or on another stream
 
     @property
     def unusable_bytes(self) -> int:
@@ -54,22 +44,12 @@ class AllocationError(MemplanError):
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """The peaks of a stream of allocations.
+    """The peaks of a stream of allocations."""
 
-    Attributes:
-        requested_peak_bytes: Most bytes requested and not yet freed.
-        allocated_peak_bytes: Most bytes in blocks, as ``torch.cuda.max_memory_allocated`` counts.
-        reserved_peak_bytes: Most bytes in segments, as ``torch.cuda.max_memory_reserved`` counts.
-        segments: Most segments held at once; an expandable one counts once, however large.
-        retries: Times that all cached segments were released to satisfy a request.
-        survives: Whether every request was satisfied.
-        oom: The request that was not, or None; the peaks are those up to it.
-    """
-
-    requested_peak_bytes: int
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    segments: int
-    retries: int
-    survives: bool
-    oom: OutOfMemory | None
+    requested_peak_bytes: int  # Most bytes requested and not yet freed
+    allocated_peak_bytes: int  # Most bytes in blocks, as ``torch.cuda.max_memory_allocated`` counts
+    reserved_peak_bytes: int  # Most bytes in segments, as ``torch.cuda.max_memory_reserved`` counts
+    segments: int  # Most segments held at once; an expandable one counts once, however large
+    retries: int  # Times that all cached segments were released to satisfy a request
+    survives: bool  # Whether every request was satisfied
+    oom: OutOfMemory | None  # The request that was not, or None; the peaks are those up to it

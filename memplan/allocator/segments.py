@@ -16,17 +16,11 @@ _UNLIMITED_ADDRESS_SPACE = 2**100
 
 
 class DriverCall(NamedTuple):
-    """One exchange with the driver, named as a memory history names it.
+    """One exchange with the driver, named as a memory history names it."""
 
-    Attributes:
-        action: ``segment_alloc``, ``segment_free``, ``segment_map`` or ``segment_unmap``.
-        address: First byte of the range.
-        size_bytes: Length of the range.
-    """
-
-    action: str
-    address: int
-    size_bytes: int
+    action: str  # ``segment_alloc``, ``segment_free``, ``segment_map`` or ``segment_unmap``
+    address: int  # First byte of the range
+    size_bytes: int  # Length of the range
 
 
 class Driver:

@@ -31,30 +31,24 @@ _SOURCE = "PYTORCH_CUDA_ALLOC_CONF"
 class AllocatorSettings:
     """Settings that change where a block goes or how large it is.
 
-    Attributes:
-        expandable_segments: Grow one virtual segment page by page instead of calling cudaMalloc.
-        large_segment_bytes: Segment taken for a block above 1 and below 10 MiB; with expandable
-            segments, the page of the large pool.
-        max_split_bytes: Blocks of this size or more are never split; None when all may be.
-        max_non_split_rounding_bytes: How much larger than the request an unsplit oversize block may be.
-        roundup_power2_divisions: Steps between two powers of two, for requests from ``2**i`` MiB on;
-            0 and 1 round to 512 bytes. The first entry also covers everything below 1 MiB.
-        garbage_collection_threshold: Share of the allowed memory above which old cached blocks are
-            released; 0 never. Without ``per_process_memory_fraction`` below 1 it has no effect.
-        per_process_memory_fraction: Share of the card that the process may reserve.
-
     Source:
         c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13;
         https://docs.pytorch.org/docs/stable/notes/cuda.html
     """
 
-    expandable_segments: bool = False
+    expandable_segments: bool = False  # Grow one virtual segment page by page instead of calling cudaMalloc
+    # Segment taken for a block above 1 and below 10 MiB; with expandable segments, the page of the large pool.
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
-    max_split_bytes: int | None = None
+    max_split_bytes: int | None = None  # Blocks of this size or more are never split; None when all may be
+    # How much larger than the request an unsplit oversize block may be.
     max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
+    # Steps between two powers of two, for requests from ``2**i`` MiB on; 0 and 1 round to 512 bytes. The first entry
+    # also covers everything below 1 MiB.
     roundup_power2_divisions: tuple[int, ...] = (0,) * POWER_OF_TWO_INTERVALS
+    # Share of the allowed memory above which old cached blocks are released; 0 never. Without
+    # ``per_process_memory_fraction`` below 1 it has no effect.
     garbage_collection_threshold: Fraction = Fraction(0)
-    per_process_memory_fraction: Fraction = Fraction(1)
+    per_process_memory_fraction: Fraction = Fraction(1)  # Share of the card that the process may reserve
 
     def rounded_bytes(self, requested_bytes: int) -> int:
         """Return the size of the block that a request needs.

@@ -23,19 +23,14 @@ CAUSES: dict[Cause, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One job on one GPU, before and after.
-
-    Attributes:
-        cause: Why it moved.
-        components: Bytes that components gained or lost, without those that stayed.
-    """
+    """One job on one GPU, before and after."""
 
     name: str
     gpu: str
     before: Entry | None
     after: Entry | None
-    cause: Cause
-    components: Mapping[str, int]
+    cause: Cause  # Why it moved
+    components: Mapping[str, int]  # Bytes that components gained or lost, without those that stayed
 
     @property
     def moved_bytes(self) -> int:

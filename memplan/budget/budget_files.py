@@ -20,19 +20,12 @@ MOST_FILES = 200
 
 @dataclass(frozen=True, slots=True)
 class BudgetFile:
-    """All that a budget asks for.
+    """All that a budget asks for."""
 
-    Attributes:
-        name: The file as messages call it.
-        jobs: Jobs of it and of included files, in reading order.
-        baseline: Where its baseline lies, whether or not it is there.
-        problems: What is wrong with it, apart from names that are yet to be looked up.
-    """
-
-    name: str
-    jobs: tuple[Job, ...]
-    baseline: Path
-    problems: tuple[str, ...]
+    name: str  # The file as messages call it
+    jobs: tuple[Job, ...]  # Jobs of it and of included files, in reading order
+    baseline: Path  # Where its baseline lies, whether or not it is there
+    problems: tuple[str, ...]  # What is wrong with it, apart from names that are yet to be looked up
 
 
 def read_budget(path: Path) -> BudgetFile:

@@ -41,17 +41,11 @@ class Increase:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a job stands.
+    """Where a job stands."""
 
-    Attributes:
-        document: The file, for messages about single keys.
-        path: Keys leading to the job.
-        folder: Paths in the job are relative to it.
-    """
-
-    document: Document
-    path: tuple[Key, ...]
-    folder: Path
+    document: Document  # The file, for messages about single keys
+    path: tuple[Key, ...]  # Keys leading to the job
+    folder: Path  # Paths in the job are relative to it
 
     @property
     def file(self) -> str:
@@ -123,7 +117,6 @@ def job_of(entry: JobEntry, defaults: Defaults, place: Place) -> tuple[Job | Non
     There is a job as soon as it can be looked up, so that its names can be found wrong as well.
 
     Args:
-        entry: The entry as it is written.
         defaults: Those of its file, with those of including files filled in.
         place: Where it stands.
     """

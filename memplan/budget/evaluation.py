@@ -22,23 +22,16 @@ WORST_FIRST: tuple[Status, ...] = ("over", "cannot", "warn", "within")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a plan says, as far as budgets need it.
+    """What a plan says, as far as budgets need it."""
 
-    Attributes:
-        device: Catalog name of the GPU.
-        verdict: Whether it fits there.
-        asked: Hash of what the user wrote: model, config and GPU.
-        inputs: Hash of what that resolved to.
-    """
-
-    device: str
-    verdict: Verdict
+    device: str  # Catalog name of the GPU
+    verdict: Verdict  # Whether it fits there
     device_bytes: int
     upper_bytes: int
     usable_bytes: int
     components: Mapping[str, int]
-    asked: str
-    inputs: str
+    asked: str  # Hash of what the user wrote: model, config and GPU
+    inputs: str  # Hash of what that resolved to
 
     def on(self, basis: Basis) -> int:
         """Return the device total that limits are compared with."""
@@ -47,41 +40,27 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as the budget wants it.
-
-    Attributes:
-        component: The component that is over, or else the largest one.
-        bytes: What is needed.
-        limit_bytes: What is allowed.
-        message: A sentence that can stand by itself.
-    """
+    """One thing that is not as the budget wants it."""
 
     rule: Rule
-    component: str
-    bytes: int
-    limit_bytes: int
-    message: str
+    component: str  # The component that is over, or else the largest one
+    bytes: int  # What is needed
+    limit_bytes: int  # What is allowed
+    message: str  # A sentence that can stand by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One job on one GPU.
-
-    Attributes:
-        figures: None where the job could not be evaluated at all.
-        limit_bytes: Most that its device total may be, which is never more than the GPU has; 0 where it could not be
-            evaluated.
-        before: Its entry in the baseline, if any.
-        findings: Worst first.
-    """
+    """One job on one GPU."""
 
     job: Job
     gpu: str
     status: Status
-    figures: Figures | None
+    figures: Figures | None  # None where the job could not be evaluated at all
+    # Most that its device total may be, which is never more than the GPU has; 0 where it could not be evaluated.
     limit_bytes: int
-    before: Entry | None
-    findings: tuple[Finding, ...]
+    before: Entry | None  # Its entry in the baseline, if any
+    findings: tuple[Finding, ...]  # Worst first
 
     @property
     def label(self) -> str:
@@ -104,8 +83,6 @@ def evaluated(job: Job, figures: Figures, baseline: Baseline | None) -> Result:
     A limit beyond what the GPU has is that of the GPU: a job that does not fit there is within no budget.
 
     Args:
-        job: The job and its limits.
-        figures: What it needs.
         baseline: What jobs needed before; None where there is no baseline.
     """
     before = None if baseline is None else baseline.entries.get((job.name, figures.device))

@@ -184,7 +184,7 @@ class Catalog:
             UnknownNameError: There is none of that name.
             CannotAnswerError: That version of it was not read.
         """
-        from memplan.catalog.stacks import chosen_stack, split_name
+        from memplan.catalog.stack_versions import chosen_stack, split_name
 
         if given not in self._stacks:
             name, version = split_name(given)

@@ -62,7 +62,6 @@ def completed(before: Sequence[str], typed: str) -> list[str] | None:
 
     Args:
         before: The words before it, the command's first.
-        typed: What is there of it.
 
     Example:
         >>> completed(["fit", "gpt2", "--gpu"], "rtx409")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.errors import InvalidFileError, printable
 from memplan.values import dataclass
 
@@ -50,8 +50,16 @@ LARGEST_NUMBER = 2**30
 """Of steps, tokens, seconds: beyond any that is meant."""
 
 
-def option(heading: str, *names: str, help: str, **settings: Any) -> Any:
-    """Return an option that stands under a heading of help; a number from somewhere has an end, which infinity is beyond."""
+def option(heading: str, flags: str, help: str, **settings: Any) -> Any:
+    """Return an option that stands under a heading of help; a number from somewhere has an end, which infinity is beyond.
+
+    Args:
+        flags: As it is typed: its names, and what stands for its value, such as ``--gpu -g NAME``.
+    """
+    words = flags.split()
+    names = [word for word in words if word.startswith("-")]
+    if value := " ".join(words[len(names) :]):
+        settings["metavar"] = value
     if "min" in settings:
         settings.setdefault("max", LARGEST_NUMBER)
     return typer.Option(*names, help=help, rich_help_panel=heading, **settings)
@@ -59,7 +67,7 @@ def option(heading: str, *names: str, help: str, **settings: Any) -> Any:
 
 # ------------------------------------------------------------------ models
 def _shape(name: str) -> Any:
-    return option(MODEL, name, metavar="N", help="A model by its shapes, in place of MODEL.")
+    return option(MODEL, f"{name} N", "A model by its shapes, in place of MODEL.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +91,16 @@ class ModelOptions:
     head_dim: Annotated[int | None, _shape("--head-dim")] = None
     vocab: Annotated[int | None, _shape("--vocab")] = None
     tied: Annotated[
-        bool | None, option(MODEL, "--tied/--untied", help="Head and embedding share their weights, or not.")
+        bool | None, option(MODEL, "--tied/--untied", "Head and embedding share their weights, or not.")
     ] = None
 
     beside: Annotated[
-        list[str] | None,
-        option(MODEL, "--with", metavar="FILE", help="A launcher's file beside a trainer's; repeatable."),
+        list[str] | None, option(MODEL, "--with FILE", "A launcher's file beside a trainer's; repeatable.")
     ] = None
 
-    online: Annotated[
-        bool,
-        option(MODEL, "--online", help="Fetch an unknown model's config.json from Hugging Face."),
-    ] = False
+    online: Annotated[bool, option(MODEL, "--online", "Fetch an unknown model's config.json from Hugging Face.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         """Fetch a config that is asked for."""
@@ -149,43 +155,19 @@ class DeviceOptions:
     """A GPU, and how many."""
 
     gpu: Annotated[
-        str | None,
-        option(
-            DEVICE,
-            "--gpu",
-            "-g",
-            metavar="NAME",
-            help="A GPU of the catalog, nvidia-smi's name of one, or local.",
-        ),
+        str | None, option(DEVICE, "--gpu -g NAME", "A GPU of the catalog, nvidia-smi's name of one, or local.")
     ] = None
     gpu_memory: Annotated[
-        str | None,
-        option(DEVICE, "--gpu-memory", metavar="SIZE", help="Memory of a GPU that is in no catalog, such as 24GiB."),
+        str | None, option(DEVICE, "--gpu-memory SIZE", "Memory of a GPU that is in no catalog, such as 24GiB.")
     ] = None
     gpus: Annotated[
-        int,
-        option(
-            DEVICE,
-            "--gpus",
-            "-n",
-            parser=CountedGpus.parsed,
-            metavar="N",
-            help="How many share the job, or '64x h100'.",
-        ),
+        int, option(DEVICE, "--gpus -n N", "How many share the job, or '64x h100'.", parser=CountedGpus.parsed)
     ] = 1
     host_memory: Annotated[
-        str | None,
-        option(DEVICE, "--host-memory", metavar="SIZE", help="Memory of a node's host, such as 512GiB."),
+        str | None, option(DEVICE, "--host-memory SIZE", "Memory of a node's host, such as 512GiB.")
     ] = None
     profile: Annotated[
-        Path | None,
-        option(
-            DEVICE,
-            "--profile",
-            envvar="MEMPLAN_PROFILE",
-            metavar="FILE",
-            help="Measured by validate --calibrate.",
-        ),
+        Path | None, option(DEVICE, "--profile FILE", "Measured by validate --calibrate.", envvar="MEMPLAN_PROFILE")
     ] = None
 
     def __post_init__(self) -> None:
@@ -209,16 +191,14 @@ class DeviceOptions:
 class VerdictOptions:
     """What counts as fitting."""
 
-    strict: Annotated[bool, option(OUTPUT, "--strict", help="Treat TIGHT as NO.")] = False
+    strict: Annotated[bool, option(OUTPUT, "--strict", "Treat TIGHT as NO.")] = False
 
 
 @dataclass(frozen=True, slots=True)
 class PlotOptions:
     """A picture of the answer."""
 
-    plot: Annotated[
-        Path | None, option(OUTPUT, "--plot", metavar="FILE", help="Draw the answer too, as .svg or .png.")
-    ] = None
+    plot: Annotated[Path | None, option(OUTPUT, "--plot FILE", "Draw the answer too, as .svg or .png.")] = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be drawn, before the work and not after it."""
@@ -232,36 +212,24 @@ class PlotOptions:
 class DetailOptions:
     """How much of an answer is shown."""
 
-    whole: Annotated[bool, option(OUTPUT, "--verbose", "-v", "--all", help="Every row, instant and formula.")] = False
+    whole: Annotated[bool, option(OUTPUT, "--verbose -v --all", "Every row, instant and formula.")] = False
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
     """How an answer is written, and where to."""
 
-    as_json: Annotated[bool, option(OUTPUT, "--json", help="Same as --format json.")] = False
+    as_json: Annotated[bool, option(OUTPUT, "--json", "Same as --format json.")] = False
     form: Annotated[
-        OutputFormat | None,
-        option(OUTPUT, "--format", "-f", metavar="FORMAT", help="table (default), plain, json, csv or md."),
+        OutputFormat | None, option(OUTPUT, "--format -f FORMAT", "table (default), plain, json, csv or md.")
     ] = None
-    file: Annotated[
-        Path | None, option(OUTPUT, "--output", "-o", metavar="FILE", help="Write the answer to a file.")
-    ] = None
-    units: Annotated[
-        Unit | None, option(OUTPUT, "--units", metavar="UNIT", help="Of bytes in tables: GiB, GB, MiB or bytes.")
-    ] = None
-    quiet: Annotated[
-        bool, option(OUTPUT, "--quiet", "-q", help="Only the last line, or nothing besides the exit code.")
-    ] = False
+    file: Annotated[Path | None, option(OUTPUT, "--output -o FILE", "Write the answer to a file.")] = None
+    units: Annotated[Unit | None, option(OUTPUT, "--units UNIT", "Of bytes in tables: GiB, GB, MiB or bytes.")] = None
+    quiet: Annotated[bool, option(OUTPUT, "--quiet -q", "Only the last line, or nothing besides the exit code.")] = (
+        False
+    )
     catalog_path: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "--catalog",
-            envvar="MEMPLAN_CATALOG",
-            metavar="PATH",
-            help="Your own catalog file or folder.",
-        ),
+        Path | None, option(OUTPUT, "--catalog PATH", "Your own catalog file or folder.", envvar="MEMPLAN_CATALOG")
     ] = None
 
     def __post_init__(self) -> None:

@@ -24,8 +24,6 @@ def emit(document: Document, options: OutputOptions, detail: DetailOptions | Non
     """Write a document and return the command's exit code.
 
     Args:
-        document: The answer.
-        options: How it is written.
         detail: How much of it is shown, for a command that has a screen for a first look.
 
     Raises:

@@ -70,7 +70,7 @@ _SHORTHANDS = {
 
 
 def _preset(name: str) -> Any:
-    return option(TRAINING, f"--{name}", help="For --config qlora, lora or bf16-adamw.")
+    return option(TRAINING, f"--{name}", "For --config qlora, lora or bf16-adamw.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,70 +78,30 @@ class TrainingOptions:
     """A training config, and what the command line changes in it."""
 
     config: Annotated[
-        str | None,
-        option(
-            TRAINING,
-            "--config",
-            "-c",
-            metavar="NAME|FILE",
-            help="A catalog name, a YAML or JSON file, or -.",
-        ),
+        str | None, option(TRAINING, "--config -c NAME|FILE", "A catalog name, a YAML or JSON file, or -.")
     ] = None
     qlora: Annotated[bool, _preset("qlora")] = False
     lora: Annotated[bool, _preset("lora")] = False
     full: Annotated[bool, _preset("full")] = False
     stack: Annotated[
-        str | None,
-        option(
-            TRAINING,
-            "--stack",
-            metavar="NAME[@VERSION]",
-            help="Whose training loop; see memplan list stacks.",
-        ),
+        str | None, option(TRAINING, "--stack NAME[@VERSION]", "Whose training loop; see memplan list stacks.")
     ] = None
     batch: Annotated[
-        int | None,
-        option(
-            TRAINING,
-            "--micro-batch-size",
-            "--batch-size",
-            "-b",
-            min=1,
-            metavar="N",
-            help="Sequences per device and pass.",
-        ),
+        int | None, option(TRAINING, "--micro-batch-size --batch-size -b N", "Sequences per device and pass.", min=1)
     ] = None
     length: Annotated[
         int | None,
-        option(
-            TRAINING,
-            "--sequence-length",
-            "--seq-len",
-            "-s",
-            parser=_tokens,
-            metavar="N",
-            help="Tokens per sequence; 4k is 4096.",
-        ),
+        option(TRAINING, "--sequence-length --seq-len -s N", "Tokens per sequence; 4k is 4096.", parser=_tokens),
     ] = None
     checkpointing: Annotated[
-        CheckpointingChoice | None,
-        option(TRAINING, "--checkpointing", metavar="KIND", help="Of activations: none, selective or full."),
+        CheckpointingChoice | None, option(TRAINING, "--checkpointing KIND", "Of activations: none, selective or full.")
     ] = None
-    lora_rank: Annotated[
-        int | None, option(TRAINING, "--lora-rank", min=1, metavar="N", help="Rank of a config's adapter.")
-    ] = None
+    lora_rank: Annotated[int | None, option(TRAINING, "--lora-rank N", "Rank of a config's adapter.", min=1)] = None
     optimizer: Annotated[
-        str | None,
-        option(TRAINING, "--optimizer", metavar="NAME", help="Of all parameters; see memplan list optimizers."),
+        str | None, option(TRAINING, "--optimizer NAME", "Of all parameters; see memplan list optimizers.")
     ] = None
     settings: Annotated[
-        list[str] | None,
-        option(
-            TRAINING,
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key: kernels.optimizer=fused; repeatable.",
-        ),
+        list[str] | None, option(TRAINING, "--set KEY=VALUE", "Any key: kernels.optimizer=fused; repeatable.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -218,33 +178,21 @@ class MethodOptions:
         str | None,
         option(
             TRAINING,
-            "--method",
-            metavar="NAME",
-            help="sft or pretrain; classification; dpo, kto, orpo, cpo, simpo or reward, as TRL runs them; or inference.",
+            "--method NAME",
+            "sft or pretrain; classification; dpo, kto, orpo, cpo, simpo or reward, as TRL runs them; or inference.",
         ),
     ] = None
-    context: Annotated[
-        int,
-        option(
-            INFERENCE,
-            "--context",
-            parser=_tokens,
-            metavar="N",
-            help="Tokens of prompt and answer.",
-        ),
-    ] = 4096
-    concurrency: Annotated[int, option(INFERENCE, "--concurrency", min=1, metavar="N", help="Sequences at once.")] = 1
-    kv_dtype: Annotated[
-        str | None, option(INFERENCE, "--kv-dtype", metavar="NAME", help="Of the cache: bf16, fp16, fp8-e4m3, ...")
-    ] = None
+    context: Annotated[int, option(INFERENCE, "--context N", "Tokens of prompt and answer.", parser=_tokens)] = 4096
+    concurrency: Annotated[int, option(INFERENCE, "--concurrency N", "Sequences at once.", min=1)] = 1
+    kv_dtype: Annotated[str | None, option(INFERENCE, "--kv-dtype NAME", "Of the cache: bf16, fp16, fp8-e4m3, ...")] = (
+        None
+    )
     weights: Annotated[
-        str | None,
-        option(INFERENCE, "--weights", metavar="FORMAT", help="Of the matrices, or by role: expert_matrix=mxfp4."),
+        str | None, option(INFERENCE, "--weights FORMAT", "Of the matrices, or by role: expert_matrix=mxfp4.")
     ] = None
-    engine: Annotated[
-        Engine,
-        option(INFERENCE, "--engine", metavar="NAME", help="serving (paged, chunked) or transformers."),
-    ] = Engine.serving
+    engine: Annotated[Engine, option(INFERENCE, "--engine NAME", "serving (paged, chunked) or transformers.")] = (
+        Engine.serving
+    )
 
 
 def job_options(
@@ -257,7 +205,6 @@ def job_options(
     """Return groups of options as keywords of the library.
 
     Args:
-        output: Whose catalog counts.
         training: The training config, and what is changed in it.
         model: Whose shapes count.
         device: The GPU, or none.

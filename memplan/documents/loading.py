@@ -27,20 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Parsed YAML or JSON: plain values, and the line of every key.
+    """Parsed YAML or JSON: plain values, and the line of every key."""
 
-    Attributes:
-        name: How messages call the file.
-        data: dict, list, str, int, float, bool or None.
-        lines: Path of keys -> line number, counted from 1.
-        problems: Duplicate keys and the like; :func:`validate` reports them with its own.
-        settings: Paths of keys whose values were set on the command line instead.
-    """
-
-    name: str
-    data: Any
-    lines: Mapping[tuple[Key, ...], int]
-    problems: tuple[str, ...] = ()
+    name: str  # How messages call the file
+    data: Any  # dict, list, str, int, float, bool or None
+    lines: Mapping[tuple[Key, ...], int]  # Path of keys -> line number, counted from 1
+    problems: tuple[str, ...] = ()  # Duplicate keys and the like; :func:`validate` reports them with its own
+    # Paths of keys whose values were set on the command line instead.
     settings: frozenset[tuple[Key, ...]] = frozenset()
 
     def where(self, path: Sequence[Key]) -> str:

@@ -166,7 +166,6 @@ def mapped(path: Path, signature: bytes, name: str) -> Iterator[mmap.mmap]:
     """Map a file that begins with ``signature`` into memory, so that only what is looked at is read.
 
     Args:
-        path: The file.
         signature: Its first bytes.
         name: What such a file is called in messages.
 
@@ -192,7 +191,6 @@ def read_bytes(
     """Return the bytes of a text file of bounded size; ``-`` is standard input.
 
     Args:
-        path: The file.
         maximum_bytes: No more is read.
         instead: What to give in place of a file that is no text.
         suggestion: What a message says of a larger file.

@@ -43,7 +43,6 @@ def parse_json(text: str, name: str) -> Any:
     """Return the value in a JSON text.
 
     Args:
-        text: The text.
         name: How messages call it.
 
     Raises:

@@ -16,32 +16,21 @@ PRINTED_GRAIN = 2**30 // 200
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a run was out of memory.
+    """Why a run was out of memory."""
 
-    Attributes:
-        message: What torch said.
-        cause: What kept the allocation from succeeding.
-        short: Bytes that were missing.
-        plan: The plan of the job, or None where none was named.
-        instant: The instant of the plan that comes to what torch needed, or nothing.
-        beyond: Bytes that the run needed beyond the plan's peak; 0 where the plan accounts for it.
-        states_missing: Optimizer states that the plan counts and the run had not made yet.
-    """
-
-    message: OutOfMemory
-    cause: Cause
-    short: int
-    plan: MemoryPlan | None = None
-    instant: str = ""
-    beyond: int = 0
-    states_missing: int = 0
+    message: OutOfMemory  # What torch said
+    cause: Cause  # What kept the allocation from succeeding
+    short: int  # Bytes that were missing
+    plan: MemoryPlan | None = None  # The plan of the job, or None where none was named
+    instant: str = ""  # The instant of the plan that comes to what torch needed, or nothing
+    beyond: int = 0  # Bytes that the run needed beyond the plan's peak; 0 where the plan accounts for it
+    states_missing: int = 0  # Optimizer states that the plan counts and the run had not made yet
 
 
 def diagnose(message: OutOfMemory, plan: MemoryPlan | None) -> Diagnosis:
     """Return why a run was out of memory.
 
     Args:
-        message: What torch said.
         plan: The plan of its job on the same device, if there is one.
     """
     cause, short = _cause(message), max(0, message.tried - message.free)

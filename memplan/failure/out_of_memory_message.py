@@ -48,31 +48,18 @@ MAXIMUM_TEXT = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """What one message says, in bytes; torch prints two decimals.
+    """What one message says, in bytes; torch prints two decimals."""
 
-    Attributes:
-        tried: Bytes of the allocation that failed.
-        capacity: What the device has by CUDA.
-        free: What no process held.
-        allocated: What torch had handed out.
-        unallocated: What torch held besides, in pieces.
-        own: What this process held in all; None where the message does not say.
-        others: What other processes held.
-        allowed: What the process was allowed, or None.
-        phase: Where in a step the traceback says it was.
-        step: The last step that a progress bar had counted, or None where there is none.
-    """
-
-    tried: int
-    capacity: int
-    free: int
-    allocated: int
-    unallocated: int
-    own: int | None
-    others: int
-    allowed: int | None
-    phase: Phase
-    step: int | None
+    tried: int  # Bytes of the allocation that failed
+    capacity: int  # What the device has by CUDA
+    free: int  # What no process held
+    allocated: int  # What torch had handed out
+    unallocated: int  # What torch held besides, in pieces
+    own: int | None  # What this process held in all; None where the message does not say
+    others: int  # What other processes held
+    allowed: int | None  # What the process was allowed, or None
+    phase: Phase  # Where in a step the traceback says it was
+    step: int | None  # The last step that a progress bar had counted, or None where there is none
 
     @property
     def needed(self) -> int:

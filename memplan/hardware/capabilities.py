@@ -13,9 +13,7 @@ def capability_of(gpu: Gpu, feature: str, tables: HardwareTables) -> CapabilityR
     """Return how a card does something.
 
     Args:
-        gpu: The card.
         feature: An entry of ``configs/hardware/capabilities.yaml``.
-        tables: What cards can do.
 
     Example:
         >>> from memplan.library.lookup import open_catalog

@@ -20,16 +20,12 @@ PRINTED_STEP = GIB // 100
 
 @dataclass(frozen=True, slots=True)
 class ContextRange:
-    """What a process is expected to hold outside torch's allocator on one device, and between which ends.
-
-    Attributes:
-        source: What was measured, on which cards.
-    """
+    """What a process is expected to hold outside torch's allocator on one device, and between which ends."""
 
     least_bytes: int
     expected_bytes: int
     most_bytes: int
-    source: str
+    source: str  # What was measured, on which cards
 
 
 def context_range(gpu: Gpu, tables: HardwareTables) -> ContextRange:
@@ -39,10 +35,6 @@ def context_range(gpu: Gpu, tables: HardwareTables) -> ContextRange:
         Expected is the median of whole runs on its architecture, the lower of two, and no less than a bare process
         held there; without any, the median of those on the nearest architectures that have some. The ends are the
         least and the most of them, joined by those on the nearest architectures where they are fewer than three.
-
-    Args:
-        gpu: The card.
-        tables: Measurements by compute capability or architecture.
     """
     return _named_range(entry_name(gpu, tables.contexts), tables)
 

@@ -19,25 +19,18 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class ContextMeasurement:
-    """What one process held outside torch's allocator.
+    """What one process held outside torch's allocator."""
 
-    Attributes:
-        in_use: What the process held; bytes with their unit, as its source prints them.
-        run: ``whole`` run of a network, ``bare`` process, or all that a ``device`` held.
-        how: A ``record`` of this project, what nvidia-smi (``smi``) showed, or an out-of-memory ``message``.
-        card: As its owner names it.
-        allocated: What torch had handed out.
-        unallocated: What torch held besides.
-    """
-
-    in_use: str
+    in_use: str  # What the process held; bytes with their unit, as its source prints them
+    # ``whole`` run of a network, ``bare`` process, or all that a ``device`` held.
     run: Literal["whole", "bare", "device"]
+    # A ``record`` of this project, what nvidia-smi (``smi``) showed, or an out-of-memory ``message``.
     how: Literal["record", "smi", "message"]
-    card: str
+    card: str  # As its owner names it
     url: str
     checked: str
-    allocated: str = "0 MiB"
-    unallocated: str = "0 MiB"
+    allocated: str = "0 MiB"  # What torch had handed out
+    unallocated: str = "0 MiB"  # What torch held besides
     driver: str = ""
     toolkit: str = ""
     torch: str = ""
@@ -45,16 +38,11 @@ class ContextMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class ContextEntry:
-    """Measurements on cards of one compute capability or architecture.
-
-    Attributes:
-        like: Entry whose measurements stand for this one, or nothing.
-        note: Why they do.
-    """
+    """Measurements on cards of one compute capability or architecture."""
 
     measured: tuple[ContextMeasurement, ...]
-    like: str = ""
-    note: str = ""
+    like: str = ""  # Entry whose measurements stand for this one, or nothing
+    note: str = ""  # Why they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +65,16 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class CapabilityRow:
-    """How some cards do something.
-
-    Attributes:
-        answer: ``native``; ``emulated``, in another way, which ``text`` says; ``absent``, not at all.
-        least: Least compute capability, or nothing for any.
-        most: The same at the other end.
-        architectures: Beginnings of architectures, or none for any.
-        text: What happens instead, or why not.
-        instead: What to set instead.
-    """
+    """How some cards do something."""
 
     vendor: Literal["nvidia", "amd", "apple"]
+    # ``native``; ``emulated``, in another way, which ``text`` says; ``absent``, not at all.
     answer: Literal["native", "emulated", "absent"]
-    least: str = ""
-    most: str = ""
-    architectures: tuple[str, ...] = ()
-    text: str = ""
-    instead: str = ""
+    least: str = ""  # Least compute capability, or nothing for any
+    most: str = ""  # The same at the other end
+    architectures: tuple[str, ...] = ()  # Beginnings of architectures, or none for any
+    text: str = ""  # What happens instead, or why not
+    instead: str = ""  # What to set instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +88,9 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class HardwareTables:
-    """Tables in ``configs/hardware``.
+    """Tables in ``configs/hardware``."""
 
-    Attributes:
-        root: Folder of the shipped data.
-    """
-
-    root: str
+    root: str  # Folder of the shipped data
 
     @property
     def contexts(self) -> Mapping[str, ContextEntry]:

@@ -12,16 +12,11 @@ QUERIES = ("name,memory.total,memory.reserved", "name,memory.total")
 
 
 class NvidiaDevice(NamedTuple):
-    """A GPU as its driver lists it.
-
-    Attributes:
-        memory_bytes: All of its memory.
-        usable_bytes: What CUDA can have of that; the rest is the driver's and the firmware's.
-    """
+    """A GPU as its driver lists it."""
 
     name: str
-    memory_bytes: int
-    usable_bytes: int
+    memory_bytes: int  # All of its memory
+    usable_bytes: int  # What CUDA can have of that; the rest is the driver's and the firmware's
 
 
 def nvidia_devices() -> list[NvidiaDevice]:

@@ -30,48 +30,28 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a file is read with.
+    """What a file is read with."""
 
-    Attributes:
-        mappings: The trainers' mappings.
-        gpus: GPUs that share the job, or None.
-        trainer: The trainer where the user names it.
-        version: Its version where the user names it.
-        text: What the first file is to hold, where that is not yet written.
-    """
-
-    mappings: TrainerMappings
-    gpus: int | None = None
-    trainer: str | None = None
-    version: str = ""
-    text: str | None = None
+    mappings: TrainerMappings  # The trainers' mappings
+    gpus: int | None = None  # GPUs that share the job, or None
+    trainer: str | None = None  # The trainer where the user names it
+    version: str = ""  # Its version where the user names it
+    text: str | None = None  # What the first file is to hold, where that is not yet written
 
 
 @dataclass(slots=True)
 class ImportedJob:
-    """What was read of a trainer's files.
+    """What was read of a trainer's files."""
 
-    Attributes:
-        head: Whose file it is.
-        mapped: Its mapping.
-        version: The version that the answer is for.
-        role: What the file is.
-        kind: What a file is in words that is no training job.
-        reading: Results, used keys, refusals and needs.
-        keys: Irrelevant and unknown keys.
-        sources: The files, that of the job last.
-        renamed: Key -> the name that was given.
-    """
-
-    head: TrainerHead
-    mapped: Mapped
-    version: str
-    role: Role
-    kind: str
-    reading: Reading
-    keys: SortedKeys
-    sources: tuple[GivenKeys, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    head: TrainerHead  # Whose file it is
+    mapped: Mapped  # Its mapping
+    version: str  # The version that the answer is for
+    role: Role  # What the file is
+    kind: str  # What a file is in words that is no training job
+    reading: Reading  # Results, used keys, refusals and needs
+    keys: SortedKeys  # Irrelevant and unknown keys
+    sources: tuple[GivenKeys, ...] = ()  # The files, that of the job last
+    renamed: Mapping[str, str] = field(default_factory=dict)  # Key -> the name that was given
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the results below a name, nested."""

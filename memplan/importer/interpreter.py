@@ -32,8 +32,6 @@ def follow(reading: Reading, rules: Sequence[Mapping[str, Any]], keys: GivenKeys
 
     Args:
         reading: What is known so far, added to.
-        rules: Of one mapping.
-        keys: Of one file or command line.
         rank: How strongly its keys count.
     """
     for rule in rules:

@@ -23,35 +23,24 @@ DEFAULTED, LAUNCHED, STATED, OVERRIDDEN = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A value of memplan's keys and where it comes from.
-
-    Attributes:
-        rank: How strongly it was said.
-        key: The trainer's key that said it, or nothing.
-        source: The file of that key.
-        why: Why it is so, where no key says it.
-    """
+    """A value of memplan's keys and where it comes from."""
 
     value: Any
-    rank: int
-    key: str = ""
-    source: str = ""
-    why: str = ""
+    rank: int  # How strongly it was said
+    key: str = ""  # The trainer's key that said it, or nothing
+    source: str = ""  # The file of that key
+    why: str = ""  # Why it is so, where no key says it
 
 
 @dataclass(slots=True)
 class UsedKey:
-    """A key that was understood.
-
-    Attributes:
-        effects: What it set, each as ``key = value``.
-    """
+    """A key that was understood."""
 
     key: str
     source: str
     line: int
     value: Any
-    effects: list[str] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)  # What it set, each as ``key = value``
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +56,10 @@ class Refusal:
 
 @dataclass(slots=True)
 class Reading:
-    """What is known of a job while its files are read, one after the other.
+    """What is known of a job while its files are read, one after the other."""
 
-    Attributes:
-        inputs: What is no key: number of GPUs, version, program.
-        results: memplan's keys so far.
-    """
-
-    inputs: Mapping[str, Any]
-    results: dict[str, Result] = field(default_factory=dict)
+    inputs: Mapping[str, Any]  # What is no key: number of GPUs, version, program
+    results: dict[str, Result] = field(default_factory=dict)  # memplan's keys so far
     used: dict[tuple[str, str], UsedKey] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)

@@ -23,10 +23,8 @@ def references(
     Args:
         reading: What is known so far; a file that is missing is added as a need.
         mapped: The trainer's mapping, which says where its files refer to others.
-        keys: Of one file.
         folders: Where a named file may lie.
         given: Whether a launcher's file is given besides, so that a missing one is none.
-        mappings: Know the files that packages ship.
 
     Raises:
         InvalidFileError: A named file has no keys.

@@ -27,24 +27,17 @@ NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan im
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A source and whose it is.
-
-    Attributes:
-        head: The trainer.
-        kind: What the file is where it is no training job; else nothing.
-    """
+    """A source and whose it is."""
 
     keys: GivenKeys
-    head: TrainerHead
-    kind: str = ""
+    head: TrainerHead  # The trainer
+    kind: str = ""  # What the file is where it is no training job; else nothing
 
 
 def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> Told:
     """Return whose keys these are.
 
     Args:
-        keys: Of one file or command line.
-        heads: What tells the trainers.
         named: The trainer where the user names it.
 
     Raises:
@@ -104,8 +97,6 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
     """Return keys in which old names are replaced, and new name -> the name that was given.
 
     Args:
-        keys: Of one file.
-        mapped: Whose names count.
         version: The version that the user says, which may no longer take an old name; or nothing.
     """
     renamed: dict[str, str] = {}

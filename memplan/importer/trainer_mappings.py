@@ -22,112 +22,72 @@ Condition = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """Files that have a trainer's keys and are no training job.
+    """Files that have a trainer's keys and are no training job."""
 
-    Attributes:
-        when: What tells them.
-        kind: What they are.
-    """
-
-    when: Condition
-    kind: str
+    when: Condition  # What tells them
+    kind: str  # What they are
 
 
 @dataclass(frozen=True, slots=True)
 class OldKey:
-    """A key's old name.
+    """A key's old name."""
 
-    Attributes:
-        now: What it is called now.
-        until: The last version that took the old name; nothing where that is still taken.
-    """
-
-    now: str
-    until: str = ""
+    now: str  # What it is called now
+    until: str = ""  # The last version that took the old name; nothing where that is still taken
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A key that names a file of a launcher.
-
-    Attributes:
-        key: The key.
-        trainer: Whose file it is.
-        presets: Names that stand for files of the trainer's own package -> their paths there.
-    """
+    """A key that names a file of a launcher."""
 
     key: str
-    trainer: str
+    trainer: str  # Whose file it is
+    # Names that stand for files of the trainer's own package -> their paths there.
     presets: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerHead:
-    """What tells a trainer's file.
+    """What tells a trainer's file."""
 
-    Attributes:
-        trainer: Its name.
-        title: Its name in prose.
-        role: ``job``, or ``launcher`` for files that say how a job is launched.
-        detect: Conditions, of which one has to hold.
-        words: Patterns of the program or subcommand of a command line.
-        calls: Functions that a Python file calls.
-        missing: What would have to be read or modelled before a file of it can be answered; it is recognised only.
-        other_files: Files that have its keys and are no training job.
-    """
-
-    trainer: str
-    title: str
-    role: str = "job"
-    detect: tuple[Condition, ...] = ()
-    words: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
+    trainer: str  # Its name
+    title: str  # Its name in prose
+    role: str = "job"  # ``job``, or ``launcher`` for files that say how a job is launched
+    detect: tuple[Condition, ...] = ()  # Conditions, of which one has to hold
+    words: tuple[str, ...] = ()  # Patterns of the program or subcommand of a command line
+    calls: tuple[str, ...] = ()  # Functions that a Python file calls
+    # What would have to be read or modelled before a file of it can be answered; it is recognised only.
     missing: str = ""
-    other_files: tuple[OtherFile, ...] = ()
+    other_files: tuple[OtherFile, ...] = ()  # Files that have its keys and are no training job
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A mapping's body, what it extends put in front.
+    """A mapping's body, what it extends put in front."""
 
-    Attributes:
-        stack: Whose training loop a job runs; nothing for launchers.
-        package: Whose schema it was checked against.
-        version: The version that was read.
-        history: Keys, or ``KEY=VALUE``, that tell an older version -> the last version that took them.
-        aliases: Old name -> the key.
-        references: Keys that name files of launchers.
-        sections: Keys whose own keys count as if they stood beside them, those of the last over those of others.
-        rules: What keys mean, in the order in which they are followed.
-        joined: What follows once a trainer's file and its launcher's are both read.
-        not_modelled: Keys that move memory and that nothing follows -> what they do.
-        irrelevant: Keys that move no memory on the device.
-    """
-
-    stack: str = ""
-    package: str = ""
-    version: str = ""
+    stack: str = ""  # Whose training loop a job runs; nothing for launchers
+    package: str = ""  # Whose schema it was checked against
+    version: str = ""  # The version that was read
     extends: tuple[str, ...] = ()
+    # Keys, or ``KEY=VALUE``, that tell an older version -> the last version that took them.
     history: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, OldKey] = field(default_factory=dict)
-    references: tuple[Reference, ...] = ()
+    aliases: Mapping[str, OldKey] = field(default_factory=dict)  # Old name -> the key
+    references: tuple[Reference, ...] = ()  # Keys that name files of launchers
+    # Keys whose own keys count as if they stood beside them, those of the last over those of others.
     sections: tuple[str, ...] = ()
-    rules: tuple[Mapping[str, Any], ...] = ()
-    joined: tuple[Mapping[str, Any], ...] = ()
+    rules: tuple[Mapping[str, Any], ...] = ()  # What keys mean, in the order in which they are followed
+    joined: tuple[Mapping[str, Any], ...] = ()  # What follows once a trainer's file and its launcher's are both read
+    # Keys that move memory and that nothing follows -> what they do.
     not_modelled: Mapping[str, str] = field(default_factory=dict)
-    irrelevant: tuple[str, ...] = ()
+    irrelevant: tuple[str, ...] = ()  # Keys that move no memory on the device
     writes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMappings:
-    """All mappings of a folder.
+    """All mappings of a folder."""
 
-    Attributes:
-        folder: Where they lie.
-    """
-
-    folder: Path
+    folder: Path  # Where they lie
 
     def heads(self) -> tuple[TrainerHead, ...]:
         """Return what tells each trainer's file."""
@@ -149,7 +109,6 @@ class TrainerMappings:
         """Return the keys of a file that a package ships under a folder's and a file's name; None where none does.
 
         Args:
-            launcher: Whose file it is.
             named: A path that ends with that folder and file.
         """
         path = self.folder / SHIPPED / f"{launcher}.yaml"

@@ -87,17 +87,14 @@ BATCHES = ((1, 512), (4, 1024))
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Formula and trace of one configuration.
-
-    Attributes:
-        differences: Bytes by which the formula exceeds the trace, for instants where it does not agree, and for
-            states in host memory under ``host``.
-    """
+    """Formula and trace of one configuration."""
 
     name: str
     family: str
     formula_bytes: int
     traced_bytes: int
+    # Bytes by which the formula exceeds the trace, for instants where it does not agree, and for states in host memory
+    # under ``host``.
     differences: Mapping[str, int]
 
     @property

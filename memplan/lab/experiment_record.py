@@ -23,33 +23,21 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an experiment.
+    """The result of an experiment."""
 
-    Attributes:
-        experiment: Its name, that of its command.
-        settings: Everything but the seeds that decides the figures.
-        seeds: Of the runs that each interval is over.
-        rows: One for each setting that was compared: its keys, and an interval for each measurement.
-        findings: What follows, a sentence each, made from the rows.
-        limits: How far that can be trusted.
-        computed: Figures beside them that were not measured, if any.
-    """
-
-    experiment: str
-    settings: Mapping[str, Any]
-    seeds: Sequence[int]
-    rows: Sequence[Row]
-    findings: Sequence[str]
-    limits: str
-    computed: Sequence[Row] = ()
+    experiment: str  # Its name, that of its command
+    settings: Mapping[str, Any]  # Everything but the seeds that decides the figures
+    seeds: Sequence[int]  # Of the runs that each interval is over
+    rows: Sequence[Row]  # One for each setting that was compared: its keys, and an interval for each measurement
+    findings: Sequence[str]  # What follows, a sentence each, made from the rows
+    limits: str  # How far that can be trusted
+    computed: Sequence[Row] = ()  # Figures beside them that were not measured, if any
 
 
 def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, Any]:
     """Return the record of an experiment, as a file holds it.
 
     Args:
-        outcome: The result.
-        command: The command line.
         date: Of the run, ISO 8601.
         device: ``cpu`` or ``cuda``.
     """

@@ -27,22 +27,14 @@ FOLDERS = ("tests/records/cuda", "tests/records/boundary")
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A record beside the plan of its job.
+    """A record beside the plan of its job."""
 
-    Attributes:
-        name: The record's file.
-        lower_bytes: Lower end of the plan's interval; likewise ``upper_bytes``.
-        measured_bytes: What the card held; None where the run ended for want of memory.
-        verdict: The plan's, on a card with as much memory as the run could get.
-        context_range_bytes: Width of the range of device contexts, which the interval includes.
-    """
-
-    name: str
-    lower_bytes: int
+    name: str  # The record's file
+    lower_bytes: int  # Lower end of the plan's interval; likewise ``upper_bytes``
     upper_bytes: int
-    measured_bytes: int | None
-    verdict: Verdict
-    context_range_bytes: int
+    measured_bytes: int | None  # What the card held; None where the run ended for want of memory
+    verdict: Verdict  # The plan's, on a card with as much memory as the run could get
+    context_range_bytes: int  # Width of the range of device contexts, which the interval includes
 
     @property
     def contained(self) -> bool:

@@ -19,7 +19,7 @@ from memplan.allocator.caching_allocator import replay
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark

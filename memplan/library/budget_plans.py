@@ -42,15 +42,10 @@ class _Named:
 
 @dataclass(slots=True)
 class Workshop:
-    """Resolves jobs and evaluates them; what several jobs share is read and compiled once.
+    """Resolves jobs and evaluates them; what several jobs share is read and compiled once."""
 
-    Attributes:
-        catalog: Where names are looked up.
-        problems: Bad input, as it is met.
-    """
-
-    catalog: Catalog
-    problems: list[str] = field(default_factory=list)
+    catalog: Catalog  # Where names are looked up
+    problems: list[str] = field(default_factory=list)  # Bad input, as it is met
     _values: dict[tuple[str, str, Variant], _Named | MemplanError] = field(default_factory=dict)
     _plans: dict[tuple[str, str], CompiledPlan] = field(default_factory=dict)
     _figures: dict[tuple[str, str, str, str], Figures | MemplanError] = field(default_factory=dict)
@@ -166,7 +161,6 @@ def figures(plan: MemoryPlan, written: str, shapes: str) -> Figures:
     """Return what a plan says, as far as budgets need it.
 
     Args:
-        plan: The plan.
         written: Hash of what the user wrote.
         shapes: Hash of the model's shapes.
     """

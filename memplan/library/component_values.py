@@ -10,21 +10,13 @@ from memplan.plan.components import COMPONENTS, Component
 
 
 class ComponentBytes(int):
-    """The bytes of a component, and how they come about.
+    """The bytes of a component, and how they come about."""
 
-    Attributes:
-        name: What the component is called, in every answer.
-        formula: How the bytes come about, in symbols.
-        values: What the symbols stand for.
-        source: Who says so.
-        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
-    """
-
-    name: str
-    formula: str
-    values: Mapping[str, int | str]
-    source: str
-    kind: Kind
+    name: str  # What the component is called, in every answer
+    formula: str  # How the bytes come about, in symbols
+    values: Mapping[str, int | str]  # What the symbols stand for
+    source: str  # Who says so
+    kind: Kind  # ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances
 
     def __new__(cls, line: Component) -> ComponentBytes:
         """Return the bytes of a line of the sum."""

@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import Any, TypedDict, cast, get_args
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.training_config import MAXIMUM_GPUS, Checkpointing
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
+from memplan.catalog.training_config import Checkpointing
 from memplan.documents.loading import setting_text
 from memplan.errors import InvalidFileError, match_hint, printable
-from memplan.library.lookup import (
-    Overrides,
-    Shapes,
-    find_device,
-    find_devices,
-    find_model,
-    find_setup,
-    open_catalog,
-)
+from memplan.library.lookup import Overrides, Shapes, find_device, find_devices, find_model, find_setup, open_catalog
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
@@ -80,17 +73,11 @@ class JobOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class JobInputs:
-    """A question's keywords, checked, with the catalog that its names are looked up in.
-
-    Attributes:
-        catalog: The catalog.
-        given: The model as it was given.
-        options: The keywords that were given.
-    """
+    """A question's keywords, checked, with the catalog that its names are looked up in."""
 
     catalog: Catalog
-    given: ModelGiven
-    options: JobOptions
+    given: ModelGiven  # The model as it was given
+    options: JobOptions  # The keywords that were given
 
     def model(self) -> Model:
         """Return the model.
@@ -110,7 +97,6 @@ class JobInputs:
         """Return the GPU that was named, else ``otherwise``, else this machine's own.
 
         Args:
-            otherwise: A GPU of the catalog.
             count: How many there are, their memory pooled.
 
         Raises:
@@ -176,11 +162,7 @@ class JobInputs:
         return self.options.get("gpus") or 1
 
     def overrides(self, gpus: int = 1) -> Overrides:
-        """Return what is changed in a training config.
-
-        Args:
-            gpus: GPUs that share the work.
-        """
+        """Return what is changed in a training config."""
         options = self.options
         return Overrides(
             batch=options.get("micro_batch_size"),
@@ -199,7 +181,6 @@ class JobInputs:
         Args:
             model: The model that it is to train.
             default: The config where none was given.
-            gpus: GPUs that share the work.
         """
         config = default if self.config is None else self.config
         return find_setup(config, self.overrides(gpus), self.catalog, model)
@@ -217,7 +198,6 @@ def job_inputs(
 
     Args:
         question: The function that was called, for messages.
-        given: The model.
         options: Keywords; one that is None counts as not given.
         known: The keywords that it takes, as a typed dictionary.
         refused: Those that would change nothing in its answer, each with what to do instead.

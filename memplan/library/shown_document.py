@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.catalog.catalog import SECTIONS, Catalog
-from memplan.catalog.stacks import split_name
+from memplan.catalog.stack_versions import split_name
 from memplan.documents.opening import usable_path
 from memplan.errors import CannotAnswerError, UnknownNameError, match_hint
 from memplan.library.lookup import Shapes, find_model

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.opening import read_text
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.host.installed_torch import require_torch
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.report.document import Document
 from memplan.report.validation_answer import (
@@ -72,7 +73,7 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         raise InvalidFileError(["give one of MODEL, --replay, --calibrate and --plan"])
     if request.calibrate is not None:
         return _calibrated(request.calibrate)
-    _require_torch()
+    require_torch("measuring")
     if request.replay is not None:
         return _replayed(request, request.replay, catalog, unit)
     device = request.device or ("cuda" if _cuda() else "cpu")
@@ -94,15 +95,6 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         write_record(request.record, task, measurement, request.command)
         request.say(f"recorded in {request.record}")
     return _compared(task, measurement, unit)
-
-
-def _require_torch() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise CannotAnswerError(
-            "measuring needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
-        )
 
 
 def _cuda() -> bool:

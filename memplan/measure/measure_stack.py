@@ -18,19 +18,12 @@ from memplan.trace.stacks.stack_inputs import StackInputs
 
 @dataclass(frozen=True, slots=True)
 class StackTask:
-    """One measurement of a library's own loop.
+    """One measurement of a library's own loop."""
 
-    Attributes:
-        stack: Whose loop.
-        inputs: The job, with the device that it runs on.
-        alloc_conf: As PYTORCH_CUDA_ALLOC_CONF.
-        capacity_bytes: Memory that the process may take on a CUDA device; 0 for all.
-    """
-
-    stack: str
-    inputs: StackInputs
-    alloc_conf: str = ""
-    capacity_bytes: int = 0
+    stack: str  # Whose loop
+    inputs: StackInputs  # The job, with the device that it runs on
+    alloc_conf: str = ""  # As PYTORCH_CUDA_ALLOC_CONF
+    capacity_bytes: int = 0  # Memory that the process may take on a CUDA device; 0 for all
 
 
 class _StepReader(PeakReader):

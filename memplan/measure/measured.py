@@ -26,26 +26,17 @@ Status = Literal["measured", "out of memory", "killed", "hung", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run of a task.
+    """One run of a task."""
 
-    Attributes:
-        status: How the run ended.
-        reason: Why, where it did not end well.
-        device: What it ran on.
-        torch_version: Version of torch.
-        components: Bytes of distinct storages by component.
-        instants: Greatest need of each instant of the last step.
-        totals: ``requested``, and on CUDA ``allocated``, ``reserved`` and ``device``: peaks after the first step.
-        counters: Everything else that was read: context, driver, attention kernel, out-of-memory figures.
-    """
-
-    status: Status
-    reason: str = ""
-    device: str = ""
-    torch_version: str = ""
-    components: Mapping[str, int] = field(default_factory=dict)
-    instants: Mapping[str, int] = field(default_factory=dict)
+    status: Status  # How the run ended
+    reason: str = ""  # Why, where it did not end well
+    device: str = ""  # What it ran on
+    torch_version: str = ""  # Version of torch
+    components: Mapping[str, int] = field(default_factory=dict)  # Bytes of distinct storages by component
+    instants: Mapping[str, int] = field(default_factory=dict)  # Greatest need of each instant of the last step
+    # ``requested``, and on CUDA ``allocated``, ``reserved`` and ``device``: peaks after the first step.
     totals: Mapping[str, int] = field(default_factory=dict)
+    # Everything else that was read: context, driver, attention kernel, out-of-memory figures.
     counters: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -41,10 +41,8 @@ def measure(
     """Return what a fresh process measured, or how it failed; the process is gone when this returns.
 
     Args:
-        task: What to measure.
         progress: Called with a line for each stage of the measurement.
         silence_seconds: After so long without a line the process is killed and reported as hung.
-        module: What the process runs.
     """
     with TemporaryFile() as complaints, _process(task, complaints, module) as process:
         assert process.stdin is not None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import with_stack
+from memplan.catalog.stack_versions import with_stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
 from memplan.documents.schemas import validate
@@ -28,17 +28,11 @@ HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How far a catalog model is cut down; 0 leaves a size as it is.
+    """How far a catalog model is cut down; 0 leaves a size as it is."""
 
-    Attributes:
-        layers: Layers of each run of equal layers, at most.
-        hidden: Width of the residual stream; attention then has 8 heads and the MLP three times that width.
-        vocab: Size of the vocabulary.
-    """
-
-    layers: int = 0
-    hidden: int = 0
-    vocab: int = 0
+    layers: int = 0  # Layers of each run of equal layers, at most
+    hidden: int = 0  # Width of the residual stream; attention then has 8 heads and the MLP three times that width
+    vocab: int = 0  # Size of the vocabulary
 
     @property
     def text(self) -> str:
@@ -53,25 +47,17 @@ SMALL = Scale(layers=2, hidden=NARROW, vocab=8192)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        name: Catalog name of the model, or what it was called.
-        device: ``cpu`` or ``cuda``.
-        alloc_conf: As PYTORCH_CUDA_ALLOC_CONF.
-        capacity_bytes: Memory that the process may take on a CUDA device; 0 for all.
-        history: Whether the memory history is recorded and replayed (CUDA).
-    """
-
-    name: str
+    name: str  # Catalog name of the model, or what it was called
     scale: Scale
     model: Model
     setup: TrainingSetup
-    device: str = "cpu"
+    device: str = "cpu"  # ``cpu`` or ``cuda``
     steps: int = STEPS
-    alloc_conf: str = ""
-    capacity_bytes: int = 0
-    history: bool = False
+    alloc_conf: str = ""  # As PYTORCH_CUDA_ALLOC_CONF
+    capacity_bytes: int = 0  # Memory that the process may take on a CUDA device; 0 for all
+    history: bool = False  # Whether the memory history is recorded and replayed (CUDA)
 
 
 def scaled_model(name: str, scale: Scale, catalog: Catalog) -> Model:

@@ -13,25 +13,15 @@ PREFIX = "linear_attn"
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """Linear attention with a decay and a correction (https://arxiv.org/abs/2412.06464), as Qwen3-Next and Qwen3.5 have it.
+    """Linear attention with a decay and a correction (https://arxiv.org/abs/2412.06464): Qwen3-Next, Qwen3.5."""
 
-    Attributes:
-        num_key_heads: Heads of queries and of keys.
-        num_value_heads: Heads of values; a multiple of ``num_key_heads``.
-        key_head_dim: Width of a head of queries and keys.
-        value_head_dim: Width of a head of values.
-        kernel_size: Tokens that the convolution over queries, keys and values looks at.
-        joined: Query, key, value and gate come of one projection, and both numbers per head of another (Qwen3-Next).
-        epsilon: What the gated norm adds to the variance.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    kernel_size: int
-    joined: bool
-    epsilon: float = 1e-6
+    num_key_heads: int  # Heads of queries and of keys
+    num_value_heads: int  # Heads of values; a multiple of ``num_key_heads``
+    key_head_dim: int  # Width of a head of queries and keys
+    value_head_dim: int  # Width of a head of values
+    kernel_size: int  # Tokens that the convolution over queries, keys and values looks at
+    joined: bool  # Query, key, value and gate come of one projection, and both numbers per head of another (Qwen3-Next)
+    epsilon: float = 1e-6  # What the gated norm adds to the variance
 
     @property
     def key_size(self) -> int:

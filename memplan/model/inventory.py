@@ -31,27 +31,16 @@ Kind = tuple[Role, tuple[int, ...], bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class ParameterTensor:
-    """One parameter tensor, or one in each of ``count`` layers.
+    """One parameter tensor, or one in each of ``count`` layers."""
 
-    Attributes:
-        name: Its name in the real implementation, with ``{}`` for the layer's index.
-        shape: Dimensions as stored; linear weights are (out, in) unless the family says else.
-        role: What decides its format, its optimizer and its gradient.
-        count: Layers that have one such tensor.
-        first: Index of the first of these layers.
-        experts_per_token: For routed experts: how many of ``shape[0]`` a token uses; else 0.
-        used: Whether rows of tokens pass through it: a vision tower gets no gradients from them.
-        frozen: Whether it does not train where other parameters of the model do.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    role: Role
-    count: int = 1
-    first: int = 0
-    experts_per_token: int = 0
-    used: bool = True
-    frozen: bool = False
+    name: str  # Its name in the real implementation, with ``{}`` for the layer's index
+    shape: tuple[int, ...]  # Dimensions as stored; linear weights are (out, in) unless the family says else
+    role: Role  # What decides its format, its optimizer and its gradient
+    count: int = 1  # Layers that have one such tensor
+    first: int = 0  # Index of the first of these layers
+    experts_per_token: int = 0  # For routed experts: how many of ``shape[0]`` a token uses; else 0
+    used: bool = True  # Whether rows of tokens pass through it: a vision tower gets no gradients from them
+    frozen: bool = False  # Whether it does not train where other parameters of the model do
 
     @property
     def kind(self) -> Kind:

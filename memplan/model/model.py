@@ -12,15 +12,10 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a file holds of a model, exact to the byte.
+    """What a file holds of a model, exact to the byte."""
 
-    Attributes:
-        bytes_by_format: Bytes of tensor data by format name (``q4-0``, ``bf16``, ...).
-        tensors: Number of tensors in the file or files.
-    """
-
-    bytes_by_format: Mapping[str, int]
-    tensors: int
+    bytes_by_format: Mapping[str, int]  # Bytes of tensor data by format name (``q4-0``, ``bf16``, ...)
+    tensors: int  # Number of tensors in the file or files
 
     @property
     def total_bytes(self) -> int:
@@ -30,23 +25,14 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and where it came from.
+    """A model and where it came from."""
 
-    Attributes:
-        spec: Its shapes.
-        inventory: Its parameter tensors.
-        source: File, directory or catalog entry that it was read from.
-        quantization: Format that the released weights are quantised in, or None.
-        storage: What the file holds, where a file was read; else None.
-        notes: What a reader assumed or left out, one sentence each.
-    """
-
-    spec: ModelSpec
-    inventory: Inventory
-    source: str
-    quantization: str | None = None
-    storage: Storage | None = None
-    notes: tuple[str, ...] = field(default=())
+    spec: ModelSpec  # Its shapes
+    inventory: Inventory  # Its parameter tensors
+    source: str  # File, directory or catalog entry that it was read from
+    quantization: str | None = None  # Format that the released weights are quantised in, or None
+    storage: Storage | None = None  # What the file holds, where a file was read; else None
+    notes: tuple[str, ...] = field(default=())  # What a reader assumed or left out, one sentence each
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, source: str) -> Model:

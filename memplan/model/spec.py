@@ -22,65 +22,41 @@ Placement = Literal["pre", "post", "sandwich", "parallel"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalisation over the last dimension.
+    """A normalisation over the last dimension."""
 
-    Attributes:
-        kind: ``rms`` or ``layer`` (subtracts the mean).
-        weight: Whether it has a learned scale; OLMo 1 has none.
-        bias: Whether it has a learned shift.
-        unit_offset: Scale is ``1 + weight``, computed in fp32, as in Gemma.
-        epsilon: What is added to the variance.
-    """
-
-    kind: Literal["rms", "layer"] = "rms"
-    weight: bool = True
-    bias: bool = False
-    unit_offset: bool = False
-    epsilon: float = 1e-5
+    kind: Literal["rms", "layer"] = "rms"  # ``rms`` or ``layer`` (subtracts the mean)
+    weight: bool = True  # Whether it has a learned scale; OLMo 1 has none
+    bias: bool = False  # Whether it has a learned shift
+    unit_offset: bool = False  # Scale is ``1 + weight``, computed in fp32, as in Gemma
+    epsilon: float = 1e-5  # What is added to the variance
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Multi-head, grouped-query or multi-query attention.
+    """Multi-head, grouped-query or multi-query attention."""
 
-    Attributes:
-        num_heads: Query heads.
-        num_key_value_heads: Key and value heads; a divisor of ``num_heads``.
-        head_dim: Width of one head.
-        rotary_dim: How many of a head's dimensions are rotated; 0 for none.
-        qkv_bias: Biases on query, key and value projections.
-        output_bias: Bias on the output projection.
-        fused_qkv: One projection yields query, key and value, whose views share storage.
-        query_key_norm: Norm of queries and keys, or None.
-        query_key_norm_scope: ``head`` normalises each head, ``each`` does so by a scale of its own for each (Command R),
-            ``full`` all heads together.
-        norms_rotated: Queries and keys are normalised after they are rotated (Hunyuan).
-        clip: Bound that queries, keys and values are clipped to in place, before anything else (OLMo 1.7); 0.0 for none.
-        sinks: One learned logit per head that takes part in the softmax (gpt-oss).
-        logit_softcap: Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
-        scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
-        output_gate: The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
-        scales_query: Rotated queries are multiplied by a factor for each position (Ministral 3).
-        windowed: Its layer makes a mask of a window of its own.
-    """
-
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rotary_dim: int
-    qkv_bias: bool = False
-    output_bias: bool = False
-    fused_qkv: bool = False
-    query_key_norm: Norm | None = None
+    num_heads: int  # Query heads
+    num_key_value_heads: int  # Key and value heads; a divisor of ``num_heads``
+    head_dim: int  # Width of one head
+    rotary_dim: int  # How many of a head's dimensions are rotated; 0 for none
+    qkv_bias: bool = False  # Biases on query, key and value projections
+    output_bias: bool = False  # Bias on the output projection
+    fused_qkv: bool = False  # One projection yields query, key and value, whose views share storage
+    query_key_norm: Norm | None = None  # Norm of queries and keys, or None
+    # ``head`` normalises each head, ``each`` does so by a scale of its own for each (Command R), ``full`` all heads
+    # together.
     query_key_norm_scope: Literal["head", "each", "full"] = "head"
-    norms_rotated: bool = False
+    norms_rotated: bool = False  # Queries and keys are normalised after they are rotated (Hunyuan)
+    # Bound that queries, keys and values are clipped to in place, before anything else (OLMo 1.7); 0.0 for none.
     clip: float = 0.0
-    sinks: bool = False
+    sinks: bool = False  # One learned logit per head that takes part in the softmax (gpt-oss)
+    # Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
     logit_softcap: float = 0.0
-    scale: float | None = None
+    scale: float | None = None  # Factor of the scores; None for ``1 / sqrt(head_dim)``
+    # The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
     output_gate: bool = False
-    scales_query: bool = False
-    windowed: bool = False
+    scales_query: bool = False  # Rotated queries are multiplied by a factor for each position (Ministral 3)
+    windowed: bool = False  # Its layer makes a mask of a window of its own
 
     def norm_shape(self, heads: int) -> tuple[int, ...]:
         """Return the shape of the scale that normalises this many heads."""
@@ -100,23 +76,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
-
-    Attributes:
-        q_lora_rank: Width of the compressed query; 0 projects queries directly.
-        kv_lora_rank: Width of the compressed key and value.
-        scale: Factor of the scores; None for ``1 / sqrt(qk_head_dim)``.
-    """
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434)."""
 
     num_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
+    q_lora_rank: int  # Width of the compressed query; 0 projects queries directly
+    kv_lora_rank: int  # Width of the compressed key and value
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     norm: Norm = Norm()
     bias: bool = False
-    scale: float | None = None
+    scale: float | None = None  # Factor of the scores; None for ``1 / sqrt(qk_head_dim)``
 
     @property
     def qk_head_dim(self) -> int:
@@ -126,87 +96,56 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A dense feed-forward part.
+    """A dense feed-forward part."""
 
-    Attributes:
-        intermediate_size: Width between the projections.
-        gated: Two projections up, one through the activation (SwiGLU, GeGLU); else one.
-        fused_gate_up: Both projections up are one matrix.
-        bias: Biases on every projection.
-    """
-
-    intermediate_size: int
+    intermediate_size: int  # Width between the projections
     activation: Activation = "silu"
-    gated: bool = True
-    fused_gate_up: bool = False
-    bias: bool = False
+    gated: bool = True  # Two projections up, one through the activation (SwiGLU, GeGLU); else one
+    fused_gate_up: bool = False  # Both projections up are one matrix
+    bias: bool = False  # Biases on every projection
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Routed experts, with or without shared ones.
-
-    Attributes:
-        experts_per_token: Experts that each token passes through.
-        intermediate_size: Width inside one routed expert.
-        shared_intermediate_size: Width of all shared experts together; 0 for none.
-        shared_gate: A learned gate scales the shared experts' output (Qwen2-MoE).
-        transposed: Experts, which are stacked in one tensor per projection, are stored
-            (experts, in, out), as in gpt-oss, and not (experts, out, in).
-        router_bias: Bias on the router's projection.
-        expert_bias: Biases inside the experts (gpt-oss).
-        score_correction: One offset per expert that only steers the choice (DeepSeek-V3). It is
-            a buffer, adjusted without gradients, and so no parameter tensor. Scores are sigmoids then.
-        softmax_of_chosen: Scores are a softmax over the chosen experts' logits alone (gpt-oss).
-        normalised: The chosen experts' scores are divided by their sum.
-        score_scale: Factor of the chosen experts' scores (DeepSeek).
-        groups: Groups of experts, of which only some take part in the choice (DeepSeek); 1 for no groups.
-        groups_per_token: Groups that take part.
-        fp32_router: The router's product is formed in fp32 (DeepSeek).
-        fp32_scores: Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek).
-        gated: Experts have two projections up, as in :class:`Mlp`; else one.
-        fused_gate_up: These two are one tensor.
-    """
+    """Routed experts, with or without shared ones."""
 
     num_experts: int
-    experts_per_token: int
-    intermediate_size: int
+    experts_per_token: int  # Experts that each token passes through
+    intermediate_size: int  # Width inside one routed expert
     activation: Activation = "silu"
-    shared_intermediate_size: int = 0
-    shared_gate: bool = False
+    shared_intermediate_size: int = 0  # Width of all shared experts together; 0 for none
+    shared_gate: bool = False  # A learned gate scales the shared experts' output (Qwen2-MoE)
+    # Experts, which are stacked in one tensor per projection, are stored (experts, in, out), as in gpt-oss, and not
+    # (experts, out, in).
     transposed: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
+    router_bias: bool = False  # Bias on the router's projection
+    expert_bias: bool = False  # Biases inside the experts (gpt-oss)
+    # One offset per expert that only steers the choice (DeepSeek-V3). It is a buffer, adjusted without gradients, and
+    # so no parameter tensor. Scores are sigmoids then.
     score_correction: bool = False
-    softmax_of_chosen: bool = False
-    normalised: bool = True
-    score_scale: float = 1.0
-    groups: int = 1
-    groups_per_token: int = 1
-    fp32_router: bool = False
-    fp32_scores: bool = False
-    gated: bool = True
-    fused_gate_up: bool = True
+    softmax_of_chosen: bool = False  # Scores are a softmax over the chosen experts' logits alone (gpt-oss)
+    normalised: bool = True  # The chosen experts' scores are divided by their sum
+    score_scale: float = 1.0  # Factor of the chosen experts' scores (DeepSeek)
+    groups: int = 1  # Groups of experts, of which only some take part in the choice (DeepSeek); 1 for no groups
+    groups_per_token: int = 1  # Groups that take part
+    fp32_router: bool = False  # The router's product is formed in fp32 (DeepSeek)
+    fp32_scores: bool = False  # Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek)
+    gated: bool = True  # Experts have two projections up, as in :class:`Mlp`; else one
+    fused_gate_up: bool = True  # These two are one tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer layer.
-
-    Attributes:
-        placement: ``pre``: a norm before each part; ``post``: after each (OLMo 2);
-            ``sandwich``: before and after (Gemma 2, 3); ``parallel``: attention and
-            feed-forward read the same input and are added together (NeoX, Falcon, Phi).
-        parallel_norms: With ``parallel``: norms in front, one shared or one for each.
-        residual_scale: Factor of what attention and feed-forward add (Granite); 0.0 for none.
-    """
+    """One transformer layer."""
 
     attention: Attention | LatentAttention | GatedDeltaNet
     feed_forward: Mlp | MixtureOfExperts
     norm: Norm
+    # ``pre``: a norm before each part; ``post``: after each (OLMo 2); ``sandwich``: before and after (Gemma 2, 3);
+    # ``parallel``: attention and feed-forward read the same input and are added together (NeoX, Falcon, Phi).
     placement: Placement = "pre"
-    parallel_norms: int = 1
-    residual_scale: float = 0.0
+    parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
+    residual_scale: float = 0.0  # Factor of what attention and feed-forward add (Granite); 0.0 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,53 +212,31 @@ class TensorNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer, with a vision tower in front or without.
+    """A decoder-only transformer, with a vision tower in front or without."""
 
-    Attributes:
-        name: What people call it.
-        architecture: Name of the family, which is that of its file in ``model/families/``.
-        vocab_size: Rows of the embedding, padding included.
-        hidden_size: Width of the residual stream.
-        runs: Layers, in order.
-        final_norm: Norm before the head.
-        tie_word_embeddings: Head and embedding are one tensor.
-        head_bias: Bias on the head.
-        learned_positions: Rows of a learned position embedding; 0 for none.
-        max_position_embeddings: Longest sequence the model is made for; 0 if unknown.
-        embedding_scale: Factor of the embeddings (Gemma); 0.0 for none.
-        final_logit_softcap: Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none.
-        logit_scale: Factor of the logits (Command R, Granite); 0.0 for none.
-        window: Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
-        rotary_tables: Pairs of rotary tables that are built (Gemma 3 has two bases).
-        transposed_linear: Weights stored (in, out), as GPT-2's Conv1D does.
-        dropout: Dropout probability of the released config, of what is added to the residual stream.
-        attention_dropout: The same, of attention's weights.
-        tower: Vision tower and projector; None for a text model.
-        source: Where the shapes were read.
-    """
-
-    name: str
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    runs: tuple[LayerRun, ...]
-    final_norm: Norm
+    name: str  # What people call it
+    architecture: str  # Name of the family, which is that of its file in ``model/families/``
+    vocab_size: int  # Rows of the embedding, padding included
+    hidden_size: int  # Width of the residual stream
+    runs: tuple[LayerRun, ...]  # Layers, in order
+    final_norm: Norm  # Norm before the head
     names: TensorNames = TensorNames()
-    tie_word_embeddings: bool = False
-    head_bias: bool = False
-    learned_positions: int = 0
-    max_position_embeddings: int = 0
-    embedding_scale: float = 0.0
-    final_logit_softcap: float = 0.0
-    logit_scale: float = 0.0
-    rotary_tables: int = 1
+    tie_word_embeddings: bool = False  # Head and embedding are one tensor
+    head_bias: bool = False  # Bias on the head
+    learned_positions: int = 0  # Rows of a learned position embedding; 0 for none
+    max_position_embeddings: int = 0  # Longest sequence the model is made for; 0 if unknown
+    embedding_scale: float = 0.0  # Factor of the embeddings (Gemma); 0.0 for none
+    final_logit_softcap: float = 0.0  # Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none
+    logit_scale: float = 0.0  # Factor of the logits (Command R, Granite); 0.0 for none
+    rotary_tables: int = 1  # Pairs of rotary tables that are built (Gemma 3 has two bases)
+    # Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
     window: int = 0
     full_layers: tuple[int, ...] = ()
-    transposed_linear: bool = False
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    tower: Tower | None = None
-    source: str = ""
+    transposed_linear: bool = False  # Weights stored (in, out), as GPT-2's Conv1D does
+    dropout: float = 0.0  # Dropout probability of the released config, of what is added to the residual stream
+    attention_dropout: float = 0.0  # The same, of attention's weights
+    tower: Tower | None = None  # Vision tower and projector; None for a text model
+    source: str = ""  # Where the shapes were read
 
     @property
     def num_hidden_layers(self) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import ReserveShare
-from memplan.catalog.training_config import Parallel
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 from memplan.values import dataclass
@@ -33,38 +33,22 @@ SIMULATED_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class Allowances:
-    """Allowances for one or several devices.
+    """Allowances for one or several devices."""
 
-    Attributes:
-        library_bytes: Workspaces that libraries hold in the allocator's memory.
-        reserve_fraction: Share of the allocated bytes that the allocator holds besides.
-        upper_reserve_fraction: The same at the upper end.
-        context_bytes: Memory outside the allocator.
-        upper_context_bytes: The same at the upper end.
-        least_context_bytes: The same at the lower end.
-        library_source: Where ``library_bytes`` was read.
-        context_source: What ``context_bytes`` rests on.
-        measured_on: Card whose own figures workspaces and context are, or nothing.
-        nccl_bytes: NCCL's buffers, which ``context_bytes`` includes.
-        upper_nccl_bytes: The same at the upper end, which ``upper_context_bytes`` includes.
-        nccl_source: Where they were measured.
-        stream_bytes: Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes.
-        engine_bytes: What an engine that generates on the same device takes at the peak, which all contexts include.
-    """
-
-    library_bytes: int
-    reserve_fraction: Fraction
-    upper_reserve_fraction: Fraction
-    context_bytes: int
-    upper_context_bytes: int
-    least_context_bytes: int = 0
-    library_source: str = ""
-    context_source: str = ""
-    measured_on: str = ""
-    nccl_bytes: int = 0
-    upper_nccl_bytes: int = 0
-    nccl_source: str = ""
-    stream_bytes: int = 0
+    library_bytes: int  # Workspaces that libraries hold in the allocator's memory
+    reserve_fraction: Fraction  # Share of the allocated bytes that the allocator holds besides
+    upper_reserve_fraction: Fraction  # The same at the upper end
+    context_bytes: int  # Memory outside the allocator
+    upper_context_bytes: int  # The same at the upper end
+    least_context_bytes: int = 0  # The same at the lower end
+    library_source: str = ""  # Where ``library_bytes`` was read
+    context_source: str = ""  # What ``context_bytes`` rests on
+    measured_on: str = ""  # Card whose own figures workspaces and context are, or nothing
+    nccl_bytes: int = 0  # NCCL's buffers, which ``context_bytes`` includes
+    upper_nccl_bytes: int = 0  # The same at the upper end, which ``upper_context_bytes`` includes
+    nccl_source: str = ""  # Where they were measured
+    stream_bytes: int = 0  # Buffers kept for the streams of collectives, which ``upper_context_bytes`` includes
+    # What an engine that generates on the same device takes at the peak, which all contexts include.
     engine_bytes: int = 0
 
     def reserve_bytes(self, allocated_bytes: int) -> int:
@@ -91,21 +75,13 @@ class Allowances:
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """What ``memplan validate --calibrate`` found on one card, for plans instead of the shipped allowances.
-
-    Attributes:
-        device: The card.
-        torch_version: Version of torch that ran there.
-        library_bytes: Workspaces of libraries in the allocator's memory.
-        context_bytes: Memory outside the allocator, median of the records.
-        upper_context_bytes: The same, largest of the records.
-    """
+    """What ``memplan validate --calibrate`` found on one card, for plans instead of the shipped allowances."""
 
     device: str
-    torch_version: str
-    library_bytes: int
-    context_bytes: int
-    upper_context_bytes: int
+    torch_version: str  # Version of torch that ran there
+    library_bytes: int  # Workspaces of libraries in the allocator's memory
+    context_bytes: int  # Memory outside the allocator, median of the records
+    upper_context_bytes: int  # The same, largest of the records
 
 
 def measured_allowances(allowances: Allowances, profile: MachineProfile, count: int = 1) -> Allowances:
@@ -124,7 +100,6 @@ def communicating(allowances: Allowances, stream_bytes: int, communicators: Sequ
     """Return the allowances of one of several GPUs that communicate.
 
     Args:
-        allowances: Those of the GPU alone.
         stream_bytes: Buffers of collectives that no other stream can use.
         communicators: What the library that they communicate through keeps on each, one for each group of GPUs.
     """
@@ -157,8 +132,6 @@ def allowances_for(gpu: Gpu, count: int, share: ReserveShare, tables: HardwareTa
     """Return the allowances for ``count`` devices of a kind.
 
     Args:
-        gpu: The kind of device.
-        count: How many there are.
         share: What the allocator needs besides.
         tables: What is taken on cards, by architecture.
     """
@@ -183,13 +156,7 @@ def communicators_of(gpu: Gpu, parallel: Parallel, tables: HardwareTables) -> li
 
 
 def communicator_of(gpu: Gpu, ranks: int, tables: HardwareTables) -> Communicator:
-    """Return what the library that GPUs of a kind communicate through keeps on each of them.
-
-    Args:
-        gpu: The kind of device.
-        ranks: How many there are.
-        tables: What is taken on cards.
-    """
+    """Return what the library that GPUs of a kind communicate through keeps on each of them."""
     vendor = gpu.vendor if gpu.vendor in tables.communicators else "nvidia"
     exact = f"{vendor}-{ranks}-ranks"
     return tables.communicators[exact if exact in tables.communicators else vendor]
@@ -199,7 +166,6 @@ def library_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
     """Return the bytes of the workspaces of matrix products that a training process has on one device.
 
     Args:
-        gpu: The kind of device.
         tables: What is taken on cards, by architecture.
     """
     return HANDLES * tables.workspaces[entry_name(gpu, tables.workspaces)].handle_bytes

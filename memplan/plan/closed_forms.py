@@ -13,36 +13,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that one layer saves for backward.
+    """A tensor that one layer saves for backward."""
 
-    Attributes:
-        layer: The run of layers.
-        operation: The first operation that saves it.
-        coefficient: Its bytes for each unit of ``quantity``.
-        quantity: What its size grows with, as formulas write it.
-        bytes: Its size in this plan.
-    """
-
-    layer: str
-    operation: str
-    coefficient: int
-    quantity: str
-    bytes: int
+    layer: str  # The run of layers
+    operation: str  # The first operation that saves it
+    coefficient: int  # Its bytes for each unit of ``quantity``
+    quantity: str  # What its size grows with, as formulas write it
+    bytes: int  # Its size in this plan
 
 
 @dataclass(frozen=True, slots=True)
 class InstantForm:
-    """An instant of the step at its fullest moment.
-
-    Attributes:
-        bytes: What is alive besides weights, optimizer states and buffers.
-        formula: The same as a closed form.
-    """
+    """An instant of the step at its fullest moment."""
 
     name: str
     operation: str
-    bytes: int
-    formula: str
+    bytes: int  # What is alive besides weights, optimizer states and buffers
+    formula: str  # The same as a closed form
 
 
 def form_text(form: Form) -> str:

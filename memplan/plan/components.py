@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.entries import Kind
-from memplan.catalog.training_config import Rollout
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
@@ -49,20 +49,14 @@ ENGINE_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One line of the sum.
-
-    Attributes:
-        formula: How the bytes come about, in symbols.
-        values: What the symbols stand for.
-        kind: ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances.
-    """
+    """One line of the sum."""
 
     name: str
     bytes: int
-    formula: str
-    values: Mapping[str, int | str]
+    formula: str  # How the bytes come about, in symbols
+    values: Mapping[str, int | str]  # What the symbols stand for
     source: str
-    kind: Kind
+    kind: Kind  # ``exact`` integers, ``derived`` by a rule, ``stated`` or ``measured`` allowances
 
 
 def components(plan: MemoryPlan) -> tuple[Component, ...]:

@@ -40,7 +40,6 @@ def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -
     """Return the allowances for a setup on a device, or on one of the several that it is for.
 
     Args:
-        setup: The training setup.
         device: What the job, or one rank of it, has to fit on.
         stream_bytes: Buffers of collectives that no other stream can use.
 
@@ -66,7 +65,6 @@ def with_engine(allowances: Allowances, setup: TrainingSetup, device: Device, *,
 
     Args:
         allowances: Those without it.
-        setup: The training setup.
         device: What the job has to fit on.
         least: Leave out an engine that sleeps, for who looks at its plan besides.
 
@@ -87,7 +85,6 @@ def engine_bytes(setup: TrainingSetup, device: Device, step_bytes: int) -> int:
     """Return what an engine that generates on the same device takes at the peak.
 
     Args:
-        setup: The training setup.
         device: What the job has to fit on.
         step_bytes: What a step takes at its peak beside what is always there.
 

@@ -112,26 +112,6 @@ class MemoryPlan:
 
     What explains it (components, assumptions, ...) is put together when it is first read, so that a search
     can evaluate thousands of plans of which it shows a few.
-
-    Attributes:
-        requested_bytes: Live tensors and what kernels allocate inside themselves.
-        allocated_bytes: After block rounding, and with libraries' workspaces.
-        reserved_bytes: Segments that the allocator holds with memory to spare.
-        device_bytes: What nvidia-smi shows then.
-        upper_bytes: Upper end of the interval around ``device_bytes``.
-        persistent_bytes: Weights, master weights, gradients kept and optimizer states.
-        communication_bytes: Gathered weights, and buffers and buckets that gradients are reduced in.
-        parts: Activations, logits, temporaries and gradients at the peak.
-        values: Values of the quantities that the forms are made of.
-        evaluated_values: The same for a forward that evaluates.
-        least_bytes: The least device total with which the run is known to survive, when the card is nearly full and
-            the allocator releases what it caches; the verdict rests on it.
-        lower_bytes: Lower end of the interval: less than that is not to be had.
-        by_share: The same job with its reserve as a share, which other plans of a search are compared with; None
-            where this one is that.
-        reserve_by_share: Why the reserve is a share of the allocated bytes; empty where it is simulated.
-        suggestions: What to change where it does not fit (:func:`memplan.plan.suggested.suggestions.with_suggestions`).
-        ranks: The ranks of a pipeline, of which the fullest is planned.
     """
 
     model: Model
@@ -141,30 +121,36 @@ class MemoryPlan:
     usable_bytes: int
     peak: Instant
     instants: tuple[tuple[str, int], ...]
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int
-    upper_bytes: int
-    persistent_bytes: int
+    requested_bytes: int  # Live tensors and what kernels allocate inside themselves
+    allocated_bytes: int  # After block rounding, and with libraries' workspaces
+    reserved_bytes: int  # Segments that the allocator holds with memory to spare
+    device_bytes: int  # What nvidia-smi shows then
+    upper_bytes: int  # Upper end of the interval around ``device_bytes``
+    persistent_bytes: int  # Weights, master weights, gradients kept and optimizer states
     host_bytes: int
     states: ModelStates
     forms: StepForms
-    parts: tuple[int, ...]
-    communication_bytes: int
-    values: tuple[int, ...]
-    evaluated_values: tuple[int, ...]
+    parts: tuple[int, ...]  # Activations, logits, temporaries and gradients at the peak
+    communication_bytes: int  # Gathered weights, and buffers and buckets that gradients are reduced in
+    values: tuple[int, ...]  # Values of the quantities that the forms are made of
+    evaluated_values: tuple[int, ...]  # The same for a forward that evaluates
     buffer_bytes: int
     rounding_bytes: int
     allowances: Allowances
     micro_batch_size: int
     sequence_length: int
+    # The least device total with which the run is known to survive, when the card is nearly full and the allocator
+    # releases what it caches; the verdict rests on it.
     least_bytes: int
-    lower_bytes: int
+    lower_bytes: int  # Lower end of the interval: less than that is not to be had
+    # Why the reserve is a share of the allocated bytes; empty where it is simulated.
     reserve_by_share: str = "a search plans with shares, which cost nothing"
+    # The same job with its reserve as a share, which other plans of a search are compared with; None where this one is
+    # that.
     by_share: MemoryPlan | None = None
+    # What to change where it does not fit (:func:`memplan.plan.suggested.suggestions.with_suggestions`).
     suggestions: tuple[Suggestion, ...] = ()
-    ranks: tuple[RankRow, ...] = ()
+    ranks: tuple[RankRow, ...] = ()  # The ranks of a pipeline, of which the fullest is planned
 
     @cached_property
     def components(self) -> tuple[Component, ...]:

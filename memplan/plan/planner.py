@@ -11,9 +11,7 @@ from operator import mul
 from memplan.catalog.entries import Gpu
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.model.model import Model
-from memplan.plan.allowances import (
-    beside_engine,
-)
+from memplan.plan.allowances import beside_engine
 from memplan.plan.job_allowances import allowances_of, engine_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
@@ -56,7 +54,6 @@ class CompiledPlan:
     """A model under a setup, ready to be evaluated for any batch, sequence length and device.
 
     Args:
-        model: The model.
         setup: The training setup; its batch and sequence length are the defaults.
 
     Attributes:
@@ -102,9 +99,6 @@ class CompiledPlan:
 
     def on(self, gpu: Gpu) -> CompiledPlan:
         """Return the plan as the job runs on a card: itself, where the card changes nothing.
-
-        Args:
-            gpu: The card.
 
         Raises:
             CannotAnswerError: The card cannot do something that the job needs.

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.recorded_rows import Records, Select
 from memplan.documents.printed_numbers import Interval, Value
+from memplan.documents.recorded_rows import Records, Select
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
-from memplan.plan.largest_model import max_parameters
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import max_parameters
 from memplan.published import planned
 from memplan.published.notes_accounting import BUFFER_SIDE
 from memplan.published.planned import LLAMAS, Planned, shape_plan
@@ -36,7 +36,6 @@ class Corrections:
 
     Args:
         catalog: Where models, configs and GPUs come from.
-        records: Committed records of experiments.
     """
 
     def __init__(self, catalog: Catalog, records: Records) -> None:

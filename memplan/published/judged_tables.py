@@ -24,39 +24,28 @@ STATUSES: dict[Status, str] = {
 
 @dataclass(frozen=True, slots=True)
 class JudgedCell:
-    """A printed cell and what became of it.
-
-    Attributes:
-        rule: Name of its rule, or None.
-        recomputed: What its rule gives, in the printed form; None without a rule or a record.
-        corrected: What memplan holds true, in the printed form where it is a figure; None where it has nothing to say.
-        status: Whether the printed figure follows its rule.
-        wrong: Whether it follows no rule, is not in its source, differs from what memplan holds true, or
-            holds in the notes' own setting only.
-        reason: Why it is what it is, where that needs saying.
-    """
+    """A printed cell and what became of it."""
 
     row: str
     column: str
     printed: str
-    rule: str | None
-    recomputed: str | None
+    rule: str | None  # Name of its rule, or None
+    recomputed: str | None  # What its rule gives, in the printed form; None without a rule or a record
+    # What memplan holds true, in the printed form where it is a figure; None where it has nothing to say.
     corrected: str | None
-    status: Status
+    status: Status  # Whether the printed figure follows its rule
+    # Whether it follows no rule, is not in its source, differs from what memplan holds true, or holds in the notes' own
+    # setting only.
     wrong: bool
-    reason: str
+    reason: str  # Why it is what it is, where that needs saying
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedTable:
-    """A table of the notes with its cells judged.
-
-    Attributes:
-        file: The document that it stands in.
-    """
+    """A table of the notes with its cells judged."""
 
     table: PublishedTable
-    file: PublishedFile
+    file: PublishedFile  # The document that it stands in
     cells: tuple[JudgedCell, ...]
 
     @property
@@ -67,41 +56,28 @@ class JudgedTable:
 
 @dataclass(frozen=True, slots=True)
 class ShapeFigures:
-    """A shape of the notes under one optimizer, planned to the byte.
+    """A shape of the notes under one optimizer, planned to the byte."""
 
-    Attributes:
-        document: Title of the document that gives the shape.
-        matrix_parameters: Parameters of hidden matrices.
-        matrix_state_bytes: Optimizer states of hidden matrices.
-        persistent_bytes: Weights, gradients and states.
-    """
-
-    document: str
+    document: str  # Title of the document that gives the shape
     shape: str
     optimizer: str
     parameters: int
-    matrix_parameters: int
+    matrix_parameters: int  # Parameters of hidden matrices
     weight_bytes: int
     gradient_bytes: int
-    matrix_state_bytes: int
+    matrix_state_bytes: int  # Optimizer states of hidden matrices
     state_bytes: int
-    persistent_bytes: int
+    persistent_bytes: int  # Weights, gradients and states
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedTables:
-    """Tables of the notes, and what goes with them.
-
-    Attributes:
-        files: The documents that they stand in, each once.
-        shapes: The shapes of those documents, planned.
-        rules: Name of a rule -> what it does, in a sentence.
-    """
+    """Tables of the notes, and what goes with them."""
 
     tables: tuple[JudgedTable, ...]
-    files: tuple[PublishedFile, ...]
-    shapes: tuple[ShapeFigures, ...]
-    rules: Mapping[str, str]
+    files: tuple[PublishedFile, ...]  # The documents that they stand in, each once
+    shapes: tuple[ShapeFigures, ...]  # The shapes of those documents, planned
+    rules: Mapping[str, str]  # Name of a rule -> what it does, in a sentence
 
     @property
     def counts(self) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.recorded_rows import Records
 from memplan.documents.printed_numbers import Interval, Value, formatted_like, lies_within
+from memplan.documents.recorded_rows import Records
 from memplan.published.corrections import Corrections
 from memplan.published.judged_tables import JudgedCell, JudgedTable, JudgedTables, Status
 from memplan.published.planned import shape_figures
@@ -46,7 +46,6 @@ class Judge:
         """Return a table with its cells judged.
 
         Args:
-            table: One of the library.
             remarks: Whether to look for what stands beside a correction, such as the largest model that fits.
         """
         cells = tuple(self.cell(table, cell, remarks) for cell in table.cells)

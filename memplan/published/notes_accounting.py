@@ -152,7 +152,6 @@ def largest_parameters(accounting: str, config: str, memory_bytes: int) -> Fract
 
     Args:
         accounting: One of :data:`ACCOUNTINGS`.
-        config: One that it knows.
         memory_bytes: Decimal gigabytes of all cards together, in bytes.
     """
     parts = parts_of(accounting, config)

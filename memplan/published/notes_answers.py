@@ -25,38 +25,27 @@ from memplan.units import parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class NotesLargest:
-    """The largest parameter count that a rule of the notes gives.
-
-    Attributes:
-        gpu: A card of the notes, or a size in place of one.
-        count: How many, their memory added up.
-        memory_bytes: Memory of all of them, in the decimal gigabytes on the box.
-    """
+    """The largest parameter count that a rule of the notes gives."""
 
     accounting: str
-    gpu: str
-    count: int
+    gpu: str  # A card of the notes, or a size in place of one
+    count: int  # How many, their memory added up
     config: str
-    memory_bytes: int
+    memory_bytes: int  # Memory of all of them, in the decimal gigabytes on the box
     bytes_per_parameter: Fraction
     max_parameters: int
 
 
 @dataclass(frozen=True, slots=True)
 class NotesPlacement:
-    """The cards that a rule of the notes gives a model.
-
-    Attributes:
-        usable_bytes: Memory of all of them.
-        device_bytes: What the rule says that the model needs.
-    """
+    """The cards that a rule of the notes gives a model."""
 
     accounting: str
     config: str
     gpu: str
     count: int
-    usable_bytes: int
-    device_bytes: int
+    usable_bytes: int  # Memory of all of them
+    device_bytes: int  # What the rule says that the model needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,6 @@ def largest_by_notes(accounting: str, config: str | None, cards: Cards, catalog:
     Args:
         accounting: One of :data:`memplan.published.notes_accounting.ACCOUNTINGS`.
         config: A config that it knows; None for all of them.
-        cards: The cards.
         catalog: Where names are looked up.
 
     Raises:

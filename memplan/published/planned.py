@@ -13,9 +13,9 @@ from memplan.model.families import model_spec
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.readers.shapes import model_from_shapes
-from memplan.plan.largest_model import fewest_devices, upper_bytes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import fewest_devices, upper_bytes
 from memplan.plan.suggested.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
 from memplan.published.table_schema import PublishedFile, Shape
@@ -136,7 +136,6 @@ class Planned:
         """Return what memplan suggests for a card: configs with their models, or the precision of Newton-Schulz.
 
         Args:
-            gpu: Of the catalog.
             quantity: ``config`` or ``precision``.
             verdict: Says what the record of that name found.
         """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
-from memplan.catalog.recorded_rows import Records
 from memplan.documents.printed_numbers import numbers
+from memplan.documents.recorded_rows import Records
 from memplan.published.table_schema import Cell, Library, Origin, PublishedTable
 
 

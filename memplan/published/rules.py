@@ -17,15 +17,10 @@ from memplan.published.printed_cell import CellInputs
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule of the notes.
+    """A rule of the notes."""
 
-    Attributes:
-        text: What it does, in a sentence.
-        value: The figure of a cell.
-    """
-
-    text: str
-    value: Callable[[CellInputs], Value]
+    text: str  # What it does, in a sentence
+    value: Callable[[CellInputs], Value]  # The figure of a cell
 
 
 # ------------------------------------------------------------------ accountings

@@ -14,15 +14,10 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """A terminal.
+    """A terminal."""
 
-    Attributes:
-        width: Its columns.
-        unicode: Whether it shows block elements; else bars are of ASCII.
-    """
-
-    width: int = 80
-    unicode: bool = False
+    width: int = 80  # Its columns
+    unicode: bool = False  # Whether it shows block elements; else bars are of ASCII
 
     def bar(self, value: int, whole: int, columns: int) -> str:
         """Return a bar, of which ``whole`` takes so many columns; what is more than nothing shows.

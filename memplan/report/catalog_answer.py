@@ -8,7 +8,8 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
-from memplan.catalog.stacks import Stack, split_name
+from memplan.catalog.stack_versions import split_name
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import UnknownNameError
 from memplan.model.inventory import active_parameter_count, parameter_count, parameters_by_role

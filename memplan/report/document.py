@@ -36,17 +36,11 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of ready text.
+    """A table of ready text."""
 
-    Attributes:
-        headers: Column titles; a leading ``>`` aligns a column to the right.
-        rows: Cells, as many as headers.
-        title: What stands above it, or nothing.
-    """
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    title: str = ""
+    headers: tuple[str, ...]  # Column titles; a leading ``>`` aligns a column to the right
+    rows: tuple[tuple[str, ...], ...]  # Cells, as many as headers
+    title: str = ""  # What stands above it, or nothing
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,18 +60,12 @@ Block = Table | str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a command answers.
+    """What a command answers."""
 
-    Attributes:
-        data: The JSON answer.
-        blocks: Tables and lines in reading order.
-        exit_code: 0 or 1, as DESIGN section 7 says.
-        screen: Makes what a person is shown first in place of the blocks, on a terminal's canvas; None where that is all.
-    """
-
-    data: dict[str, Any]
-    blocks: tuple[Block, ...] = field(default=())
-    exit_code: int = 0
+    data: dict[str, Any]  # The JSON answer
+    blocks: tuple[Block, ...] = field(default=())  # Tables and lines in reading order
+    exit_code: int = 0  # 0 or 1, as DESIGN section 7 says
+    # Makes what a person is shown first in place of the blocks, on a terminal's canvas; None where that is all.
     screen: Callable[[Canvas], tuple[Block, ...]] | None = None
 
 
@@ -87,7 +75,6 @@ def render(
     """Return the text of a document, ending in a line break.
 
     Args:
-        document: What to render.
         form: How; tables are ruled on a terminal and merely aligned elsewhere.
         terminal: Whether a person is looking.
         color: Whether the terminal shows colours.

@@ -94,7 +94,6 @@ def picture_of(figure: Figure, suffix: str) -> bytes:
     Its texts are shown as they are: what stands between dollar signs is no formula.
 
     Args:
-        figure: The figure.
         suffix: ``.svg`` or ``.png``.
     """
     keys = ("Date", "Creator", "Format", "Type") if suffix == ".svg" else ("Software",)

@@ -29,7 +29,6 @@ def tables_document(judged: JudgedTables, only_wrong: bool, flat: bool = False, 
     """Return the notes' tables.
 
     Args:
-        judged: The tables that are wanted.
         only_wrong: Whether to leave out the cells that are right.
         flat: Whether all cells come in one table, as CSV needs.
         summary: Whether each table is a row.

@@ -20,17 +20,13 @@ BOUNDARY = "boundary"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was run, on what, and how it ended.
-
-    Attributes:
-        driver_version: Of the GPU's driver, or ``unknown``; nothing on a CPU.
-    """
+    """What was run, on what, and how it ended."""
 
     model: str
     config: str
     device: str
     torch_version: str
-    driver_version: str
+    driver_version: str  # Of the GPU's driver, or ``unknown``; nothing on a CPU
     micro_batch_size: int
     sequence_length: int
     attention: str

@@ -28,37 +28,25 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Where the frontier runs at one sequence length, or at one batch.
+    """Where the frontier runs at one sequence length, or at one batch."""
 
-    Attributes:
-        at: The sequence length or batch.
-        fits: The largest batch, or longest sequence, that FITS; the next one does not.
-        tight: The same for TIGHT, which is never less.
-    """
-
-    at: int
-    fits: Answer
-    tight: Answer
+    at: int  # The sequence length or batch
+    fits: Answer  # The largest batch, or longest sequence, that FITS; the next one does not
+    tight: Answer  # The same for TIGHT, which is never less
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The grid and its frontier.
-
-    Attributes:
-        cells: One row for each sequence length, in it one cell for each batch.
-        by_length: Largest batch at each sequence length.
-        by_batch: Longest sequence at each batch.
-    """
+    """The grid and its frontier."""
 
     plan: CompiledPlan
     device: Device
     usable_bytes: int
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
-    cells: tuple[tuple[Cell, ...], ...]
-    by_length: tuple[Edge, ...]
-    by_batch: tuple[Edge, ...]
+    cells: tuple[tuple[Cell, ...], ...]  # One row for each sequence length, in it one cell for each batch
+    by_length: tuple[Edge, ...]  # Largest batch at each sequence length
+    by_batch: tuple[Edge, ...]  # Longest sequence at each batch
 
 
 def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths: Sequence[int]) -> Frontier:

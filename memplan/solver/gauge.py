@@ -11,15 +11,10 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """Device bytes and verdict of a requested peak, without evaluating a whole plan.
+    """Device bytes and verdict of a requested peak, without evaluating a whole plan."""
 
-    Attributes:
-        usable_bytes: Memory of the device that a job may use, after the reserve.
-        allowances: What is added to the requested bytes on this device.
-    """
-
-    usable_bytes: int
-    allowances: Allowances
+    usable_bytes: int  # Memory of the device that a job may use, after the reserve
+    allowances: Allowances  # What is added to the requested bytes on this device
 
     def device_bytes(self, requested: int, rounding: int) -> int:
         """Return what nvidia-smi would show, as :meth:`memplan.plan.planner.CompiledPlan.evaluate` has it."""
@@ -63,7 +58,6 @@ def gauge_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0, *, lea
     """Return the gauge of a device for a setup, whose reserve and allocator it takes into account.
 
     Args:
-        setup: The training setup.
         device: What the job has to fit on.
         stream_bytes: Buffers of collectives that no other stream can use.
         least: Leave out what depends on the step, for who looks at its plan besides.

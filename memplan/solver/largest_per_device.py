@@ -11,9 +11,9 @@ from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import InvalidFileError, MemplanError
 from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
-from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import able_devices
 from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_value import (
     MOST_LAYERS,
@@ -31,32 +31,21 @@ Quantity = Literal["batch", "sequence", "lora-rank", "layers"]
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest value on one device.
-
-    Attributes:
-        fits: The largest value that FITS; the next one does not.
-        tight: The same for TIGHT, never less.
-        plan: The plan at the value that FITS, or None where not even 1 does.
-        following: The plan at the next value, or None where that is no valid input.
-    """
+    """The largest value on one device."""
 
     device: Device
-    fits: Answer
-    tight: Answer
-    plan: MemoryPlan | None
-    following: MemoryPlan | None
+    fits: Answer  # The largest value that FITS; the next one does not
+    tight: Answer  # The same for TIGHT, never less
+    plan: MemoryPlan | None  # The plan at the value that FITS, or None where not even 1 does
+    following: MemoryPlan | None  # The plan at the next value, or None where that is no valid input
 
 
 @dataclass(slots=True)
 class _Plans:
-    """Plans by value; what depends on no device is compiled once for all of them.
-
-    Attributes:
-        gpu: The card that plans are for.
-    """
+    """Plans by value; what depends on no device is compiled once for all of them."""
 
     make: Callable[[int], CompiledPlan]
-    gpu: Gpu
+    gpu: Gpu  # The card that plans are for
     made: dict[int, CompiledPlan] = field(default_factory=dict)
 
     def __getitem__(self, value: int) -> CompiledPlan:

@@ -29,15 +29,10 @@ MOST_LAYERS = 2**14
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The largest value that fits.
+    """The largest value that fits."""
 
-    Attributes:
-        value: 0 where not even 1 fits.
-        bounded: Whether a limit of the input ended the search: the next value is no valid input.
-    """
-
-    value: int
-    bounded: bool = False
+    value: int  # 0 where not even 1 fits
+    bounded: bool = False  # Whether a limit of the input ended the search: the next value is no valid input
 
 
 def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:

@@ -18,8 +18,6 @@ def after_backward(
     """Yield the instants from the end of backward to the next forward.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         filled_bytes: Gradients that the step leaves, filled with zeros.
         validated: Logits that a loop of evaluation still has a name for.
     """

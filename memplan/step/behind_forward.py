@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
@@ -37,7 +37,6 @@ def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iter
     """Yield the moments between a forward and its backward: a reference model's forward, and metrics.
 
     Args:
-        inputs: What is compiled.
         taped: The model that is trained, on tape.
         around: What its forward leaves.
     """
@@ -115,10 +114,7 @@ def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, n
     Logits of desirable and undesirable answers are copied before the next model's forward, and stay until the loss is there.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         around: What the model's forward leaves, with its logits.
-        name: Of the instant.
 
     Source:
         ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
@@ -163,11 +159,7 @@ def forward_alone(
     """Yield the moments of a forward without gradients, whose loss is over all logits at once.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         around: What is there throughout.
-        name: Of the instant.
-        arguments: What layers are given.
         head: Whether head and loss run too.
     """
     parts = {EMBEDDING: taped.embedding.evaluated()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.step.ends_on_tape import Head
+from memplan.step.ends.head_on_tape import Head
 from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -30,8 +30,6 @@ def chunks_at_once(
     """Yield the moments of a loss over chunks, from the first chunk's logits to the gradient of the head's input.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         chunk: Head and loss of one chunk.
         around: What lies around, with what the norm has saved.
         mode: What becomes of weight gradients.
@@ -95,8 +93,6 @@ def chunked_logits_forward(inputs: StepInputs, head: Head, around: Form, chunk: 
     """Yield the moments at which a chunk has been cast and its result in fp32 is there: the last, and the one before.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         around: What lies around, with what the norm has saved.
         chunk: Head and loss of one chunk.
     """
@@ -116,8 +112,6 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
     whose gradients of the head are added up, the first two into a third.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         around: What lies around, with what the norm has saved.
         chunk: Head and loss of one chunk.
     """

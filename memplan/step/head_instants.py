@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
-from memplan.step.end_settings import EndSettings
-from memplan.step.ends_on_tape import FUSED_LOSSES, Head
+from memplan.step.ends.end_settings import EndSettings
+from memplan.step.ends.head_on_tape import FUSED_LOSSES, Head
 from memplan.step.losses.fused_linear_loss import PLACE_BYTES
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
@@ -122,8 +122,6 @@ def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Ins
     Accelerate has cast logits to fp32 before, where the model ran under autocast.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         around: What is there then, with what all parts have saved.
 
     Source:
@@ -181,8 +179,6 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     """Yield the instants of a loss over chunks, each of which runs again in backward.
 
     Args:
-        inputs: What is compiled.
-        head: Norm, head and loss.
         chunk: Head and loss of one chunk.
         around: What lies around, with what the norm has saved.
         mode: What becomes of weight gradients.

@@ -16,7 +16,7 @@ from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.ends_on_tape import IN_PIECES
+from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
     copied_outputs,
     gradients_left,
@@ -26,7 +26,18 @@ from memplan.step.head_instants import (
     tied_sum,
     waiting_form,
 )
-from memplan.step.kernels.family_code import family_code
+from memplan.step.kept_by_loop import (
+    called_again,
+    embedded_leaf,
+    escaped_form,
+    held_by_loop,
+    held_graph,
+    leaf_apart,
+    left_stretch,
+    named_embeddings,
+    passed_on,
+    stream_form,
+)
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
 from memplan.step.kernels.own_adapters import refuse_own_adapters
@@ -52,10 +63,8 @@ from memplan.step.tapes.linear_forms import (
     ZERO,
     Form,
     Part,
-    Quantity,
     answered_tokens,
     constant_form,
-    single_form,
 )
 from memplan.step.tapes.played import Instant
 from memplan.step.tapes.taped_weight import Mode
@@ -167,99 +176,12 @@ def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
 
 
 # -------------------------------------------------------------------- what lies around
-def held_by_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
-    """Return what a loop's own names keep alive from one forward to the end of the next: logits, where it says so."""
-    logits = taped.head.logits
-    if "logits" not in setup.stack.loop.holds or logits is None:
-        return ZERO
-    return single_form(Part.LOGITS, logits.quantity, logits.coefficient)
-
-
-def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what the first layer is given that a gradient comes to where what is below is frozen, or nothing: a leaf, which its gradient stays with.
-
-    Source:
-        ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0).
-    """
-    if taped.leaf is None:
-        return ZERO
-    return stream_form(inputs)
-
-
-def stream_form(inputs: StepInputs) -> Form:
-    """Return the residual stream between two layers."""
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.spec.hidden_size * inputs.setup.residual_bytes)
-
-
-def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
-    """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
-    first = taped.layer_of(taped.leaf or 0)
-    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
-    direct = not taped.embedding.tape.nodes and taped.tower is None
-    if taped.staged[taped.kinds[taped.leaf or 0]]:
-        return False
-    return direct and (inputs.setup.checkpointing != "none" or saved)
-
-
-def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
-    spec, setup = inputs.spec, inputs.setup
-    if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
-        return ZERO
-    first = taped.layer_of(0)
-    if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
-        return ZERO
-    row = spec.hidden_size * setup.residual_bytes
-    leaf = taped.leaf == 0 and taped.tower is None  # counted already
-    tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
-    if spec.learned_positions:
-        return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
-    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
-    return ZERO if saved else tokens
 
 
 def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether no layer is like the first, which is given the embedding's output itself."""
     direct = not taped.embedding.tape.nodes and not inputs.spec.learned_positions
     return direct and taped.counts()[taped.kinds[0]] == 1
-
-
-def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
-    return graph_of_loss(inputs, taped) if inputs.setup.stack.loop.holds else ZERO
-
-
-def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
-    escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
-    leaves = embedded_leaf(inputs, taped) + (ZERO if taped.tower is None else taped.tower.leaf)
-    return leaves * 2 + _called_again(inputs) + escaped + _left_stretch(inputs, taped)
-
-
-def _left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what the graph of a stretch without tokens has saved: copies of weights, and all rows as long as it reads one."""
-    head, form = taped.head, ZERO
-    if not inputs.regime.empty_stretch:
-        return form
-    for storage in [storage for node in head.section.tape.nodes for storage in node.saved]:
-        part, quantity, size = head.section.tape.storages[storage]
-        if quantity is Quantity.ROW_CHUNKS:
-            form += constant_form(part, size)
-        elif storage == head.normed.storage:
-            form += single_form(part, quantity, size)
-    return form
-
-
-def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
-    """Return what the nodes of all layers hold until the graph goes."""
-    return sum((played.layers[kind].escaped * count for kind, count in taped.counts().items()), ZERO)
-
-
-def _called_again(inputs: StepInputs) -> Form:
-    """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
-    if not inputs.setup.stack.checkpointing.reentrant or inputs.setup.checkpointing == "none":
-        return ZERO
-    return _passed_on(inputs)
 
 
 def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
@@ -275,8 +197,6 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
     """Yield the candidates for the peak.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         one_pass: Yields those of one forward and backward.
         graph: What the last graph holds from backward to the end of the next forward.
     """
@@ -313,7 +233,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     waiting = waiting_form(inputs, taped, mode)
-    bare = base + played.embedded + _left_stretch(inputs, taped) + waiting
+    bare = base + played.embedded + left_stretch(inputs, taped) + waiting
     escaped = escaped_form(taped, played)
 
     def around_of(place: Place) -> Form:
@@ -346,21 +266,11 @@ def leaf_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Itera
         yield Instant("end of backward", "gradient of the embedded tokens", last)
 
 
-def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return the embedded tokens where they are a leaf, and no layer saves them."""
-    return ZERO if saves_leaf(inputs, taped) else embedded_leaf(inputs, taped)
-
-
 def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[Form, Form]:
     """Return what lies around backward, given what is there throughout: while layers run, and at its end."""
     base += leaf_apart(inputs, taped) + joined_ids(inputs.setup, forward=False)
-    bare = base + _called_again(inputs)
-    return bare if taped.lowest_turned is None else base + _passed_on(inputs), bare
-
-
-def _passed_on(inputs: StepInputs) -> Form:
-    """Return what layers have been called with that the graph of the loss has, as long as one of them needs it."""
-    return kept_arguments(inputs) + tables_of_graph(inputs)
+    bare = base + called_again(inputs)
+    return bare if taped.lowest_turned is None else base + passed_on(inputs), bare
 
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
@@ -375,9 +285,6 @@ def _forward(
     """Yield the moments of forward: of the embedding, the last layer of each kind, and the head.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
-        played: The same, played.
         around: What is there throughout.
         apart: The embedding's output where it is a tensor apart.
     """
@@ -404,7 +311,7 @@ def _forward(
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
     around += kept_arguments(inputs) - arguments - named
-    around -= _passed_on(inputs) if taped.lowest_turned is None else ZERO
+    around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     yield from behind_forward(inputs, taped, around + played.head.saved - cast)
 
@@ -413,7 +320,6 @@ def _places(taped: ModelOnTape, formed: int, mode: Mode) -> tuple[list[Place], i
     """Return the last and the first layer of each run, in the order of backward, and all gradients formed in the end.
 
     Args:
-        taped: The model on tape.
         formed: Gradients that the head has left.
         mode: What becomes of weight gradients.
     """

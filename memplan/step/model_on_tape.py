@@ -9,8 +9,9 @@ from itertools import groupby
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
-from memplan.step.end_settings import EndSettings, end_settings
-from memplan.step.ends_on_tape import Head, Named, embedding_section, head_on_tape
+from memplan.step.ends.embedding_on_tape import embedding_section
+from memplan.step.ends.end_settings import EndSettings, end_settings
+from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
 from memplan.step.kernels.image_rows import attends_jointly
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.places import layer_counts
@@ -176,8 +177,6 @@ class _Kinds:
     """Kinds of layers on tape as they are met, each once.
 
     Args:
-        inputs: What is compiled.
-        block: What operations of layers depend on.
         weights: Of all parameters.
         prefix: What names of layers' parameters begin with.
 

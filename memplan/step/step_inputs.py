@@ -43,7 +43,6 @@ class StepInputs:
     """All that a training step depends on.
 
     Attributes:
-        spec: The model.
         setup: The training setup; that of gathered weights where ranks hold shards.
         states: States of the tensors that operations read, which are whole.
         regime: What batch and length decide.
@@ -118,8 +117,6 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
     """Return a parameter tensor as tapes see it.
 
     Args:
-        setup: The training setup.
-        entry: States of the tensor.
         emptied: Whether a step takes its gradient away in any case.
     """
     layer = setup.config.gradients.lifetime == "layer"

@@ -97,7 +97,6 @@ def trace_huggingface(directory: str | Path, setup: TrainingSetup) -> Trace:
 
     Args:
         directory: Holds a ``config.json``; weights are neither needed nor read.
-        setup: The training setup.
 
     Raises:
         CannotAnswerError: transformers is missing, does not know the architecture, or its

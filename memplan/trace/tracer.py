@@ -31,8 +31,6 @@ def trace_training(
     """Return the trace of a training run on one device, or on the first of several, whose last step is reported.
 
     Args:
-        model: The model.
-        setup: The training setup.
         compute_capability: Of the GPU, such as ``9.0``; adds cuBLAS workspaces to the event stream.
         workspaces: Whether memory that CUDA's kernels allocate inside themselves is added.
         target: Whose kernels run: CUDA's as the profile says, or those of torch's CPU build.

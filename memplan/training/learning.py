@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
-from memplan.catalog.recorded_rows import Records
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.recorded_rows import Records
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Role
 from memplan.values import dataclass
@@ -37,25 +37,16 @@ TRAINING, LITERATURE = "memplan/evidence/1", "memplan/literature/1"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What decides how training learns.
+    """What decides how training learns."""
 
-    Attributes:
-        weights: Weight format of each role.
-        optimizers: Optimizer of each role.
-        gradients: Dtype that gradients of hidden matrices are kept in.
-        coded: Whether weights are trained as codes.
-        adapter: Kind of adapter, or nothing.
-        scaled: Whether the loss is scaled, as fp16 needs.
-    """
-
-    weights: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    gradients: str
+    weights: tuple[str, ...]  # Weight format of each role
+    optimizers: tuple[str, ...]  # Optimizer of each role
+    gradients: str  # Dtype that gradients of hidden matrices are kept in
     compute_dtype: str
     master_weights: str
-    coded: bool
-    adapter: str
-    scaled: bool
+    coded: bool  # Whether weights are trained as codes
+    adapter: str  # Kind of adapter, or nothing
+    scaled: bool  # Whether the loss is scaled, as fp16 needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +66,6 @@ def recipe_of(
     """Return what decides how a config learns.
 
     Args:
-        config: The config.
         formats: Weight format of each role, by catalog name.
         optimizers: Optimizer of each role, by catalog name.
         catalog: Where they are looked up.
@@ -99,11 +89,7 @@ def learning_of(recipe: Recipe, catalog: Catalog, known: Recipe | None, evidence
     """Return how a recipe learns: as the records of it say, ``untried`` where there is none.
 
     Args:
-        recipe: The recipe.
-        catalog: Whose evidence counts.
         known: Recipe of the shipped config that it is named after, whose records are found without reading all.
-        evidence: The record of that config.
-        name: Its name.
     """
     diverging = next((n for n in recipe.optimizers if catalog.optimizers[n].status == "diverges"), None)
     if diverging is not None:

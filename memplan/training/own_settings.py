@@ -13,17 +13,11 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OwnSetting:
-    """One setting in the words of a stack.
+    """One setting in the words of a stack."""
 
-    Attributes:
-        setting: As ``--set`` takes it.
-        own_key: What the stack calls the key; None where nothing of the stack does this.
-        own_value: The value that it takes there.
-    """
-
-    setting: str
-    own_key: str | None
-    own_value: str | None
+    setting: str  # As ``--set`` takes it
+    own_key: str | None  # What the stack calls the key; None where nothing of the stack does this
+    own_value: str | None  # The value that it takes there
 
     @property
     def text(self) -> str:
@@ -35,7 +29,6 @@ def own_settings(stack: Stack, settings: Iterable[tuple[str, Any]]) -> tuple[Own
     """Return settings in the words of a stack, in their order; one may take several keys there.
 
     Args:
-        stack: Whose words they are.
         settings: Keys of a training config, with dots, and their values.
 
     Example:

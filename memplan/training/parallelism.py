@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, DeepSpeed, FlatShards, Parallel, Schedule
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import (
-    MAXIMUM_GPUS,
-    DeepSpeed,
-    FlatShards,
-    Offload,
-    Parallel,
-    Schedule,
-    TrainingConfig,
-)
+from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.catalog.update_classes import TORCH_ADAMW, is_known
 from memplan.model.inventory import Role
+from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.flat_rules import flat_refusal, staying_refusal
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
@@ -26,6 +20,9 @@ POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard),
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
 
 MAXIMUM_ELEMENTS = 2**50
+
+OTHER_KEYS = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat", "reshard_after_forward")
+"""Keys of ``parallel`` that are no degree by which a model is divided."""
 
 Path = tuple[str, ...]
 Problems = Iterator[tuple[Path, str]]
@@ -112,7 +109,6 @@ def parallel_refusals(
     config: TrainingConfig,
     profile: KernelProfile,
     formats: Mapping[Role, str],
-    floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
     stack: Stack,
     whole: Collection[str] = (),
@@ -120,22 +116,12 @@ def parallel_refusals(
     """Yield what is not modelled of a config on several GPUs, each with the path of the key at fault.
 
     Args:
-        config: The training config, free of contradictions.
-        profile: Its kernels.
         formats: Weight format of each role, by name.
-        floats: Float formats and the bytes of an element.
         optimizers: Catalog entries of the optimizers in use, by name.
-        stack: Whose loop it is.
         whole: Weight formats that accelerate leaves whole on every rank.
     """
     parallel = config.parallel
-    for name in Parallel.__dataclass_fields__:
-        given, default = getattr(parallel, name), getattr(Parallel(), name)
-        apart = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat", "reshard_after_forward")
-        if name not in (*apart, *stack.divides) and given != default:
-            possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
-            text = f"{name} parallelism is not modelled here; {possible}"
-            yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
+    yield from _undivided(parallel, stack)
     if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
         text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
         yield ("parallel", "unused_parameters"), text
@@ -154,7 +140,7 @@ def parallel_refusals(
         text = f"deepspeed is modelled as transformers' Trainer and what is built on it run it, not under {stack.name}; use --stack trl"
         yield ("parallel", "engine"), text
     elif parallel.engine == "deepspeed":
-        yield from _when_flat(config, formats, floats, optimizers)
+        yield from _when_flat(config, formats, optimizers)
     elif parallel.engine == "fsdp1" and parallel.gpus > 1 and (refused := flat_refusal(config, formats, stack)):
         yield ("parallel", "engine"), f"fsdp1 {refused}"
     elif parallel.zero_stage in (1, 2):
@@ -166,12 +152,22 @@ def parallel_refusals(
         )
     elif parallel.gpus > 1:
         yield from _when_divided(config, profile, stack)
-        yield from _when_parallel(config, formats, floats)
+        yield from _when_parallel(config, formats)
         yield from _when_grouped(parallel)
         if parallel.zero_stage == 3:
-            yield from _when_sharded(config, profile, formats, floats, optimizers, stack, whole)
+            yield from _when_sharded(config, profile, formats, optimizers, stack, whole)
             if not parallel.reshard_after_forward and (refused := staying_refusal(config, stack)):
                 yield ("parallel", "reshard_after_forward"), f"false {refused}"
+
+
+def _undivided(parallel: Parallel, stack: Stack) -> Problems:
+    """Yield degrees by which a stack does not divide a model as it is modelled."""
+    possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
+    for name in Parallel.__dataclass_fields__:
+        given = getattr(parallel, name)
+        if name not in (*OTHER_KEYS, *stack.divides) and given != getattr(Parallel(), name):
+            text = f"{name} parallelism is not modelled here; {possible}"
+            yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
 
 
 def _pipeline_problems(parallel: Parallel, stack: Stack) -> Problems:
@@ -227,10 +223,10 @@ def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) 
             yield path, "it is not modelled where the model is divided; leave it out"
 
 
-def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int]) -> Problems:
+def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str]) -> Problems:
     """Yield what neither kind of data parallelism is modelled with."""
     trained = formats["hidden_matrix"] if config.adapter is None else config.adapter.dtype
-    coded = sorted(set(formats.values()) - floats.keys())
+    coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
     if coded and config.adapter is None:
         text = f"{', '.join(coded)} cannot be trained on several GPUs: gradients of codes are not reduced; use bf16 or fp32, or an adapter"
         yield ("weights",), text
@@ -242,13 +238,11 @@ def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str], floats: 
         yield ("gradients", "dtype"), text
 
 
-def _when_flat(
-    config: TrainingConfig, formats: Mapping[Role, str], floats: Mapping[str, int], optimizers: Mapping[str, Optimizer]
-) -> Problems:
+def _when_flat(config: TrainingConfig, formats: Mapping[Role, str], optimizers: Mapping[str, Optimizer]) -> Problems:
     """Yield what DeepSpeed's ZeRO is not modelled with."""
     compute, trained = str(config.compute_dtype), set(formats.values())
     if config.adapter is not None:
-        trained = {str(config.adapter.dtype)} | (trained & floats.keys())
+        trained = {str(config.adapter.dtype)} | (trained & FLOAT_BYTES.keys())
     if trained != {compute}:
         text = f"{', '.join(sorted(trained))} is not what DeepSpeed trains, which casts all weights, those of adapters too, to {compute}; use {compute}"
         yield ("adapter", "dtype") if config.adapter is not None else ("weights",), text
@@ -261,7 +255,7 @@ def _when_flat(
         yield (key,), "not modelled under DeepSpeed"
     if config.loss_scaling or compute == "fp16":
         yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
-    if config.parallel.zero_stage == 3 and set(formats.values()) - floats.keys():
+    if config.parallel.zero_stage == 3 and set(formats.values()) - FLOAT_BYTES.keys():
         yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
     if config.parallel.replicate > 1:
         yield (
@@ -285,14 +279,13 @@ def _when_sharded(
     config: TrainingConfig,
     profile: KernelProfile,
     formats: Mapping[Role, str],
-    floats: Mapping[str, int],
     optimizers: Mapping[str, Optimizer],
     stack: Stack,
     whole: Collection[str],
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
-    coded = sorted(set(formats.values()) - floats.keys())
+    coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
     if coded and not (stack.sharded_units == "accelerate" and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
     if len(set(formats.values())) > 1 and config.adapter is None:
@@ -322,8 +315,9 @@ def _when_sharded(
     if profile.loss not in _LOSSES.get(stack.sharded_units, ("bf16", "fp32")):
         text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
         yield ("kernels", "loss"), text
+    width = FLOAT_BYTES.get(weights if config.adapter is None else config.adapter.dtype or "", 0)
     for name, entry in optimizers.items():
-        if not _elementwise(entry, floats.get(weights if config.adapter is None else config.adapter.dtype or "", 0)):
+        if not _elementwise(entry, width):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {INSTEAD}"
             yield ("optimizer",), text
 

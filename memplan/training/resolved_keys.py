@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memplan.catalog.training_config import ALL_TRAIN, Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.inventory import ROLES
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.role_names import format_name

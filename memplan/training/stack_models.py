@@ -30,7 +30,6 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the stack of a setup builds it, and as its parameters are frozen.
 
     Args:
-        model: As it was released.
         setup: The training setup, which names the stack.
 
     Raises:

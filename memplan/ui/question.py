@@ -24,23 +24,17 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A job, by names of the catalog.
-
-    Attributes:
-        stack: The training library; empty for the config's own.
-        checkpointing: Of activations; empty for the config's own.
-        precision: Of products, and of weights in a float; empty for the config's own.
-    """
+    """A job, by names of the catalog."""
 
     model: str = "llama-3.1-8b"
     gpu: str = "rtx4090"
     gpus: int = 1
     config: str = "qlora"
-    stack: str = ""
+    stack: str = ""  # The training library; empty for the config's own
     batch: int = 1
     length: int = 2048
-    checkpointing: str = ""
-    precision: str = ""
+    checkpointing: str = ""  # Of activations; empty for the config's own
+    precision: str = ""  # Of products, and of weights in a float; empty for the config's own
 
     def settings(self, catalog: Catalog) -> tuple[str, ...]:
         """Return what ``--set`` makes of the precision."""

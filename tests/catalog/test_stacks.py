@@ -8,7 +8,8 @@ import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.stacks import Stack, with_stack
+from memplan.catalog.stack_versions import with_stack
+from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.errors import CannotAnswerError, InvalidFileError, UnknownNameError

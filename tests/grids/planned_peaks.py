@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import MegatronBatch
-from memplan.step.grids.megatron_layers import MegatronKernels
+from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes
 from memplan.step.grids.megatron_peaks import StepInterval, step_intervals, step_peaks
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import chunks_of
@@ -13,8 +12,7 @@ from memplan.step.grids.pipeline_stages import chunks_of
 
 def planned_peak(job) -> int:
     """Return the peak that is planned for a job's stage, beyond weights, gradients and optimizer states, with what runs there."""
-    *given, kernels = _given(job)
-    return step_peaks(*given, kernels)[job.stage]
+    return step_peaks(*_given(job))[job.stage]
 
 
 def planned_interval(job) -> StepInterval:
@@ -33,7 +31,7 @@ def _given(job) -> tuple:
     kernels = MegatronKernels(
         job.engine, job.fused_gradients, job.fused_rotary, job.attention == "fused", job.dropout > 0, job.dropout > 0
     )
-    return _spec(job), grid, chunks_of(job.layers, grid), build, batch, kernels
+    return RankSizes(_spec(job), grid, build, batch, kernels), chunks_of(job.layers, grid)
 
 
 def _spec(job) -> ModelSpec:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import MegatronBatch, least_activations
+from memplan.step.grids.megatron_activations import least_activations
+from memplan.step.grids.megatron_layers import MegatronBatch, RankSizes
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import chunks_of
 from memplan.units import round_up
@@ -14,7 +15,8 @@ def planned(job) -> int:
     """Return what a step keeps at least, logits included."""
     grid = Grid(job.tensor * job.data, job.tensor, zero_stage=int(job.sharded))
     batch = MegatronBatch(job.batch, job.length, job.micro_batches, job.checkpointing == "full")
-    (least,) = least_activations(_spec(job), grid, chunks_of(job.layers, grid), MegatronBuild("local"), batch)
+    sizes = RankSizes(_spec(job), grid, MegatronBuild("local"), batch)
+    (least,) = least_activations(sizes, chunks_of(job.layers, grid))
     return least
 
 

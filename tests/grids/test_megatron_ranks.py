@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_states import MegatronSettings, megatron_states

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import MegatronBatch, least_activations, pairs_in_flight
+from memplan.step.grids.megatron_activations import least_activations, pairs_in_flight
+from memplan.step.grids.megatron_layers import MegatronBatch, RankSizes
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import chunks_of
 from memplan.step.pipelines.pipeline_schedules import actions_of
@@ -51,7 +52,7 @@ def layers(grid, *modules, full=False, tokens=1024, micro_batches=8):
     layer = Layer(Attention(32, 8, 128, 128), Mlp(14336), Norm())
     spec = ModelSpec("llama", "llama", 128256, 4096, layer_runs([layer] * 32), Norm())
     batch = MegatronBatch(1, tokens, micro_batches, full, frozenset(modules))
-    return least_activations(spec, grid, chunks_of(32, grid), MegatronBuild(), batch)
+    return least_activations(RankSizes(spec, grid, MegatronBuild(), batch), chunks_of(32, grid))
 
 
 def test_degrees_divide_what_they_divide():

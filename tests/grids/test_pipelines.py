@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import memplan
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import MemplanError
 from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED, actions_of, stages_of
 from memplan.step.pipelines.rank_timeline import most_pairs

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, CheckpointedLayers, Parallel, TrainingConfig
+from memplan.catalog.training_config import Adapter, CheckpointedLayers, TrainingConfig
 from memplan.lab.agreement import cut_model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
@@ -69,7 +70,6 @@ REPLICATED = [
 ]
 OFF_BY_A_SCALAR = 4
 """Loss and gradient of an accumulating backward under autocast, on one GPU as on several."""
-
 
 APART = [
     ("untied", 8, {"clip_gradients": True}, MANY),

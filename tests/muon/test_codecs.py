@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memplan.errors import UnknownNameError
 from memplan.muon.state_codecs.block_codecs import LLOYD_MAX, TERNARY_LEVEL, GaussianCodec, LogCodec
-from memplan.muon.state_codecs.codecs import codec_bytes, padded, rounded_down_
+from memplan.muon.state_codecs.codecs import Stretch, codec_bytes, padded, rounded_down_
 from memplan.muon.state_codecs.packing import group_of, index_dtype, pack_, pack_ternary_, unpack_, unpack_ternary_
 from memplan.muon.state_codecs.state_formats import DIVERGING, MOMENTUM_FORMATS, adamw_codecs, momentum_codec
 from memplan.muon.stores.optimizer_errors import OptimizerError
@@ -27,10 +27,11 @@ def round_trip(codec, values, noise=None):
     state = codec.empty(SLOT, count, CPU)
     length = padded(count, codec.block_elements)
     scratch = codec.scratch(length, CPU)
-    loaded = codec.load(state, SLOT, 0, count, scratch)
+    whole = Stretch(state, SLOT, 0, count)
+    loaded = codec.load(whole, scratch)
     loaded[:count] = values
-    codec.store(loaded, state, SLOT, 0, count, scratch, noise)
-    return codec.load(state, SLOT, 0, count, scratch)[:count].clone()
+    codec.store(loaded, whole, scratch, noise)
+    return codec.load(whole, scratch)[:count].clone()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
@@ -87,7 +88,7 @@ def test_defaults_are_blocks_of_128_with_fp32_scales(name):
 def test_a_fresh_state_is_zero(name):
     codec = momentum_codec(name)
     state = codec.empty(SLOT, 300, CPU)
-    assert not codec.load(state, SLOT, 0, 300, codec.scratch(384, CPU)).any()
+    assert not codec.load(Stretch(state, SLOT, 0, 300), codec.scratch(384, CPU)).any()
 
 
 @pytest.mark.parametrize(
@@ -148,10 +149,12 @@ def test_stretches_of_a_state_do_not_disturb_each_other(name):
     state, scratch = codec.empty(SLOT, 1000, CPU), codec.scratch(512, CPU)
     for start in range(0, 1000, 512):
         count = min(512, 1000 - start)
-        part = codec.load(state, SLOT, start, count, scratch)
+        stretch = Stretch(state, SLOT, start, count)
+        part = codec.load(stretch, scratch)
         part[:count] = values[start : start + count]
-        codec.store(part, state, SLOT, start, count, scratch)
-    parts = [codec.load(state, SLOT, start, min(512, 1000 - start), scratch).clone() for start in (0, 512)]
+        codec.store(part, stretch, scratch)
+    stretches = Stretch(state, SLOT, 0, 512), Stretch(state, SLOT, 512, 488)
+    parts = [codec.load(stretch, scratch).clone() for stretch in stretches]
     assert torch.equal(torch.cat(parts)[:1000], round_trip(codec, values))
 
 
@@ -159,13 +162,13 @@ def test_stretches_of_a_state_do_not_disturb_each_other(name):
 def test_scratch_is_all_that_loading_and_storing_allocates(name):
     codec = momentum_codec(name)
     state = codec.empty(SLOT, 5000, CPU)
-
+    whole = Stretch(state, SLOT, 0, 5000)
     spare = torch.empty(5120)
 
     def work():
         scratch = codec.scratch(5120, CPU)
-        values = codec.load(state, SLOT, 0, 5000, scratch)
-        codec.store(values.normal_(), state, SLOT, 0, 5000, scratch, spare=spare)
+        values = codec.load(whole, scratch)
+        codec.store(values.normal_(), whole, scratch, spare=spare)
 
     if name == "int2-notes":
         pytest.skip("its ranges go through Python, one number at a time")
@@ -195,12 +198,13 @@ def test_the_notes_range_grows_without_any_gradient():
     codec = momentum_codec("int2-notes")
     state = codec.empty(SLOT, 128, CPU)
     scratch = codec.scratch(128, CPU)
-    values = codec.load(state, SLOT, 0, 128, scratch)
+    whole = Stretch(state, SLOT, 0, 128)
+    values = codec.load(whole, scratch)
     values[0] = 1.0
-    codec.store(values, state, SLOT, 0, 128, scratch)
+    codec.store(values, whole, scratch)
     first = state["scales"].item()
     for _ in range(60):
-        codec.store(codec.load(state, SLOT, 0, 128, scratch).mul_(0.95), state, SLOT, 0, 128, scratch)
+        codec.store(codec.load(whole, scratch).mul_(0.95), whole, scratch)
     assert state["scales"].item() > 1000 * first
 
 

@@ -10,7 +10,7 @@ from memplan.errors import MemplanError, UnknownNameError
 from memplan.muon import Muon, OptimizerError
 from memplan.muon.byte_model import predict_bytes
 from memplan.muon.group_options import muon_options
-from memplan.muon.state_codecs.codecs import codec_bytes, padded
+from memplan.muon.state_codecs.codecs import Stretch, codec_bytes, padded
 from memplan.muon.state_codecs.state_formats import MOMENTUM_FORMATS
 from memplan.muon.update_rule import muon_update_
 from memplan.muon.updates import low_rank
@@ -287,7 +287,7 @@ def momentum_of(optimizer, p):
     state, options = optimizer.state[p], muon_options(optimizer.param_groups[0])
     codec, count = options.codec, p.numel()
     scratch = codec.scratch(padded(count, codec.block_elements), p.device)
-    mean = codec.load(state, "momentum_buffer", 0, count, scratch)[:count].view(p.shape).clone()
+    mean = codec.load(Stretch(state, "momentum_buffer", 0, count), scratch)[:count].view(p.shape).clone()
     if options.low_rank:
         left, right = low_rank._factors(state, p.shape, options.low_rank)
         mean += left @ right.mT

@@ -10,6 +10,7 @@ from torch import nn
 
 from memplan.muon import Muon, OptimizerError
 from memplan.muon.state_codecs import triton_codecs
+from memplan.muon.state_codecs.codecs import Stretch
 from memplan.muon.state_codecs.state_formats import momentum_codec
 
 INTERPRETED = """
@@ -39,8 +40,9 @@ def assert_equal_codes(name, block, scale, noisy, device):
         state, scratch = codec.empty("momentum_buffer", elements, values.device), codec.scratch(length, values.device)
         drawn = None if noise is None else noise.clone()
         spare = torch.empty_like(values)
-        codec.store(values.clone(), state, "momentum_buffer", 0, elements, scratch, drawn, spare=spare)
-        results.append([*state.values(), codec.load(state, "momentum_buffer", 0, elements, scratch).clone()])
+        whole = Stretch(state, "momentum_buffer", 0, elements)
+        codec.store(values.clone(), whole, scratch, drawn, spare=spare)
+        results.append([*state.values(), codec.load(whole, scratch).clone()])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other), (name, block, scale, noisy)
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
-from memplan.catalog.training_config import Adapter, DeepSpeed, Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import DeepSpeed, Parallel
+from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.step.engines.reduced_gradients import Buckets, Kept
 from memplan.step.states.flat_partitions import FlatGroup, RankShare
@@ -108,7 +109,8 @@ RECORD = Path(__file__).parent / "deepspeed_stage3.json"
 @pytest.mark.parametrize("row", json.loads(RECORD.read_text(encoding="utf-8")), ids=lambda row: row["job"][:60])
 def test_stage_3_keeps_what_its_own_engine_keeps(catalog, row):
     pytest.importorskip("torch")
-    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, stack_setup
+    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+    from memplan.lab.stack_survey.judged_stack_jobs import stack_setup
 
     model, setup = stack_setup(StackJob.read(row["job"]), catalog)
     model = built_by(model, setup)

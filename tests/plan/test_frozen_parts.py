@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.catalog.training_config import Adapter, Freeze, Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.training_config import Adapter, Freeze, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import expanded, parameter_count

@@ -12,9 +12,9 @@ from memplan.errors import MemplanError
 from memplan.library.lookup import catalog_model, custom_gpu
 from memplan.model.inventory import parameter_count
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
-from memplan.plan.largest_model import fewest_devices, largest_models, max_parameters
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import fewest_devices, largest_models, max_parameters
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
 

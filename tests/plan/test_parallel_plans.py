@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
+from memplan.catalog.config_keys.parallel_keys import FlatShards, Parallel
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, FlatShards, Gradients, Offload, Parallel, TrainingConfig
+from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
-from memplan.plan.largest_model import fewest_devices
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import fewest_devices
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.divided.sent_bytes import sent_bytes
 from memplan.step.states.parallel_shards import gathered_setup, held, shard, unit

@@ -10,10 +10,10 @@ import pytest
 import memplan
 from memplan.library.lookup import catalog_model
 from memplan.plan.components import COMPONENTS, Component
-from memplan.plan.largest_model import upper_bytes
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
+from memplan.plan.sizes.largest_model import upper_bytes
 from memplan.plan.suggested.suggestions import suggestions, with_suggestions
 from memplan.solver.gauge import gauge_of
 from memplan.step.tapes.linear_forms import QUANTITIES, Quantity

@@ -11,7 +11,8 @@ from memplan.library.lookup import catalog_model
 from memplan.model.inventory import merged
 from memplan.plan.planner import CompiledPlan
 from memplan.step import instants
-from memplan.step.ends_on_tape import embedding_section, evaluated_head, head_on_tape
+from memplan.step.ends.embedding_on_tape import embedding_section
+from memplan.step.ends.head_on_tape import evaluated_head, head_on_tape
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.states.model_states import model_states
 from memplan.step.tensors.tensor_states import tensor_states

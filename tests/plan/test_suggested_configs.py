@@ -5,7 +5,7 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
-from memplan.catalog.recorded_rows import Records
+from memplan.documents.recorded_rows import Records
 from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.plan.memory_plan import Device
 from memplan.plan.suggested.suggested_configs import SOUND, suggested_configs
@@ -55,7 +55,7 @@ def test_nothing_larger_that_is_allowed_fits(answered, catalog):
     _, _, found = answered
     row = found["rtx4090"]
     largest = row.established.largest_fitting_parameters
-    from memplan.plan.largest_model import largest_models
+    from memplan.plan.sizes.largest_model import largest_models
 
     for name in ("fp32-adamw", "mixed-adamw", "bf16-adamw", "muon"):
         setup = find_setup(name, Overrides(None, None, None, ()), catalog)

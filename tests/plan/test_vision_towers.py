@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.catalog.config_keys.method_keys import Images, Method
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, Images, Method, Parallel, TrainingConfig
+from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import parameter_count

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.catalog.training_config import Gradients, Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.training_config import Gradients
 from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.library.lookup import custom_gpu

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.errors import CannotAnswerError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import planned
 from memplan.lab.survey.drawn_jobs import Job
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}

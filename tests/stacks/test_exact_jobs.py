@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import planned
 from memplan.lab.stack_survey.stack_records import read_records
 from tests.jobs import shipped_catalog
 

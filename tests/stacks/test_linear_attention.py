@@ -8,7 +8,8 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from memplan.errors import CannotAnswerError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned, traced
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import planned, traced
 from memplan.lab.survey.drawn_jobs import Job, compared
 
 pytestmark = pytest.mark.thorough

@@ -10,7 +10,8 @@ import yaml
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, traced
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import traced
 from memplan.lab.stack_survey.stack_records import read_records, recorded
 
 FOLDER = Path(__file__).parent

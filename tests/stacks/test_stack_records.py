@@ -11,7 +11,8 @@ import yaml
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import planned
 from memplan.lab.stack_survey.stack_records import read_records
 from tests.jobs import shipped_catalog
 
@@ -140,7 +141,6 @@ NEAR = {
     "trl.flash-attn": 1.0,
 }
 """Share of a stack's records whose peak the formula has within 0.1 %, which may grow and not shrink."""
-
 
 ROWS = {
     "torchtitan": "torchtitan 0.3.0, Llama 3",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import planned
 from memplan.lab.survey.drawn_jobs import Job
 
 STABLELM = {"model_type": "stablelm", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 3}

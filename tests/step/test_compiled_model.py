@@ -86,7 +86,8 @@ def test_what_was_not_read_is_refused(more, said):
 @pytest.mark.parametrize("job", PEAKS)
 def test_the_compilers_own_programs_run_without_a_gpu(job):
     pytest.importorskip("torch")
-    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, traced
+    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+    from memplan.lab.stack_survey.judged_stack_jobs import traced
 
     trace = traced(StackJob(keys(*job, kernels={"optimizer": "fused"}), job[-1], False), Catalog(data_directory()))
     assert trace.peak.bytes == PEAKS[job]

@@ -7,16 +7,7 @@ from itertools import product
 
 import pytest
 
-from memplan.step.tapes.linear_forms import (
-    NOTHING,
-    ZERO,
-    Form,
-    Part,
-    Quantity,
-    constant_form,
-    quantities,
-    single_form,
-)
+from memplan.step.tapes.linear_forms import NOTHING, ZERO, Form, Part, Quantity, constant_form, quantities, single_form
 
 PLACES = tuple(product(Part, Quantity))
 VALUES = quantities(3, 1000, 8, 50_257)

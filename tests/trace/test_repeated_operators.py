@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.catalog.training_config import Adapter, Parallel  # noqa: E402
+from memplan.catalog.config_keys.parallel_keys import Parallel  # noqa: E402
+from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.lab.agreement import cut_model  # noqa: E402
 from memplan.trace.recording import repeated_operators  # noqa: E402
 from memplan.trace.recording.repeated_operators import RepeatedOperators  # noqa: E402

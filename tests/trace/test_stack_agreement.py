@@ -10,8 +10,9 @@ import pytest
 for package in ("transformers", "peft", "accelerate", "bitsandbytes"):
     pytest.importorskip(package)
 
+from memplan.catalog.config_keys.parallel_keys import Parallel  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter, Parallel, TrainingConfig  # noqa: E402
+from memplan.catalog.training_config import Adapter, TrainingConfig  # noqa: E402
 from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402

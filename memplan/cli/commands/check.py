@@ -57,19 +57,15 @@ class CheckOptions:
         Path,
         typer.Argument(metavar="FILE", help=f"Budget file, or -; {DEFAULT_FILE} by default.", rich_help_panel=_BUDGET),
     ] = Path(DEFAULT_FILE)
-    update: Annotated[
-        bool, option(_BUDGET, "--update-baseline", help="Write what every job needs now to the baseline.")
-    ] = False
-    baseline: Annotated[
-        Path | None,
-        option(_BUDGET, "--baseline", metavar="FILE", help="The baseline, instead of the one that the budget names."),
-    ] = None
-    summary: Annotated[bool, option(OUTPUT, "--summary", help=f"Append Markdown to the file named by ${SUMMARY}.")] = (
+    update: Annotated[bool, option(_BUDGET, "--update-baseline", "Write what every job needs now to the baseline.")] = (
         False
     )
+    baseline: Annotated[
+        Path | None, option(_BUDGET, "--baseline FILE", "The baseline, instead of the one that the budget names.")
+    ] = None
+    summary: Annotated[bool, option(OUTPUT, "--summary", f"Append Markdown to the file named by ${SUMMARY}.")] = False
     form: Annotated[
-        CheckFormat | None,
-        option(OUTPUT, "--format", "-f", metavar="FORMAT", help=f"{', '.join(CheckFormat)}; a table by default."),
+        CheckFormat | None, option(OUTPUT, "--format -f FORMAT", f"{', '.join(CheckFormat)}; a table by default.")
     ] = None
 
 

@@ -28,12 +28,10 @@ class ComparedOptions:
     """What is put side by side."""
 
     gpu: Annotated[
-        list[str] | None,
-        option(DEVICE, "--gpu", "-g", metavar="NAME", help="A GPU of the catalog, or local; repeat it for each."),
+        list[str] | None, option(DEVICE, "--gpu -g NAME", "A GPU of the catalog, or local; repeat it for each.")
     ] = None
     configs: Annotated[
-        list[str] | None,
-        option(TRAINING, "--config", "-c", metavar="NAME|FILE", help="A training config; repeat it for each."),
+        list[str] | None, option(TRAINING, "--config -c NAME|FILE", "A training config; repeat it for each.")
     ] = None
 
 

@@ -36,8 +36,7 @@ class MessageOptions:
     """Where the message stands."""
 
     message: Annotated[
-        Path,
-        option(OUTPUT, "--message", metavar="FILE", help="A log with torch's message, or - for standard input."),
+        Path, option(OUTPUT, "--message FILE", "A log with torch's message, or - for standard input.")
     ] = Path("-")
 
 

@@ -41,20 +41,16 @@ class FrontierFormat(StrEnum):
 class GridOptions:
     """The grid, and how it is written."""
 
-    batches: Annotated[str | None, option("Grid", "--batches", metavar="1,2,4", help="Micro-batches of the grid.")] = (
+    batches: Annotated[str | None, option("Grid", "--batches 1,2,4", "Micro-batches of the grid.")] = None
+    lengths: Annotated[str | None, option("Grid", "--lengths 512,4k", "Sequence lengths of the grid; 4k is 4096.")] = (
         None
     )
-    lengths: Annotated[
-        str | None, option("Grid", "--lengths", metavar="512,4k", help="Sequence lengths of the grid; 4k is 4096.")
-    ] = None
     form: Annotated[
         FrontierFormat | None,
         option(
             OUTPUT,
-            "--format",
-            "-f",
-            metavar="FORMAT",
-            help="table (default), plain, json, csv, md, or svg, a heat map, as for an --output that ends in .svg.",
+            "--format -f FORMAT",
+            "table (default), plain, json, csv, md, or svg, a heat map, as for an --output that ends in .svg.",
         ),
     ] = None
 

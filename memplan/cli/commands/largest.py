@@ -58,9 +58,8 @@ class AccountingOptions:
         Accounting | None,
         option(
             _SEARCH,
-            "--accounting",
-            metavar="RULE",
-            help=f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(Accounting)}.",
+            "--accounting RULE",
+            f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(Accounting)}.",
         ),
     ] = None
 
@@ -69,10 +68,9 @@ class AccountingOptions:
 class LargestOptions:
     """What is sought, and how it is shown."""
 
-    what: Annotated[
-        Sought,
-        option(_SEARCH, "--for", metavar="WHAT", help=f"{', '.join(Sought)}; all but parameters take a MODEL."),
-    ] = Sought.parameters
+    what: Annotated[Sought, option(_SEARCH, "--for WHAT", f"{', '.join(Sought)}; all but parameters take a MODEL.")] = (
+        Sought.parameters
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +81,8 @@ class PriceOptions:
         Path | None,
         option(
             _SEARCH,
-            "--price",
-            metavar="FILE",
-            help="Your own prices, GPU: price of an hour, as YAML or JSON; the cheapest comes first.",
+            "--price FILE",
+            "Your own prices, GPU: price of an hour, as YAML or JSON; the cheapest comes first.",
         ),
     ] = None
 

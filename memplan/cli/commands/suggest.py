@@ -20,10 +20,10 @@ from memplan.errors import InvalidFileError
 from memplan.solver.search.axes import AXES
 
 if TYPE_CHECKING:
-    from memplan.library.answers.suggested_plans import SearchOptions as Searched
-    from memplan.library.answers.suggested_plans import Suggested
     from memplan.library.job_options import JobOptions
     from memplan.library.runs.searched_layouts import Layouts
+    from memplan.library.several.suggested_plans import SearchOptions as Searched
+    from memplan.library.several.suggested_plans import Suggested
 
 _SEARCH = "Search"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -35,57 +35,27 @@ class SearchOptions:
 
     keep: Annotated[
         list[str] | None,
-        option(
-            _SEARCH,
-            "--keep",
-            metavar="AXIS",
-            help=f"What stays as in the config, repeatable: {', '.join((*AXES, 'kernels'))}.",
-        ),
+        option(_SEARCH, "--keep AXIS", f"What stays as in the config, repeatable: {', '.join((*AXES, 'kernels'))}."),
     ] = None
-    min_batch: Annotated[
-        int, option(_SEARCH, "--min-batch", min=1, max=2**24, metavar="N", help="Least micro-batch and sequence.")
-    ] = 1
+    min_batch: Annotated[int, option(_SEARCH, "--min-batch N", "Least micro-batch and sequence.", min=1, max=2**24)] = 1
     min_sequence: Annotated[
-        int, option(_SEARCH, "--min-sequence", min=1, max=2**30, metavar="N", help="Least micro-batch and sequence.")
+        int, option(_SEARCH, "--min-sequence N", "Least micro-batch and sequence.", min=1, max=2**30)
     ] = 1
     min_step_batch: Annotated[
-        int | None,
-        option(
-            _SEARCH,
-            "--min-step-batch",
-            min=1,
-            max=2**20,
-            metavar="N",
-            help="Least sequences per optimizer step.",
-        ),
+        int | None, option(_SEARCH, "--min-step-batch N", "Least sequences per optimizer step.", min=1, max=2**20)
     ] = None
     host_memory: Annotated[
-        str | None,
-        option(
-            _SEARCH,
-            "--host-memory",
-            metavar="SIZE",
-            help="Most host memory for optimizer states, as 32GiB.",
-        ),
+        str | None, option(_SEARCH, "--host-memory SIZE", "Most host memory for optimizer states, as 32GiB.")
     ] = None
     network: Annotated[
-        str | None,
-        option(PARALLEL, "--network", metavar="NAME", help="Between nodes, as infiniband-400g: a port for each GPU."),
+        str | None, option(PARALLEL, "--network NAME", "Between nodes, as infiniband-400g: a port for each GPU.")
     ] = None
-    experimental: Annotated[bool, option(_SEARCH, "--experimental", help="Use experimental settings too.")] = False
-    most: Annotated[int, option(_SEARCH, "--most", min=1, max=100, metavar="N", help="How many answers at most.")] = 5
+    experimental: Annotated[bool, option(_SEARCH, "--experimental", "Use experimental settings too.")] = False
+    most: Annotated[int, option(_SEARCH, "--most N", "How many answers at most.", min=1, max=100)] = 5
     save: Annotated[
-        Path | None,
-        option(
-            _SEARCH,
-            "--save",
-            metavar="DIR|FILE",
-            help="Write the first config to a file, or all into a folder.",
-        ),
+        Path | None, option(_SEARCH, "--save DIR|FILE", "Write the first config to a file, or all into a folder.")
     ] = None
-    write: Annotated[bool, option(_SEARCH, "--write", help="Change the trainer's file; the old one stays as .bak.")] = (
-        False
-    )
+    write: Annotated[bool, option(_SEARCH, "--write", "Change the trainer's file; the old one stays as .bak.")] = False
 
 
 @command(example="memplan suggest llama-8b --gpu rtx4090 --save best.yaml")

@@ -32,10 +32,9 @@ class TableOptions:
             rich_help_panel="Tables",
         ),
     ] = None
-    only: Annotated[
-        Only | None,
-        option("Tables", "--only", metavar="wrong", help="Show only the cells that the notes got wrong."),
-    ] = None
+    only: Annotated[Only | None, option("Tables", "--only wrong", "Show only the cells that the notes got wrong.")] = (
+        None
+    )
 
 
 @command(example="memplan tables s000.t15 --only wrong")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.option_groups import PARALLEL, CountedGpus, DeviceOptions, option
 from memplan.cli.training_options import TrainingOptions
 from memplan.documents.opening import opened, usable_path
@@ -35,13 +35,12 @@ KEYS: Mapping[str, str] = {
 }
 """Option -> the key of ``parallel`` that it sets."""
 
-
 DEGREES = "Degrees: tensor, pipeline, virtual, context, expert, expert tensor; replicas of what data ranks divide."
 NODES = f"Machines, and GPUs of each ({DEFAULT_GPUS_PER_NODE} where nothing is said)."
 
 
 def _number(name: str, text: str = DEGREES) -> Any:
-    return option(PARALLEL, name, min=1, metavar="N", help=text)
+    return option(PARALLEL, f"{name} N", text, min=1)
 
 
 def _may_divide(file: str) -> bool:
@@ -65,23 +64,21 @@ class GridOptions:
     ep: Annotated[int | None, _number("--ep")] = None
     etp: Annotated[int | None, _number("--etp")] = None
     hsdp: Annotated[int | None, _number("--hsdp")] = None
-    zero: Annotated[
-        int | None, option(PARALLEL, "--zero", min=0, max=3, metavar="STAGE", help="What data ranks divide: 0 to 3.")
-    ] = None
+    zero: Annotated[int | None, option(PARALLEL, "--zero STAGE", "What data ranks divide: 0 to 3.", min=0, max=3)] = (
+        None
+    )
     sequence_parallel: Annotated[
-        bool, option(PARALLEL, "--sequence-parallel", help="Divide what is between the matrices too.")
+        bool, option(PARALLEL, "--sequence-parallel", "Divide what is between the matrices too.")
     ] = False
-    schedule: Annotated[
-        str | None, option(PARALLEL, "--schedule", metavar="NAME", help="Of a pipeline: gpipe, 1f1b, interleaved.")
-    ] = None
+    schedule: Annotated[str | None, option(PARALLEL, "--schedule NAME", "Of a pipeline: gpipe, 1f1b, interleaved.")] = (
+        None
+    )
     micro_batches: Annotated[
         int | None, _number("--micro-batches", "Micro-batches that pass a pipeline in a step.")
     ] = None
     nodes: Annotated[int | None, _number("--nodes", NODES)] = None
     gpus_per_node: Annotated[int | None, _number("--gpus-per-node", NODES)] = None
-    rank: Annotated[str, option(PARALLEL, "--rank", metavar="RANK", help="Which is shown: worst, all or a number.")] = (
-        "worst"
-    )
+    rank: Annotated[str, option(PARALLEL, "--rank RANK", "Which is shown: worst, all or a number.")] = "worst"
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -103,7 +100,6 @@ class GridOptions:
 
         Args:
             model: MODEL as it was typed.
-            options: The job's keywords.
 
         """
         told = any(setting.startswith("parallel") for setting in options["set"] or ())

@@ -39,19 +39,12 @@ class RunOptions:
     """How an experiment is run, and what is written of it besides its answer."""
 
     seed: Annotated[
-        list[int] | None,
-        option(RUN, "--seed", min=0, max=2**63 - 1, help="Seed, 0, 1 and 2 by default; repeatable."),
+        list[int] | None, option(RUN, "--seed", "Seed, 0, 1 and 2 by default; repeatable.", min=0, max=2**63 - 1)
     ] = None
-    device: Annotated[LabDevice, option(RUN, "--device", metavar="KIND", help="Where to run, cpu or cuda.")] = (
-        LabDevice.cpu
-    )
-    threads: Annotated[
-        int, option(RUN, "--threads", min=0, max=1024, help="Threads on the CPU; 0 leaves it to torch.")
-    ] = 0
-    out: Annotated[Path | None, option(RUN, "--out", metavar="FILE", help="Write the record of the runs, as JSON.")] = (
-        None
-    )
-    plot: Annotated[Path | None, option(RUN, "--plot", metavar="FILE", help="Draw the record, as SVG or PNG.")] = None
+    device: Annotated[LabDevice, option(RUN, "--device KIND", "Where to run, cpu or cuda.")] = LabDevice.cpu
+    threads: Annotated[int, option(RUN, "--threads", "Threads on the CPU; 0 leaves it to torch.", min=0, max=1024)] = 0
+    out: Annotated[Path | None, option(RUN, "--out FILE", "Write the record of the runs, as JSON.")] = None
+    plot: Annotated[Path | None, option(RUN, "--plot FILE", "Draw the record, as SVG or PNG.")] = None
 
     def seeds(self, default: tuple[int, ...] = (0, 1, 2)) -> tuple[int, ...]:
         """Return the seeds that were given, each once."""
@@ -64,7 +57,6 @@ def run_experiment(
     """Run an experiment with progress, write its record and its answer, and return the exit code.
 
     Args:
-        title: What the progress bar says.
         parts: How often ``run`` reports.
         run: The experiment; it is given whom to tell of its progress, and imports torch only now.
         options: How to run it, and where record and picture go.

@@ -38,41 +38,25 @@ class Rounding(StrEnum):
 class TrainOptions:
     """What is trained, and how."""
 
-    config: Annotated[
-        str, option(RUN, "--config", "-c", metavar="NAME|FILE", help="Training config, which must be given.")
-    ]
+    config: Annotated[str, option(RUN, "--config -c NAME|FILE", "Training config, which must be given.")]
     rounding: Annotated[
-        Rounding,
-        option(RUN, "--rounding", metavar="KIND", help="Of weights that are not fp32: nearest, stochastic or golden."),
+        Rounding, option(RUN, "--rounding KIND", "Of weights that are not fp32: nearest, stochastic or golden.")
     ] = Rounding.stochastic
     momentum_format: Annotated[
-        str | None,
-        option(RUN, "--momentum-format", metavar="NAME", help="In place of the config's, such as gauss4."),
+        str | None, option(RUN, "--momentum-format NAME", "In place of the config's, such as gauss4.")
     ] = None
-    lr: Annotated[float, option(RUN, "--lr", min=0.0, help="Largest rate of Muon.")] = 0.02
-    adamw_lr: Annotated[float, option(RUN, "--adamw-lr", min=0.0, help="Largest rate of AdamW.")] = 0.006
-    weight_decay: Annotated[float, option(RUN, "--weight-decay", min=0.0, help="Decoupled.")] = 0.0
+    lr: Annotated[float, option(RUN, "--lr", "Largest rate of Muon.", min=0.0)] = 0.02
+    adamw_lr: Annotated[float, option(RUN, "--adamw-lr", "Largest rate of AdamW.", min=0.0)] = 0.006
+    weight_decay: Annotated[float, option(RUN, "--weight-decay", "Decoupled.", min=0.0)] = 0.0
     muon: Annotated[
         list[str] | None,
-        option(
-            RUN,
-            "--muon",
-            metavar="KEY=VALUE",
-            help="Any key of Muon's parameter groups, such as momentum=0.9; repeatable.",
-        ),
+        option(RUN, "--muon KEY=VALUE", "Any key of Muon's parameter groups, such as momentum=0.9; repeatable."),
     ] = None
     settings: Annotated[
         list[str] | None,
-        option(
-            RUN,
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any key of a training config, such as kernels.optimizer=fused; repeatable.",
-        ),
+        option(RUN, "--set KEY=VALUE", "Any key of a training config, such as kernels.optimizer=fused; repeatable."),
     ] = None
-    against: Annotated[
-        Path | None, option(RUN, "--against", metavar="FILE", help="A record to compare with, seed by seed.")
-    ] = None
+    against: Annotated[Path | None, option(RUN, "--against FILE", "A record to compare with, seed by seed.")] = None
 
 
 @command(example="memplan lab train --config tier1 --steps 20 --batch 4 --length 64")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.cli.grouped_command import command, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch
 from memplan.cli.option_groups import ModelOptions, OutputOptions, option
@@ -30,21 +30,18 @@ VALIDATION_WINDOWS = 8
 class LargestOptions:
     """What is trained within how much memory, and for how long."""
 
-    config: Annotated[
-        str, option(RUN, "--config", "-c", metavar="NAME|FILE", help="Training config of all parameters.")
-    ] = "q6-muon-ternary"
-    gpu_memory: Annotated[
-        str, option(RUN, "--gpu-memory", metavar="SIZE", help="What the process may take of the GPU.")
-    ] = "24GiB"
-    steps: Annotated[int, option(RUN, "--steps", min=2, help="Optimizer steps.")] = 20
-    batch: Annotated[int, option(RUN, "--batch", "-b", min=1, help="Sequences per step.")] = 1
-    length: Annotated[int, option(RUN, "--length", "-s", min=2, help="Tokens of each.")] = 2048
-    lr: Annotated[float, option(RUN, "--lr", min=0.0, help="Largest rate of Muon.")] = 0.005
-    adamw_lr: Annotated[float, option(RUN, "--adamw-lr", min=0.0, help="Largest rate of AdamW.")] = 0.001
-    seed: Annotated[int, option(RUN, "--seed", min=0, max=2**63 - 1, help="Of weights, batches and rounding.")] = 0
+    config: Annotated[str, option(RUN, "--config -c NAME|FILE", "Training config of all parameters.")] = (
+        "q6-muon-ternary"
+    )
+    gpu_memory: Annotated[str, option(RUN, "--gpu-memory SIZE", "What the process may take of the GPU.")] = "24GiB"
+    steps: Annotated[int, option(RUN, "--steps", "Optimizer steps.", min=2)] = 20
+    batch: Annotated[int, option(RUN, "--batch -b", "Sequences per step.", min=1)] = 1
+    length: Annotated[int, option(RUN, "--length -s", "Tokens of each.", min=2)] = 2048
+    lr: Annotated[float, option(RUN, "--lr", "Largest rate of Muon.", min=0.0)] = 0.005
+    adamw_lr: Annotated[float, option(RUN, "--adamw-lr", "Largest rate of AdamW.", min=0.0)] = 0.001
+    seed: Annotated[int, option(RUN, "--seed", "Of weights, batches and rounding.", min=0, max=2**63 - 1)] = 0
     settings: Annotated[
-        list[str] | None,
-        option(RUN, "--set", metavar="KEY=VALUE", help="Any key of a training config; repeatable."),
+        list[str] | None, option(RUN, "--set KEY=VALUE", "Any key of a training config; repeatable.")
     ] = None
 
 

@@ -35,12 +35,7 @@ class MomentumOptions:
     momentum: Annotated[list[str] | None, names_option("--momentum", "A format of momentum, beside fp32")] = None
     problem: Annotated[
         list[Problem] | None,
-        option(
-            "Compared",
-            "--problem",
-            metavar="NAME",
-            help=f"{' or '.join(Problem)}; repeatable, both by default.",
-        ),
+        option("Compared", "--problem NAME", f"{' or '.join(Problem)}; repeatable, both by default."),
     ] = None
 
 

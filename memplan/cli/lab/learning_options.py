@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class SizeOptions:
     """A tiny model, and how long it is trained."""
 
-    steps: Annotated[int, option(RUN, "--steps", min=1, help="Optimizer steps.")] = 120
-    batch: Annotated[int, option(RUN, "--batch", "-b", min=1, help="Sequences per step.")] = 8
-    length: Annotated[int, option(RUN, "--length", "-s", min=2, help="Tokens of each.")] = 128
-    layers: Annotated[int, option(MODEL, "--layers", min=1, help="Layers.")] = 2
-    hidden: Annotated[int, option(MODEL, "--hidden", min=1, help="Width.")] = 128
-    heads: Annotated[int, option(MODEL, "--heads", min=1, help="Attention heads.")] = 4
-    intermediate: Annotated[int, option(MODEL, "--intermediate", min=1, help="Width of the feed-forward part.")] = 352
+    steps: Annotated[int, option(RUN, "--steps", "Optimizer steps.", min=1)] = 120
+    batch: Annotated[int, option(RUN, "--batch -b", "Sequences per step.", min=1)] = 8
+    length: Annotated[int, option(RUN, "--length -s", "Tokens of each.", min=2)] = 128
+    layers: Annotated[int, option(MODEL, "--layers", "Layers.", min=1)] = 2
+    hidden: Annotated[int, option(MODEL, "--hidden", "Width.", min=1)] = 128
+    heads: Annotated[int, option(MODEL, "--heads", "Attention heads.", min=1)] = 4
+    intermediate: Annotated[int, option(MODEL, "--intermediate", "Width of the feed-forward part.", min=1)] = 352
 
     def size(self) -> Size:
         """Return the size as experiments take it."""
@@ -34,7 +34,7 @@ class SizeOptions:
 
 def names_option(flag: str, what: str) -> Any:
     """Return an option that takes names of what is compared."""
-    return option("Compared", flag, metavar="NAME", help=f"{what}; repeatable, all by default.")
+    return option("Compared", f"{flag} NAME", f"{what}; repeatable, all by default.")
 
 
 def answer(title: str, task: Callable[[tuple[int, ...]], Task], options: RunOptions, output: OutputOptions) -> int:

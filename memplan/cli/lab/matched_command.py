@@ -18,26 +18,24 @@ if TYPE_CHECKING:
 
 
 def _number(flag: str, what: str, least: int = 1) -> Any:
-    return option(MODEL, flag, min=least, help=f"{what}; in place of --shape.")
+    return option(MODEL, flag, f"{what}; in place of --shape.", min=least)
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedOptions:
     """What is compared, on which model, and for how long."""
 
-    shape: Annotated[
-        str | None, option(MODEL, "--shape", metavar="NAME", help="tiny, notes-28m (default) or notes-282m.")
-    ] = None
+    shape: Annotated[str | None, option(MODEL, "--shape NAME", "tiny, notes-28m (default) or notes-282m.")] = None
     layers: Annotated[int | None, _number("--layers", "Layers")] = None
     hidden: Annotated[int | None, _number("--hidden", "Width")] = None
     heads: Annotated[int | None, _number("--heads", "Attention heads")] = None
     intermediate: Annotated[int | None, _number("--intermediate", "Width of the feed-forward part")] = None
     vocab: Annotated[int | None, _number("--vocab", "Size of the vocabulary", 256)] = None
     momentum: Annotated[list[str] | None, names_option("--momentum", "A format of momentum, beside fp32")] = None
-    plan_only: Annotated[bool, option(RUN, "--plan-only", help="Plan the bytes; train nothing.")] = False
-    steps: Annotated[int | None, option(RUN, "--steps", min=1, help="Optimizer steps, 100 by default.")] = None
-    batch: Annotated[int | None, option(RUN, "--batch", "-b", min=1, help="Sequences per step.")] = None
-    length: Annotated[int | None, option(RUN, "--length", "-s", min=2, help="Tokens of each.")] = None
+    plan_only: Annotated[bool, option(RUN, "--plan-only", "Plan the bytes; train nothing.")] = False
+    steps: Annotated[int | None, option(RUN, "--steps", "Optimizer steps, 100 by default.", min=1)] = None
+    batch: Annotated[int | None, option(RUN, "--batch -b", "Sequences per step.", min=1)] = None
+    length: Annotated[int | None, option(RUN, "--length -s", "Tokens of each.", min=2)] = None
 
     def shapes(self) -> dict[str, int]:
         """Return the numbers of a shape, all of them or none.

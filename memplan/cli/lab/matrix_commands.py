@@ -26,7 +26,7 @@ class Measure(StrEnum):
     largest_element = "largest-element"
 
 
-_ITERATIONS = option(MATRIX, "--iterations", min=1, max=50, help="Of Newton-Schulz.")
+_ITERATIONS = option(MATRIX, "--iterations", "Of Newton-Schulz.", min=1, max=50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,18 @@ class OrthogonalityOptions:
         list[str] | None,
         option(
             MATRIX,
-            "--size",
-            metavar="ROWS[xCOLUMNS]",
-            help="The first is followed by iteration, others are looked at after five, with 3 seeds; repeatable.",
+            "--size ROWS[xCOLUMNS]",
+            "The first is followed by iteration, others are looked at after five, with 3 seeds; repeatable.",
         ),
     ] = None
     schedule: Annotated[
-        list[str] | None,
-        option(MATRIX, "--schedule", metavar="NAME", help="Coefficients, all by default; repeatable."),
+        list[str] | None, option(MATRIX, "--schedule NAME", "Coefficients, all by default; repeatable.")
     ] = None
     iterations: Annotated[int, _ITERATIONS] = 10
-    dtype: Annotated[str, option(MATRIX, "--dtype", metavar="NAME", help="bf16, fp16 or fp32.")] = "bf16"
+    dtype: Annotated[str, option(MATRIX, "--dtype NAME", "bf16, fp16 or fp32.")] = "bf16"
     measure: Annotated[
         Measure,
-        option(
-            MATRIX,
-            "--measure",
-            metavar="ERROR",
-            help="That the picture shows, frobenius or largest-element; tables have both.",
-        ),
+        option(MATRIX, "--measure ERROR", "That the picture shows, frobenius or largest-element; tables have both."),
     ] = Measure.frobenius
 
 
@@ -68,23 +61,21 @@ class PrecisionOptions:
         option(
             MATRIX,
             "--width",
-            help="Side of the matrices, 1024 by default; repeatable: others take 2 seeds, and no fp16 and FP8.",
+            "Side of the matrices, 1024 by default; repeatable: others take 2 seeds, and no fp16 and FP8.",
         ),
     ] = None
     names: Annotated[
-        list[str] | None,
-        option(MATRIX, "--precision", metavar="NAME", help="Such as bf16, all by default; repeatable."),
+        list[str] | None, option(MATRIX, "--precision NAME", "Such as bf16, all by default; repeatable.")
     ] = None
     products: Annotated[
         list[str] | None,
         option(
             MATRIX,
-            "--products",
-            metavar="NAME",
-            help="What is rounded: input (X), gram (factors of X X^T), all, all-rows (a scale a row); all by default.",
+            "--products NAME",
+            "What is rounded: input (X), gram (factors of X X^T), all, all-rows (a scale a row); all by default.",
         ),
     ] = None
-    schedule: Annotated[str, option(MATRIX, "--schedule", metavar="NAME", help="Coefficients.")] = "keller-jordan"
+    schedule: Annotated[str, option(MATRIX, "--schedule NAME", "Coefficients.")] = "keller-jordan"
     iterations: Annotated[int, _ITERATIONS] = 5
 
 
@@ -92,9 +83,9 @@ class PrecisionOptions:
 class VarianceOptions:
     """Which gradients, and their noise."""
 
-    width: Annotated[int, option(MATRIX, "--width", help="Side of the gradients.")] = 512
-    samples: Annotated[int, option(MATRIX, "--samples", min=2, max=100_000, help="Gradients for each seed.")] = 100
-    noise: Annotated[float, option(MATRIX, "--noise", min=1e-6, max=1e6, help="Standard deviation.")] = 0.5
+    width: Annotated[int, option(MATRIX, "--width", "Side of the gradients.")] = 512
+    samples: Annotated[int, option(MATRIX, "--samples", "Gradients for each seed.", min=2, max=100_000)] = 100
+    noise: Annotated[float, option(MATRIX, "--noise", "Standard deviation.", min=1e-6, max=1e6)] = 0.5
     iterations: Annotated[int, _ITERATIONS] = 5
 
 

@@ -31,9 +31,7 @@ class RecordOptions:
             rich_help_panel="Record",
         ),
     ] = None
-    plot: Annotated[Path | None, option("Record", "--plot", metavar="FILE", help="Draw the record, as SVG or PNG.")] = (
-        None
-    )
+    plot: Annotated[Path | None, option("Record", "--plot FILE", "Draw the record, as SVG or PNG.")] = None
 
 
 @command(example="memplan lab show precision")

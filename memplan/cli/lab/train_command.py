@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.cli.output import deliver
 from memplan.cli.progress import Progress
 from memplan.documents.loading import parse_document

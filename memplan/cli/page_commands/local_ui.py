@@ -15,9 +15,7 @@ from memplan.documents.escaping import json_text
 class ServerOptions:
     """Where the page is served."""
 
-    port: Annotated[
-        int, option("Server", "--port", min=0, max=65535, metavar="N", help="On 127.0.0.1; 0 for one that is free.")
-    ] = 0
+    port: Annotated[int, option("Server", "--port N", "On 127.0.0.1; 0 for one that is free.", min=0, max=65535)] = 0
 
 
 @command(example="memplan ui")

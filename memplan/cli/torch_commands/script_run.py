@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import memplan
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, OutputOptions, option
 from memplan.cli.output import emit
@@ -34,37 +34,30 @@ class RunOptions:
             rich_help_panel=_RUN,
         ),
     ] = None  # fmt: skip
-    module: Annotated[
-        str | None, option(_RUN, "--module", "-m", metavar="MODULE", help="A module in place of SCRIPT, as python -m.")
-    ] = None
+    module: Annotated[str | None, option(_RUN, "--module -m MODULE", "A module in place of SCRIPT, as python -m.")] = (
+        None
+    )
     gpus: Annotated[
-        int | None,
-        option(_RUN, "--gpus", "-n", min=1, max=MAXIMUM_GPUS, metavar="N", help="Processes, as torchrun starts them."),
+        int | None, option(_RUN, "--gpus -n N", "Processes, as torchrun starts them.", min=1, max=MAXIMUM_GPUS)
     ] = None
-    rank: Annotated[int, option(_RUN, "--rank", min=0, metavar="R", help="Which of them runs.")] = 0
+    rank: Annotated[int, option(_RUN, "--rank R", "Which of them runs.", min=0)] = 0
     synthetic: Annotated[
-        int | None,
-        option(_RUN, "--synthetic", min=1, metavar="TOKENS", help="Rows of so many tokens in place of the loader's."),
+        int | None, option(_RUN, "--synthetic TOKENS", "Rows of so many tokens in place of the loader's.", min=1)
     ] = None
     check: Annotated[
-        Path | None,
-        option(_RUN, "--check", metavar="FILE", help="A budget, one of whose jobs bears the script's name."),
+        Path | None, option(_RUN, "--check FILE", "A budget, one of whose jobs bears the script's name.")
     ] = None
-    steps: Annotated[int, option(_RUN, "--steps", min=1, max=100, metavar="N", help="Training steps to take.")] = 3
+    steps: Annotated[int, option(_RUN, "--steps N", "Training steps to take.", min=1, max=100)] = 3
     timeline: Annotated[
-        Path | None, option(_RUN, "--timeline", metavar="FILE", help="The fullest step's timeline, as .svg or .json.")
+        Path | None, option(_RUN, "--timeline FILE", "The fullest step's timeline, as .svg or .json.")
     ] = None
     timeout: Annotated[
-        float, option(_RUN, "--timeout", min=1, max=LONGEST_RUN, metavar="S", help="Seconds that the script may take.")
+        float, option(_RUN, "--timeout S", "Seconds that the script may take.", min=1, max=LONGEST_RUN)
     ] = 600
-    worst: Annotated[
-        bool, option(_RUN, "--worst", help="Masks hold everything, and tokens go to the same experts.")
-    ] = False
-    allow_writes: Annotated[bool, option(_RUN, "--allow-writes", help="Let the script write its files.")] = False
-    alloc_conf: Annotated[str, option(_RUN, "--alloc-conf", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF.")] = ""
-    largest: Annotated[
-        int, option(_RUN, "--largest", min=0, max=1000, metavar="N", help="Tensors to list at the peak.")
-    ] = 10
+    worst: Annotated[bool, option(_RUN, "--worst", "Masks hold everything, and tokens go to the same experts.")] = False
+    allow_writes: Annotated[bool, option(_RUN, "--allow-writes", "Let the script write its files.")] = False
+    alloc_conf: Annotated[str, option(_RUN, "--alloc-conf CONF", "As PYTORCH_CUDA_ALLOC_CONF.")] = ""
+    largest: Annotated[int, option(_RUN, "--largest N", "Tensors to list at the peak.", min=0, max=1000)] = 10
 
 
 @command(example="memplan run train.py --gpu rtx4090 -- --batch-size 8")

@@ -15,7 +15,7 @@ from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.writing import say, write_file
 from memplan.errors import InvalidFileError
-from memplan.library.answers.traced_step import require_torch
+from memplan.host.installed_torch import require_torch
 from memplan.report.figures import check_drawable
 
 ONE = "give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"
@@ -26,33 +26,14 @@ _TRACE = "Trace"
 class TraceOptions:
     """What is traced in place of MODEL, and what is shown of it."""
 
-    hf: Annotated[
-        Path | None,
-        option(_TRACE, "--hf", metavar="DIR", help="transformers' own code for the config.json in DIR."),
-    ] = None
-    module: Annotated[str | None, option(_TRACE, "--module", metavar="PKG.MOD:FACTORY", help="Your own nn.Module.")] = (
+    hf: Annotated[Path | None, option(_TRACE, "--hf DIR", "transformers' own code for the config.json in DIR.")] = None
+    module: Annotated[str | None, option(_TRACE, "--module PKG.MOD:FACTORY", "Your own nn.Module.")] = None
+    history: Annotated[Path | None, option(_TRACE, "--history FILE", "Replay a memory history exported as JSON.")] = (
         None
     )
-    history: Annotated[
-        Path | None,
-        option(_TRACE, "--history", metavar="FILE", help="Replay a memory history exported as JSON."),
-    ] = None
-    timeline: Annotated[
-        Path | None,
-        option(_TRACE, "--timeline", metavar="FILE", help="The step's timeline, as .svg or .json."),
-    ] = None
-    alloc_conf: Annotated[
-        str,
-        option(
-            _TRACE,
-            "--alloc-conf",
-            metavar="CONF",
-            help="As PYTORCH_CUDA_ALLOC_CONF.",
-        ),
-    ] = ""
-    largest: Annotated[
-        int, option(_TRACE, "--largest", min=0, max=1000, metavar="N", help="Tensors to list at the peak.")
-    ] = 10
+    timeline: Annotated[Path | None, option(_TRACE, "--timeline FILE", "The step's timeline, as .svg or .json.")] = None
+    alloc_conf: Annotated[str, option(_TRACE, "--alloc-conf CONF", "As PYTORCH_CUDA_ALLOC_CONF.")] = ""
+    largest: Annotated[int, option(_TRACE, "--largest N", "Tensors to list at the peak.", min=0, max=1000)] = 10
 
 
 @command(example="memplan trace llama-8b --config qlora --gpu rtx4090")

@@ -31,49 +31,29 @@ class ValidateOptions:
     """What is measured and how, or which records are read instead."""
 
     device: Annotated[
-        DeviceChoice | None,
-        option(_VALIDATE, "--device", metavar="KIND", help="cuda or cpu; the GPU where there is one."),
+        DeviceChoice | None, option(_VALIDATE, "--device KIND", "cuda or cpu; the GPU where there is one.")
     ] = None
     small: Annotated[
         bool | None,
-        option(
-            _VALIDATE,
-            "--small/--whole",
-            help="Cut the model to 2 layers of width 256 (as on the CPU), or not.",
-        ),
+        option(_VALIDATE, "--small/--whole", "Cut the model to 2 layers of width 256 (as on the CPU), or not."),
     ] = None
     steps: Annotated[
-        int,
-        option(_VALIDATE, "--steps", min=2, max=100, metavar="N", help="Training steps; the first is not counted."),
+        int, option(_VALIDATE, "--steps N", "Training steps; the first is not counted.", min=2, max=100)
     ] = 3
-    patience: Annotated[
-        int,
-        option(_VALIDATE, "--patience", min=1, metavar="N", help="Seconds without progress that end a run."),
-    ] = 600
+    patience: Annotated[int, option(_VALIDATE, "--patience N", "Seconds without progress that end a run.", min=1)] = 600
     record: Annotated[
-        Path | None,
-        option(_VALIDATE, "--record", metavar="FILE", help="Write the measurement; a folder with --plan."),
+        Path | None, option(_VALIDATE, "--record FILE", "Write the measurement; a folder with --plan.")
     ] = None
     replay: Annotated[
-        Path | None,
-        option(_VALIDATE, "--replay", metavar="DIR|FILE", help="Check records against today's predictions instead."),
+        Path | None, option(_VALIDATE, "--replay DIR|FILE", "Check records against today's predictions instead.")
     ] = None
-    plan: Annotated[
-        bool,
-        option(_VALIDATE, "--plan", help="Run what is not yet recorded of the device's whole plan."),
-    ] = False
+    plan: Annotated[bool, option(_VALIDATE, "--plan", "Run what is not yet recorded of the device's whole plan.")] = (
+        False
+    )
     calibrate: Annotated[
-        Path | None,
-        option(
-            _VALIDATE,
-            "--calibrate",
-            metavar="DIR|FILE",
-            help="What records say of a machine; -o FILE is a --profile.",
-        ),
+        Path | None, option(_VALIDATE, "--calibrate DIR|FILE", "What records say of a machine; -o FILE is a --profile.")
     ] = None
-    alloc_conf: Annotated[
-        str, option(_VALIDATE, "--alloc-conf", metavar="CONF", help="As PYTORCH_CUDA_ALLOC_CONF.")
-    ] = ""
+    alloc_conf: Annotated[str, option(_VALIDATE, "--alloc-conf CONF", "As PYTORCH_CUDA_ALLOC_CONF.")] = ""
 
 
 @command(example="memplan validate smollm2-135m --config muon --device cpu")

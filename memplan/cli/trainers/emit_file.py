@@ -17,10 +17,7 @@ class EmitOptions:
     """Whose file to write."""
 
     trainer: Annotated[
-        str,
-        option(
-            "File", "--as", metavar="TRAINER", help="Whose keys: axolotl, trl, llama-factory, torchtitan, deepspeed."
-        ),
+        str, option("File", "--as TRAINER", "Whose keys: axolotl, trl, llama-factory, torchtitan, deepspeed.")
     ] = "trl"
 
 

@@ -33,19 +33,14 @@ class ImportOptions:
     ] = None
     beside: Annotated[
         list[str] | None,
-        option(
-            _FILES, "--with", metavar="FILE", help="An accelerate YAML or DeepSpeed JSON that goes with it; repeatable."
-        ),
+        option(_FILES, "--with FILE", "An accelerate YAML or DeepSpeed JSON that goes with it; repeatable."),
     ] = None
-    gpus: Annotated[
-        int | None, option(_FILES, "--gpus", "-n", min=1, max=16_384, metavar="N", help="How many GPUs share the job.")
-    ] = None
+    gpus: Annotated[int | None, option(_FILES, "--gpus -n N", "How many GPUs share the job.", min=1, max=16_384)] = None
     trainer: Annotated[
-        str | None, option(_FILES, "--from", metavar="TRAINER", help="Whose file it is, where its keys do not tell.")
+        str | None, option(_FILES, "--from TRAINER", "Whose file it is, where its keys do not tell.")
     ] = None
     version: Annotated[
-        str | None,
-        option(_FILES, "--trainer-version", metavar="V", help="That trainer's version; else the newest read."),
+        str | None, option(_FILES, "--trainer-version V", "That trainer's version; else the newest read.")
     ] = None
 
 

@@ -37,7 +37,6 @@ class CompiledModules:
     """Compiles what a script asks for, from the first time that it asks.
 
     Args:
-        compute_capability: Of the card.
         values: Forgets what compiled kernels may have written.
         notes: Is told what is not known of compiled code.
     """

@@ -46,8 +46,6 @@ def known_libraries(
     """Change the libraries that a script imports inside.
 
     Args:
-        compute_capability: Of the card.
-        files: Counts what is saved.
         values: Forgets what a kernel of Triton's may have written.
         notes: Is told what stands for a library.
         calls: Is told which job a trainer runs.

@@ -33,7 +33,6 @@ class KeptFiles:
     """Keeps what a script writes apart, and remembers which checkpoints it would have written.
 
     Args:
-        scratch: Folder for what the script writes.
         lines: Tells which line of the script is running.
         allow_writes: Whether it may write where it wants to.
     """

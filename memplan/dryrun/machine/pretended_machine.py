@@ -41,7 +41,6 @@ def pretended_machine(
     """Run what is inside as on a machine that has the recorder's card.
 
     Args:
-        recorder: Sees every tensor on the card.
         values: Answers what is asked of tensors without values.
         kernels: Whose operators run: ``cuda`` for those of CUDA, ``cpu`` for those of torch's CPU build.
         ranks: The processes of a job on several GPUs, or nothing for a script that joins no group.

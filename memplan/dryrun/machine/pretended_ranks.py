@@ -45,7 +45,6 @@ def pretended_ranks(ranks: Ranks, recorder: RankRecorder) -> Iterator[None]:
 
     Args:
         ranks: How many there are, and which one it is.
-        recorder: Sees the tensors of this one.
     """
     capable = dist.Backend.backend_capability["fake"]
     capable += [device for device in ("meta",) if device not in capable]

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A value that a script asked for and nobody knows.
+    """A value that a script asked for and nobody knows."""
 
-    Attributes:
-        line: Of the script, as ``folder/file:line``.
-        question: What was asked.
-        value: What it was told first.
-    """
-
-    line: str
-    question: str
-    value: str
+    line: str  # Of the script, as ``folder/file:line``
+    question: str  # What was asked
+    value: str  # What it was told first
 
 
 class StepsDoneError(BaseException):

@@ -13,19 +13,12 @@ Ending = Literal["done", "ended", "failed", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """The pretended GPU.
+    """The pretended GPU."""
 
-    Attributes:
-        name: As the driver calls it.
-        compute_capability: Such as ``9.0``.
-        total_bytes: As CUDA reports it.
-        capacity_bytes: What torch's allocator can have of it.
-    """
-
-    name: str
-    compute_capability: str
-    total_bytes: int
-    capacity_bytes: int
+    name: str  # As the driver calls it
+    compute_capability: str  # Such as ``9.0``
+    total_bytes: int  # As CUDA reports it
+    capacity_bytes: int  # What torch's allocator can have of it
 
 
 GPUS_PER_NODE = 8
@@ -75,109 +68,61 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A script to run.
+    """A script to run."""
 
-    Attributes:
-        script: Path of the script, or the name of a module.
-        is_module: Whether it is a module, as ``python -m`` takes it.
-        arguments: What follows it.
-        card: The GPU that it is to find.
-        steps: Training steps to take.
-        timeout: Seconds.
-        worst: Whether masks hold everything, and all tokens go to the same experts.
-        allow_writes: Whether files that the script writes are written.
-        kernels: Whether operators run as CUDA's, or as those of torch's CPU build.
-        alloc_conf: As ``PYTORCH_CUDA_ALLOC_CONF``.
-        ranks: The processes of a job on several GPUs, or nothing for a script that joins no group.
-        synthetic: Tokens of the rows that data loaders give in the place of their own, or nothing for their own.
-        scratch: Folder for what the script writes.
-        steady: Whether the last step is reported, and not the one that needs most, which may be the first.
-    """
-
-    script: str
-    card: Card
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    steps: int = 3
-    timeout: float = 600.0
-    worst: bool = False
-    allow_writes: bool = False
-    kernels: Literal["cuda", "cpu"] = "cuda"
-    alloc_conf: str = ""
-    ranks: Ranks | None = None
+    script: str  # Path of the script, or the name of a module
+    card: Card  # The GPU that it is to find
+    arguments: tuple[str, ...] = ()  # What follows it
+    is_module: bool = False  # Whether it is a module, as ``python -m`` takes it
+    steps: int = 3  # Training steps to take
+    timeout: float = 600.0  # Seconds
+    worst: bool = False  # Whether masks hold everything, and all tokens go to the same experts
+    allow_writes: bool = False  # Whether files that the script writes are written
+    kernels: Literal["cuda", "cpu"] = "cuda"  # Whether operators run as CUDA's, or as those of torch's CPU build
+    alloc_conf: str = ""  # As ``PYTORCH_CUDA_ALLOC_CONF``
+    ranks: Ranks | None = None  # The processes of a job on several GPUs, or nothing for a script that joins no group
+    # Tokens of the rows that data loaders give in the place of their own, or nothing for their own.
     synthetic: int | None = None
-    scratch: str = ""
-    steady: bool = False
+    scratch: str = ""  # Folder for what the script writes
+    steady: bool = False  # Whether the last step is reported, and not the one that needs most, which may be the first
 
 
 @dataclass(frozen=True, slots=True)
 class RunsOut:
-    """Where a script would run out of memory.
+    """Where a script would run out of memory."""
 
-    Attributes:
-        step: Number of the step, from 1; 0 before the first.
-        instant: Part of the step.
-        operation: Operator whose request fails.
-        line: Of the script, as ``folder/file:line``.
-        requested_bytes: What it requests.
-        message: What torch would say.
-    """
-
-    step: int
-    instant: str
-    operation: str
-    line: str
-    requested_bytes: int
-    message: str
+    step: int  # Number of the step, from 1; 0 before the first
+    instant: str  # Part of the step
+    operation: str  # Operator whose request fails
+    line: str  # Of the script, as ``folder/file:line``
+    requested_bytes: int  # What it requests
+    message: str  # What torch would say
 
 
 @dataclass(frozen=True, slots=True)
 class ToldJob:
-    """What a trainer that a script calls runs.
+    """What a trainer that a script calls runs."""
 
-    Attributes:
-        words: A command that would start the same, the model aside.
-        model: The model's ``config.json``.
-        tokens: Of the longest row.
-    """
-
-    words: tuple[str, ...]
-    model: str
-    tokens: int
+    words: tuple[str, ...]  # A command that would start the same, the model aside
+    model: str  # The model's ``config.json``
+    tokens: int  # Of the longest row
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a dry run.
+    """What came of a dry run."""
 
-    Attributes:
-        ending: Whether it took its steps, ended by itself before, failed by a fault of its own, or was stopped.
-        message: Why it failed or was stopped.
-        trace: The step that needs most, or nothing where none was taken.
-        reported_step: Number of that step; 0 for what comes before the first.
-        steps: Steps that were taken.
-        persistent_bytes: Weights, gradients kept and optimizer states of the last step.
-        model: Class of the first module that was called.
-        runs_out: Where memory ends, or nothing.
-        answers: Values that were asked for and are not known.
-        skipped: What was not written, as (file, bytes).
-        seconds: What it took.
-        peaks: Peak of what comes before the first step, and of every step.
-        notes: What stood for a library or a compiler, and what is not known of it.
-        told: The job of a trainer that is known, or nothing.
-    """
-
-    ending: Ending
-    message: str = ""
-    trace: Trace | None = None
-    reported_step: int = 0
-    steps: int = 0
-    persistent_bytes: int = 0
-    model: str = ""
-    runs_out: RunsOut | None = None
-    answers: tuple[Answer, ...] = ()
-    skipped: tuple[tuple[str, int], ...] = ()
-    seconds: float = 0.0
-    peaks: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-    told: ToldJob | None = None
+    ending: Ending  # Whether it took its steps, ended by itself before, failed by a fault of its own, or was stopped
+    message: str = ""  # Why it failed or was stopped
+    trace: Trace | None = None  # The step that needs most, or nothing where none was taken
+    reported_step: int = 0  # Number of that step; 0 for what comes before the first
+    steps: int = 0  # Steps that were taken
+    persistent_bytes: int = 0  # Weights, gradients kept and optimizer states of the last step
+    model: str = ""  # Class of the first module that was called
+    runs_out: RunsOut | None = None  # Where memory ends, or nothing
+    answers: tuple[Answer, ...] = ()  # Values that were asked for and are not known
+    skipped: tuple[tuple[str, int], ...] = ()  # What was not written, as (file, bytes)
+    seconds: float = 0.0  # What it took
+    peaks: tuple[int, ...] = ()  # Peak of what comes before the first step, and of every step
+    notes: tuple[str, ...] = ()  # What stood for a library or a compiler, and what is not known of it
+    told: ToldJob | None = None  # The job of a trainer that is known, or nothing

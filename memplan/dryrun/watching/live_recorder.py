@@ -34,10 +34,8 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Tells a simulated allocator of every birth and death, and notes the first request that the card cannot hold.
 
     Args:
-        card: The pretended GPU.
         lines: Tells which line of the script is running.
         settings: Of the allocator.
-        cublas_bytes: Size of a cuBLAS workspace.
         workspaces: Whether memory that kernels of CUDA allocate inside themselves is added.
     """
 

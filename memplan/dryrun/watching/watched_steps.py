@@ -27,12 +27,7 @@ HOOKED = "_tells_of_its_gradient"
 
 
 class WatchedSteps:
-    """Tells a recorder of a script's steps, and ends the script after the last.
-
-    Args:
-        recorder: Is told.
-        steps: Steps to take.
-    """
+    """Tells a recorder of a script's steps, and ends the script after the last."""
 
     def __init__(self, recorder: LiveRecorder, steps: int) -> None:
         self.recorder, self.steps = recorder, steps

@@ -27,19 +27,12 @@ FILES = (".yaml", ".yml", ".json", ".toml")
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A command, taken apart.
+    """A command, taken apart."""
 
-    Attributes:
-        job: The flags of the program.
-        launcher: The launcher's name, or nothing.
-        launched: The launcher's own flags.
-        config: Files that the flags or words name.
-    """
-
-    job: GivenKeys
-    launcher: str
-    launched: GivenKeys
-    config: tuple[str, ...]
+    job: GivenKeys  # The flags of the program
+    launcher: str  # The launcher's name, or nothing
+    launched: GivenKeys  # The launcher's own flags
+    config: tuple[str, ...]  # Files that the flags or words name
 
 
 def command_line(words: Sequence[str], name: str = NAME) -> CommandLine:

@@ -27,7 +27,6 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     """Return the keys of a file, or the commands that it lists.
 
     Args:
-        path: The file.
         text: What it is to hold, where that is not yet written.
 
     Raises:

@@ -23,30 +23,18 @@ REPEATED = "duplicate key"
 
 @dataclass(frozen=True, slots=True)
 class GivenKeys:
-    """One source of keys.
+    """One source of keys."""
 
-    Attributes:
-        name: How messages call it: a path, or ``command line``.
-        data: Keys and values, nested.
-        lines: Path of keys -> line, or the place among the words of a command line, from 1.
-        form: ``file``, ``python`` or ``argv``.
-        words: Program and subcommands of a command line; functions that a Python file calls.
-        environment: Variables set in front of a command.
-        absent: Files that it includes and that are not there.
-        repeated: Keys that are given twice, of which the last counts.
-        variables: Keys that others refer to.
-        under: Keys of another source that count where these say nothing: a file's under the flags of its command.
-    """
-
-    name: str
-    data: Mapping[str, Any]
-    lines: Mapping[tuple[Key, ...], int]
-    form: str = "file"
-    words: tuple[str, ...] = ()
-    environment: Mapping[str, str] | None = None
-    absent: tuple[str, ...] = ()
-    repeated: tuple[str, ...] = ()
-    variables: frozenset[str] = frozenset()
+    name: str  # How messages call it: a path, or ``command line``
+    data: Mapping[str, Any]  # Keys and values, nested
+    lines: Mapping[tuple[Key, ...], int]  # Path of keys -> line, or the place among the words of a command line, from 1
+    form: str = "file"  # ``file``, ``python`` or ``argv``
+    words: tuple[str, ...] = ()  # Program and subcommands of a command line; functions that a Python file calls
+    environment: Mapping[str, str] | None = None  # Variables set in front of a command
+    absent: tuple[str, ...] = ()  # Files that it includes and that are not there
+    repeated: tuple[str, ...] = ()  # Keys that are given twice, of which the last counts
+    variables: frozenset[str] = frozenset()  # Keys that others refer to
+    # Keys of another source that count where these say nothing: a file's under the flags of its command.
     under: GivenKeys | None = None
 
     def value(self, path: str) -> Any:

@@ -23,8 +23,6 @@ def with_includes(keys: GivenKeys, path: Path, read: Read, above: tuple[Path, ..
     Args:
         keys: Of the file at ``path``.
         path: Where relative names start.
-        read: What reads a file's own keys.
-        above: Files that include this one.
 
     Raises:
         InvalidFileError: A file that includes itself.

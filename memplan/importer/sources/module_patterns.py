@@ -65,7 +65,6 @@ def parameter_pattern(text: str, kind: str) -> str:
     r"""Return what names parameters in a trainer's way as a regular expression that is found in their names.
 
     Args:
-        text: As its key has it.
         kind: ``layer-patterns`` are axolotl's: from the beginning of a name, dots being dots, rows in brackets behind them
             having a gradient like the others; ``prefixes`` and ``parts-of-names`` are what names begin with and contain.
 

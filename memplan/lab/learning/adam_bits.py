@@ -12,15 +12,7 @@ from torch import Tensor
 
 from memplan.catalog.catalog import Catalog
 from memplan.lab.experiment_record import Row, row_of
-from memplan.lab.learning.variants import (
-    Size,
-    Task,
-    Variant,
-    chosen,
-    comparison_task,
-    lab_setup,
-    percent_text,
-)
+from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Trainer, TrainingOptions
 
 BLOCK = 128
@@ -36,16 +28,11 @@ Source: https://github.com/SQCU/pfhe, scripts/benchmark_optimizer_variants.py; i
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """How the second moment is stored.
+    """How the second moment is stored."""
 
-    Attributes:
-        bits: Of each code.
-        scales: fp32 numbers that a block of 128 has besides.
-        rounded: Replaces a block's numbers, (blocks, 128), by those that its codes stand for.
-    """
-
-    bits: int
-    scales: int
+    bits: int  # Of each code
+    scales: int  # fp32 numbers that a block of 128 has besides
+    # Replaces a block's numbers, (blocks, 128), by those that its codes stand for.
     rounded: Callable[[Tensor, int], Tensor]
 
     @property
@@ -109,8 +96,6 @@ def adam_bits(
     """Return the experiment.
 
     Args:
-        catalog: Of formats.
-        size: The model and its steps.
         seeds: Of all runs.
         moments: Of ``QUANTISERS``; all by default.
         device: Where to train.

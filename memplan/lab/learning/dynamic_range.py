@@ -38,8 +38,6 @@ def dynamic_range(catalog: Catalog, size: Size, seeds: Sequence[int], device: st
     """Return the experiment: the model is trained by AdamW, and by Muon.
 
     Args:
-        catalog: Of optimizers.
-        size: The model and its steps.
         seeds: Of all runs.
         device: Where to train.
     """

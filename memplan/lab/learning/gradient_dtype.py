@@ -10,15 +10,7 @@ import torch
 
 from memplan.catalog.catalog import Catalog
 from memplan.lab.experiment_record import Row, row_of
-from memplan.lab.learning.variants import (
-    Size,
-    Task,
-    Variant,
-    chosen,
-    comparison_task,
-    lab_setup,
-    percent_text,
-)
+from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Trainer, TrainingOptions
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
 
@@ -48,7 +40,6 @@ def gradient_dtype(
 
     Args:
         catalog: Of dtypes.
-        size: The model and its steps.
         seeds: Of all runs.
         gradients: Of ``GRADIENTS``; all by default.
         device: Where to train.

@@ -70,9 +70,7 @@ def matched_8bit(
     """Return the experiment.
 
     Args:
-        catalog: Of optimizers.
         name: What rows call the shape.
-        size: The model and its steps.
         seeds: Of all runs.
         momenta: Of ``MOMENTA``; all but bf16 by default.
         device: Where to train.

@@ -79,12 +79,10 @@ def momentum_bits(
     """Return the experiment.
 
     Args:
-        catalog: Of formats and optimizers.
         size: The language model, and its steps; the teacher's test is always the notes'.
         seeds: Of all runs.
         momenta: Names of ``NAMES``; all by default.
         problems: Of ``PROBLEMS``; both by default.
-        device: Of the language model.
 
     Raises:
         UnknownNameError: A name is not known.

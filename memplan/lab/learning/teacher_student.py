@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_reference
 from memplan.muon.orthogonalisation.schedules import CUBIC
-from memplan.muon.state_codecs.codecs import Codec, Scratch, codec_bytes
+from memplan.muon.state_codecs.codecs import Codec, Scratch, Stretch, codec_bytes
 from memplan.muon.state_codecs.state_formats import momentum_codec
 from memplan.muon.weights.weight_codecs import weight_format
 
@@ -52,9 +52,6 @@ class NotesStore:
     Where a magnitude exceeds 0.9 of the range, the range becomes 1.2 times that magnitude. An even
     number of levels lies from one end of the range to the other, so that zero falls between two.
     A fresh store reads as the lowest level everywhere, as in the script.
-
-    Args:
-        bits: Of a code.
     """
 
     first_range = 0.01
@@ -91,7 +88,7 @@ class CodecStore:
     def __init__(self, codec: Codec) -> None:
         self.codec, self.elements = codec, WIDTH * WIDTH
         device = torch.device("cpu")
-        self.state = codec.empty(SLOT, self.elements, device)
+        self.state = Stretch(codec.empty(SLOT, self.elements, device), SLOT, 0, self.elements)
         self.scratch: Scratch = codec.scratch(self.elements, device)
 
     @property
@@ -101,14 +98,14 @@ class CodecStore:
 
     def read(self) -> Tensor:
         """Return the decoded values."""
-        values = self.codec.load(self.state, SLOT, 0, self.elements, self.scratch)
+        values = self.codec.load(self.state, self.scratch)
         return values.view(WIDTH, WIDTH).clone()
 
     def write(self, momentum: Tensor) -> None:
         """Encode to nearest."""
-        values = self.codec.load(self.state, SLOT, 0, self.elements, self.scratch)
+        values = self.codec.load(self.state, self.scratch)
         values.copy_(momentum.reshape(-1))
-        self.codec.store(values, self.state, SLOT, 0, self.elements, self.scratch)
+        self.codec.store(values, self.state, self.scratch)
 
 
 def store_of(name: str) -> Store:
@@ -140,7 +137,6 @@ def student_run(momentum: str, weights: str, seed: int, steps: int = STEPS) -> S
     """Train the student once.
 
     Args:
-        momentum: Name of a store.
         weights: ``q4-0``, rounded to nearest in each step, or ``fp32``.
         seed: Of teacher, student and data.
         steps: At most.

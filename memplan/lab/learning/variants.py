@@ -27,7 +27,6 @@ LIMITS = (
 LEARNED_BELOW = 0.9
 """A run has diverged where a loss is not finite, or the last is above this part of the first."""
 
-
 NAMED = ("momentum", "weights", "gradient", "second_moment")
 """Keys of a row that name a run in progress messages."""
 
@@ -71,19 +70,12 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        keys: What tells its row from the others.
-        setup: Formats and optimizers.
-        options: How to train.
-        prepare: Changes something about the trainer before the first step.
-    """
-
-    keys: Mapping[str, Any]
-    setup: TrainingSetup
-    options: TrainingOptions = field(default_factory=TrainingOptions)
-    prepare: Callable[[Trainer], None] | None = None
+    keys: Mapping[str, Any]  # What tells its row from the others
+    setup: TrainingSetup  # Formats and optimizers
+    options: TrainingOptions = field(default_factory=TrainingOptions)  # How to train
+    prepare: Callable[[Trainer], None] | None = None  # Changes something about the trainer before the first step
 
 
 def lab_setup(
@@ -129,8 +121,6 @@ def compared(
     """Return a row for each variant; the first is what the others are compared with, seed by seed.
 
     Args:
-        variants: Ways to train.
-        size: The model, and the steps.
         seeds: Of weights, batches and rounding.
         progress: Called after each run.
         done: Parts that were done before.
@@ -158,9 +148,7 @@ def comparison_task(
     """Return the task that trains every variant on every seed.
 
     Args:
-        experiment: Its name, that of its command.
         variants: Ways to train, the baseline first.
-        size: The model and its steps.
         seeds: Of all runs.
         settings: What the record says besides the size.
         findings: Sentences that follow from the rows.

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
 from memplan.lab.experiment_record import Row, row_of
-from memplan.lab.learning.variants import (
-    Size,
-    Task,
-    Variant,
-    chosen,
-    comparison_task,
-    lab_setup,
-    percent_text,
-)
+from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Rounding, TrainingOptions
 from memplan.training.resolved import TrainingSetup
 
@@ -31,7 +23,6 @@ def weight_bits(
     """Return the experiment.
 
     Args:
-        catalog: Of formats.
         size: The model, whose widths are multiples of 256 for formats with such blocks.
         seeds: Of all runs.
         weights: Of ``WEIGHTS``; all by default.

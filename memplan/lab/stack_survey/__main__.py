@@ -25,25 +25,20 @@ from memplan.lab.stack_survey.drawn_grids import (
     staying_job,
 )
 from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
-from memplan.lab.stack_survey.drawn_stack_jobs import (
-    ALONE,
+from memplan.lab.stack_survey.drawn_stack_jobs import ALONE, LLAMA_LIKE, STACKS, StackJob, drawn_stack_job
+from memplan.lab.stack_survey.drawn_v1_engine import STACK as V1_ENGINE
+from memplan.lab.stack_survey.drawn_v1_engine import v1_job
+from memplan.lab.stack_survey.judged_stack_jobs import stack_verdict, with_fullest
+from memplan.lab.stack_survey.stack_records import traced_records, write_records
+from memplan.lab.stack_survey.varied_stack_jobs import (
     DEEPSPEED_STAGES,
-    LLAMA_LIKE,
-    STACKS,
-    StackJob,
     at_version,
-    drawn_stack_job,
-    stack_verdict,
     under_deepspeed,
-    with_fullest,
     with_images,
     with_kernels,
     with_stage,
     without_autocast,
 )
-from memplan.lab.stack_survey.drawn_v1_engine import STACK as V1_ENGINE
-from memplan.lab.stack_survey.drawn_v1_engine import v1_job
-from memplan.lab.stack_survey.stack_records import traced_records, write_records
 from memplan.lab.survey.__main__ import lines, reserve_lines
 from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
 from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, LINEAR

@@ -16,13 +16,7 @@ MOST_GPUS = 1024
 
 
 def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
-    """Return a job over a grid of GPUs, its degrees drawn, and heads and widths that these divide.
-
-    Args:
-        job: A job of torchtitan.
-        seed: Of the survey.
-        number: Of the job.
-    """
+    """Return a job over a grid of GPUs, its degrees drawn, and heads and widths that these divide."""
     rng = Random(f"memplan grid {seed} {number}")
     tensor = rng.choice((2, 2, 4, 8, 16))
     data = rng.choice([n for n in (1, 1, 2, 3, 4, 8, 64) if n * tensor <= MOST_GPUS])
@@ -54,13 +48,7 @@ def layered_job(job: StackJob, seed: int, number: int) -> StackJob:
 
 
 def mixed_job(job: StackJob, seed: int, number: int) -> StackJob:
-    """Return a job of a mixture of experts in bf16, its experts drawn; two of three are over shards.
-
-    Args:
-        job: A job of torchtitan.
-        seed: Of the survey.
-        number: Of the job.
-    """
+    """Return a job of a mixture of experts in bf16, its experts drawn; two of three are over shards."""
     rng, model, training = Random(f"memplan experts {seed} {number}"), dict(job.job.model), dict(job.job.training)
     experts = rng.choice((4, 8, 12, 16, 64))
     model |= {
@@ -91,13 +79,7 @@ def replicated_job(job: StackJob, seed: int, number: int) -> StackJob:
 
 
 def piped_job(job: StackJob, seed: int, number: int) -> StackJob:
-    """Return a job over a pipeline, its degrees, schedule and rank drawn; every other one shares matrices too.
-
-    Args:
-        job: A job of torchtitan.
-        seed: Of the survey.
-        number: Of the job.
-    """
+    """Return a job over a pipeline, its degrees, schedule and rank drawn; every other one shares matrices too."""
     rng = Random(f"memplan pipeline {seed} {number}")
     if rng.random() < 0.4:
         job = divided_job(job, seed, number)

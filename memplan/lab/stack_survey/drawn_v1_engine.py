@@ -14,7 +14,6 @@ def v1_job(job: StackJob, *, shards: bool) -> StackJob:
     """Return a job with the dtypes that the engine gives models, in which it computes.
 
     Args:
-        job: The job.
         shards: Whether several GPUs share it by FSDP2, which gathers all weights in bf16; of a tied model alone.
     """
     training, model = dict(job.job.training), dict(job.job.model)

@@ -18,7 +18,8 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_file, write_remark
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job, job_inputs, planned
+from memplan.lab.stack_survey.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job
+from memplan.lab.stack_survey.judged_stack_jobs import job_inputs, planned
 from memplan.lab.survey.drawn_jobs import Job
 from memplan.measure.measure_stack import StackTask
 from memplan.measure.measured import Measurement
@@ -33,17 +34,11 @@ FIGURES = ("requested", "allocated", "reserved")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredJob:
-    """A job that ran.
+    """A job that ran."""
 
-    Attributes:
-        job: The job, as a survey prints it.
-        planned: Peaks by the plan: ``requested``, ``allocated`` and ``reserved`` bytes.
-        measurement: What the device had.
-    """
-
-    job: StackJob
-    planned: dict[str, int]
-    measurement: Measurement
+    job: StackJob  # The job, as a survey prints it
+    planned: dict[str, int]  # Peaks by the plan: ``requested``, ``allocated`` and ``reserved`` bytes
+    measurement: Measurement  # What the device had
 
     def share(self, figure: str) -> float | None:
         """Return by how much of what was measured the plan is above it, where that was measured."""

@@ -17,27 +17,20 @@ from memplan.documents.escaping import json_text
 from memplan.documents.opening import read_text
 from memplan.documents.writing import write_file
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob, planned, traced
+from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
+from memplan.lab.stack_survey.judged_stack_jobs import planned, traced
 from memplan.trace.recording.trace_result import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """One job and what it did.
+    """One job and what it did."""
 
-    Attributes:
-        job: The job, as a survey prints it.
-        instants: Requested bytes by instant.
-        components: Requested bytes by component at the peak.
-        persistent_bytes: What a step leaves for the next.
-        events: Digest of the sizes of all births and deaths of the reported step, in order.
-    """
-
-    job: str
-    instants: Mapping[str, int]
-    components: Mapping[str, int]
-    persistent_bytes: int
-    events: str
+    job: str  # The job, as a survey prints it
+    instants: Mapping[str, int]  # Requested bytes by instant
+    components: Mapping[str, int]  # Requested bytes by component at the peak
+    persistent_bytes: int  # What a step leaves for the next
+    events: str  # Digest of the sizes of all births and deaths of the reported step, in order
 
     @property
     def peak_bytes(self) -> int:

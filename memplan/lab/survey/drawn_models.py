@@ -70,8 +70,6 @@ def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Valu
     """Return the keys of a model's config, its family under ``model_type``: every family is as likely.
 
     Args:
-        rng: Draws.
-        catalog: Has the released models.
         linear: Whether only families with gated delta networks are drawn, of which none is otherwise.
     """
     family = rng.choice(LINEAR if linear else tuple(name for name in families() if name not in LINEAR))
@@ -87,7 +85,6 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
 
 IMAGE_FAMILIES = ("qwen2_5_vl", "gemma3")
 """Families of which rows with images are modelled."""
-
 
 POOLED_IMAGES = ((56, 4), (112, 4), (112, 16), (224, 64), (448, 256))
 """Pixels of an image, each way, and the tokens that it becomes where patches are pooled."""

@@ -18,15 +18,10 @@ PEAKS = {"requested": "requested_bytes.all.peak", "reserved": "reserved_bytes.al
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """The memory of a device that a run may take: the allocator refuses what is beyond it.
+    """The memory of a device that a run may take: the allocator refuses what is beyond it."""
 
-    Attributes:
-        device: ``cuda``; on ``cpu`` nothing is held, and no totals are read.
-        capacity_bytes: All that the process may take of the device, its context included.
-    """
-
-    device: str
-    capacity_bytes: int
+    device: str  # ``cuda``; on ``cpu`` nothing is held, and no totals are read
+    capacity_bytes: int  # All that the process may take of the device, its context included
 
     def begin(self) -> None:
         """Create the context, and leave the allocator what is left of the capacity."""

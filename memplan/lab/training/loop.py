@@ -37,50 +37,30 @@ WARMUP_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """What a run needs besides a model and a setup.
+    """What a run needs besides a model and a setup."""
 
-    Attributes:
-        steps: Optimizer steps.
-        lr: Largest learning rate of Muon.
-        adamw_lr: Largest learning rate of AdamW.
-        weight_decay: Decoupled, for all weights.
-        rounding: Of weights that are not fp32.
-        momentum_format: Of Muon's momentum; None is the config's own.
-        matrix_options: More keys of Muon's parameter groups.
-        device: ``cpu`` or ``cuda``.
-        validation_windows: Windows of the validation text that a loss is the mean of.
-    """
-
-    steps: int = 300
-    lr: float = 0.02
-    adamw_lr: float = 0.006
-    weight_decay: float = 0.0
-    rounding: Rounding = "nearest"
-    momentum_format: str | None = None
-    matrix_options: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
-    validation_windows: int = VALIDATION_WINDOWS
+    steps: int = 300  # Optimizer steps
+    lr: float = 0.02  # Largest learning rate of Muon
+    adamw_lr: float = 0.006  # Largest learning rate of AdamW
+    weight_decay: float = 0.0  # Decoupled, for all weights
+    rounding: Rounding = "nearest"  # Of weights that are not fp32
+    momentum_format: str | None = None  # Of Muon's momentum; None is the config's own
+    matrix_options: Mapping[str, Any] = field(default_factory=dict)  # More keys of Muon's parameter groups
+    device: str = "cpu"  # ``cpu`` or ``cuda``
+    validation_windows: int = VALIDATION_WINDOWS  # Windows of the validation text that a loss is the mean of
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one seed gave.
-
-    Attributes:
-        losses: Training loss of each step; it ends early where it stopped being finite.
-        validation_loss: Mean cross-entropy in nats per byte after the last step.
-        first_validation_loss: The same before the first.
-        seconds: Of all steps together, without validation.
-        bytes: Planned and measured, component by component.
-    """
+    """What one seed gave."""
 
     seed: int
-    losses: tuple[float, ...]
-    validation_loss: float
-    first_validation_loss: float
+    losses: tuple[float, ...]  # Training loss of each step; it ends early where it stopped being finite
+    validation_loss: float  # Mean cross-entropy in nats per byte after the last step
+    first_validation_loss: float  # The same before the first
     tokens: int
-    seconds: float
-    bytes: tuple[Comparison, ...]
+    seconds: float  # Of all steps together, without validation
+    bytes: tuple[Comparison, ...]  # Planned and measured, component by component
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,8 +83,6 @@ class Trainer:
     Args:
         model: The shapes.
         setup: Formats, optimizers, batch and sequence length.
-        options: How to train.
-        text: What on.
         seed: Of weights, batches and rounding.
 
     Raises:

@@ -112,10 +112,8 @@ def optimizer_for(
     """Return the optimizer of every weight of ``model``.
 
     Args:
-        model: The model.
         setup: Says which optimizer takes which role, and how gradients are kept.
         rates: Learning rate by algorithm.
-        options: Options of every group.
         matrix_options: Options of the groups that Muon takes, above all others.
         seed: Of stochastic rounding.
     """

@@ -25,19 +25,12 @@ VALIDATION_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Two disjoint parts of one text.
+    """Two disjoint parts of one text."""
 
-    Attributes:
-        training: Bytes (tokens,), uint8.
-        validation: Likewise.
-        source: Where it is from.
-        digest: First digits of the SHA-256 of both parts, since Python releases differ.
-    """
-
-    training: Tensor
-    validation: Tensor
-    source: str
-    digest: str
+    training: Tensor  # Bytes (tokens,), uint8
+    validation: Tensor  # Likewise
+    source: str  # Where it is from
+    digest: str  # First digits of the SHA-256 of both parts, since Python releases differ
 
 
 def library_text(folder: Path | None = None) -> Text:

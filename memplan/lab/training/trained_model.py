@@ -52,17 +52,11 @@ class TrainedCodes(Weight):
 
 @dataclass(frozen=True, slots=True)
 class TrainedWeight:
-    """One weight of a model in training.
+    """One weight of a model in training."""
 
-    Attributes:
-        name: As in the inventory.
-        role: Likewise.
-        stored: The parameter, or the quantised weight.
-    """
-
-    name: str
-    role: Role
-    stored: nn.Parameter | QuantisedWeight
+    name: str  # As in the inventory
+    role: Role  # Likewise
+    stored: nn.Parameter | QuantisedWeight  # The parameter, or the quantised weight
 
     @property
     def tensor(self) -> Tensor:

@@ -50,9 +50,6 @@ def evidence(
     Args:
         request: The config, the settings and the command.
         model: The shapes.
-        setup: The training setup.
-        options: How it was trained.
-        text: What on.
         runs: One for each seed.
         baseline: The record to compare with, or None.
     """

@@ -20,12 +20,7 @@ MARK = "position:absolute;top:0;bottom:0;width:0;border-left:2px"
 
 
 def plan_html(plan: MemoryPlan, sentence: str) -> str:
-    """Return a plan as HTML: its answer, and a bar for each component against what is usable.
-
-    Args:
-        plan: The plan.
-        sentence: Its answer in one sentence.
-    """
+    """Return a plan as HTML: its answer, and a bar for each component against what is usable."""
     scale = max(plan.usable_bytes, plan.upper_bytes, 1)
     rows = "".join(_component_row(line.name, line.bytes, scale, plan.usable_bytes) for line in plan.components)
     color = VERDICT_COLORS[plan.verdict]

@@ -29,8 +29,6 @@ def quick_sections(plan: MemoryPlan, sentence: str, command: str, note: str = ""
     """Return the answer and the components of a plan, as HTML by the section's name.
 
     Args:
-        plan: The plan.
-        sentence: Its answer in one sentence.
         command: A command line that asks the same, or nothing.
         note: What is to be known of the figures, or nothing.
     """

@@ -30,26 +30,17 @@ OWN_CODE = "answers/traced_step.py:"
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A trace, the allocator's replay of it, and the formula's answer where there is one.
+    """A trace, the allocator's replay of it, and the formula's answer where there is one."""
 
-    Attributes:
-        title: What was traced.
-        replayed: What the allocator does with memory to spare.
-        on_device: What it does on the GPU that was named.
-        plan: The formula's answer, where there is one.
-        context_bytes: Memory outside the allocator.
-        most_listed: Tensors at the peak to list.
-    """
-
-    title: str
+    title: str  # What was traced
     trace: Trace
     setup: TrainingSetup
-    replayed: AllocatorResult
-    on_device: AllocatorResult | None
-    plan: MemoryPlan | None
+    replayed: AllocatorResult  # What the allocator does with memory to spare
+    on_device: AllocatorResult | None  # What it does on the GPU that was named
+    plan: MemoryPlan | None  # The formula's answer, where there is one
     device: Device | None
-    context_bytes: int
-    most_listed: int
+    context_bytes: int  # Memory outside the allocator
+    most_listed: int  # Tensors at the peak to list
 
 
 def _formula_parts(plan: MemoryPlan) -> dict[str, int]:
@@ -62,7 +53,6 @@ def trace_document(traced: TracedStep, unit: str) -> Document:
     """Return the answer of ``memplan trace``.
 
     Args:
-        traced: The step.
         unit: Unit of bytes in tables.
     """
     trace, plan = traced.trace, traced.plan

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.contexts import context_range
+from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
@@ -187,20 +188,6 @@ def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
     return _Subject(model, setup, device, options, inputs.catalog)
 
 
-def require_torch() -> None:
-    """Refuse to trace without torch.
-
-    Raises:
-        CannotAnswerError: It is not installed.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        raise CannotAnswerError(
-            "tracing needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
-        )
-
-
 def _say_nothing(_: str) -> None:
     """Take no note of progress."""
 
@@ -290,12 +277,12 @@ def _replayed_step(subject: _Subject, run: Trace, title: str) -> TracedStep:
         capacity = max(
             0, device.usable_bytes(setup.reserve_bytes) - context_range(device.gpu, setup.hardware).expected_bytes
         )
-        on_device = _replayed(run, alloc_conf, capacity)
+        on_device = replayed(run, alloc_conf, capacity)
     return TracedStep(
         title=title,
         trace=run,
         setup=setup,
-        replayed=_replayed(run, alloc_conf, None),
+        replayed=replayed(run, alloc_conf, None),
         on_device=on_device,
         plan=None if model is None or _has_no_formula(setup) else CompiledPlan(model, setup).evaluate(against),
         device=device,
@@ -309,7 +296,7 @@ def _has_no_formula(setup: TrainingSetup) -> bool:
     return bool(setup.unmodelled) or setup.config.compile == "layers"
 
 
-def _replayed(run: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResult:
+def replayed(run: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResult:
     """Return what the allocator does with the trace, with so many bytes to be had, or without a limit."""
     from memplan.allocator.caching_allocator import replay
     from memplan.allocator.settings import parse_alloc_conf

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK, PRESET_STACKS
+from memplan.catalog.stack_versions import DEFAULT_STACK, PRESET_STACKS
 from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
@@ -27,7 +27,8 @@ from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
 if TYPE_CHECKING:
-    from memplan.catalog.training_config import Parallel, TrainingConfig
+    from memplan.catalog.config_keys.parallel_keys import Parallel
+    from memplan.catalog.training_config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,6 @@ def find_setup(
 
     Args:
         config_given: Catalog name, path, ``-`` for standard input, or keys and values.
-        overrides: What is changed in it.
         catalog: Where names are looked up.
         model: The model that it is to train.
 
@@ -146,7 +146,6 @@ def parallels(parallel: Parallel, gpus: int, *, fixed: bool) -> tuple[Parallel, 
     """Return the ways in which so many GPUs may share the work: what a config says, else sharded and replicated.
 
     Args:
-        parallel: What the config says.
         gpus: ``--gpus``, or 1.
         fixed: Whether the stage was set on the command line.
     """

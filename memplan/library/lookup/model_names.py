@@ -37,20 +37,14 @@ REPOSITORY = re.compile(r"[\w-][\w.-]{0,95}(?:/[\w-][\w.-]{0,95})?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ResolvedName:
-    """What a model's name means.
+    """What a model's name means."""
 
-    Attributes:
-        target: Name of a catalog entry, or the file or folder to read.
-        how: ``folder``: it lies there; ``cache``: in Hugging Face's cache on this machine; ``catalog``: an entry's name,
-            alias or published id; ``mirror``: an id known to hold the same shapes; ``guess``: by what the name looks like.
-        notes: What a reader of the answer has to know, one sentence each.
-        weights: Format of the released weights where the name says that they are quantised.
-    """
-
-    target: str | Path
+    target: str | Path  # Name of a catalog entry, or the file or folder to read
+    # ``folder``: it lies there; ``cache``: in Hugging Face's cache on this machine; ``catalog``: an entry's name, alias
+    # or published id; ``mirror``: an id known to hold the same shapes; ``guess``: by what the name looks like.
     how: How
-    notes: tuple[str, ...] = ()
-    weights: str | None = None
+    notes: tuple[str, ...] = ()  # What a reader of the answer has to know, one sentence each
+    weights: str | None = None  # Format of the released weights where the name says that they are quantised
 
 
 def resolve_model_name(text: str, catalog: Catalog) -> ResolvedName:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.training_config import Rollout, TrainingConfig
+from memplan.catalog.config_keys.method_keys import Rollout
+from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, first_lines, printable
 from memplan.training.rules.method_rules import GENERATING
@@ -122,7 +123,6 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
     The positions are 0 where the trainer takes those that the model was released with.
 
     Args:
-        text: The file's path.
         shapes: Shapes that are given besides, over those of the file.
 
     Raises:
@@ -161,8 +161,6 @@ def training_data(
     """Return the training config that a trainer's file stands for, as memplan's own files have it.
 
     Args:
-        text: The file's path.
-        beside: Files that go with it.
         gpus: GPUs that share the job, or None.
         catalog: Where its stack is looked up.
         content: What the file is to hold, where that is not yet written.

@@ -14,9 +14,10 @@ from memplan.documents.opening import is_file, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.contexts import context_range
 from memplan.hardware.hardware_tables import hardware_tables
+from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import traced_timeline
-from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU, MOST_LISTED, require_torch
+from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU, MOST_LISTED, replayed
 from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
 from memplan.library.runs.dry_run_answer import dry_run_document, fits
@@ -190,13 +191,13 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     request = _request(str(script), tuple(arguments), options, device, context)
     outcome = run_script(request, quiet=options.get("quiet", False))
     shown = " ".join([str(script), *arguments])
-    _refuse(outcome, shown)
+    trace = _finished_trace(outcome, shown)
     ran = DryRun(
         script=shown,
         device=device,
         outcome=outcome,
-        to_spare=_replayed(outcome, request.alloc_conf, None),
-        on_device=_replayed(outcome, request.alloc_conf, request.card.capacity_bytes),
+        to_spare=replayed(trace, request.alloc_conf, None),
+        on_device=replayed(trace, request.alloc_conf, request.card.capacity_bytes),
         context_bytes=context,
         most_listed=options.get("largest", MOST_LISTED),
         job=job,
@@ -268,8 +269,8 @@ def _check(script: FilePath, options: RunOptions) -> None:
         raise InvalidFileError([f"rank: expected 0 to {(gpus or 1) - 1}, got {rank}"])
 
 
-def _refuse(outcome: Outcome, script: str) -> None:
-    """Refuse to answer where no step was taken to its end.
+def _finished_trace(outcome: Outcome, script: str) -> Trace:
+    """Return what was recorded of a run that took a step to its end.
 
     Raises:
         CannotAnswerError: The script does what cannot be pretended, or never trains.
@@ -284,12 +285,4 @@ def _refuse(outcome: Outcome, script: str) -> None:
             f"{script}: it ended without a training step on the GPU: no optimizer was stepped"
             + ("" if outcome.trace is not None else ", and no tensor was on the GPU")
         )
-
-
-def _replayed(outcome: Outcome, alloc_conf: str, capacity: int | None) -> AllocatorResult:
-    from memplan.allocator.caching_allocator import replay
-    from memplan.allocator.settings import parse_alloc_conf
-
-    assert outcome.trace is not None
-    events = ((1 if event.allocates else -1, event.storage, event.bytes) for event in outcome.trace.events)
-    return replay(events, parse_alloc_conf(alloc_conf), capacity)
+    return outcome.trace

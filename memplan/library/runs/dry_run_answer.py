@@ -28,7 +28,6 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
     """Return the answer of ``memplan run``.
 
     Args:
-        run: The run.
         unit: Unit of bytes in tables.
     """
     blocks: list[Block] = [

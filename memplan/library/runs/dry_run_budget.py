@@ -17,7 +17,6 @@ def budgeted_job(file: Path, script: str) -> Job:
     """Return the job that bears a script's name, or the only one of its file; what it may grow by is not for runs.
 
     Args:
-        file: The budget file.
         script: Path of the script, or the name of a module.
 
     Raises:
@@ -40,10 +39,7 @@ def findings(
     """Return what of a run is over the budget of a job, worst first.
 
     Args:
-        job: The job.
-        device: Name of the GPU.
         device_bytes: What the run needs on it, with the context.
-        usable_bytes: What the GPU has.
         components: Name -> bytes at the peak.
         fits: Whether the allocator gets by.
     """

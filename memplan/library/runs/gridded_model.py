@@ -7,8 +7,9 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.stacks import DEFAULT_STACK
-from memplan.catalog.training_config import Offload, Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.stack_versions import DEFAULT_STACK
+from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.library.answers.answer import Answer
@@ -17,8 +18,7 @@ from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.step.grids.grid import Grid, grid_of
-from memplan.step.grids.megatron_activations import MegatronBatch
-from memplan.step.grids.megatron_layers import MegatronKernels
+from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes
 from memplan.step.grids.megatron_peaks import step_intervals
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
@@ -40,7 +40,6 @@ OWN_PRECISION = {
     "optimizer": {"default": "adamw-fp32"},
 }
 """What Megatron-LM keeps with ``--bf16`` where no config says otherwise (megatron/training/arguments.py)."""
-
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """What ``--recompute-modules`` takes (core/transformer/transformer_config.py, 0.16.1)."""
@@ -128,7 +127,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     stages = megatron_states(known.spec, grid, settings)
     chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
     batch = _batch(config, settings)
-    steps = step_intervals(known.spec, grid, chunks, settings.build, batch, _kernels(config, batch))
+    sizes = RankSizes(known.spec, grid, settings.build, batch, _kernels(config, batch))
+    steps = step_intervals(sizes, chunks)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
     outside = outside_of(grid, device, hardware_tables(inputs.catalog.root), share)
     usable = device.usable_bytes(parse_bytes(config.reserve))

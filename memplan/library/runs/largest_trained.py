@@ -22,16 +22,12 @@ CPU_PARAMETERS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model under a config, planned for so much memory.
-
-    Attributes:
-        capacity_bytes: All that the process may take.
-    """
+    """A model under a config, planned for so much memory."""
 
     model: Model
     setup: TrainingSetup
     plan: MemoryPlan
-    capacity_bytes: int
+    capacity_bytes: int  # All that the process may take
 
     @property
     def parameters(self) -> int:

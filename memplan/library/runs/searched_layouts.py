@@ -12,9 +12,9 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
-from memplan.library.answers.suggested_plans import SEARCH_LIMITS, SearchOptions, cluster_asked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
+from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, cluster_asked
 from memplan.solver.layouts.degrees import AXES, Asked
 from memplan.solver.layouts.layout_search import FoundLayouts, LayoutRequest, find_layouts
 
@@ -62,12 +62,7 @@ class Layouts(Answer):
 
 
 def searches_layouts(given: ModelGiven, options: JobOptions) -> bool:
-    """Tell whether ``memplan suggest`` seeks layouts: on several GPUs, of a stack that divides models, or where none is named.
-
-    Args:
-        given: The model.
-        options: The job's keywords.
-    """
+    """Tell whether ``memplan suggest`` seeks layouts: on several GPUs, of a stack that divides models or of none."""
     inputs = job_inputs("suggest", given, options)
     if inputs.gpus == 1:
         return False

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Stage, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
 from memplan.library.answers.answer import Answer
 from memplan.library.lookup import find_device
@@ -46,40 +47,29 @@ KEPT_IN_FLOATS: tuple[Role, ...] = ("embedding", "head", "norm", "bias", "router
 
 @dataclass(frozen=True, slots=True)
 class InferenceOptions:
-    """What is served, and how.
+    """What is served, and how."""
 
-    Attributes:
-        context: Tokens of each sequence, prompt and answer together.
-        concurrency: Sequences at once.
-        kv_dtype: Dtype of cached keys and values; ``None`` for that of the computation.
-        weights: Weight format of the matrices; ``None`` for the released one where the catalog has it, or bf16.
-        engine: ``transformers``: its ``generate`` with a growing cache; ``serving``: a paged cache and chunked prompts.
-    """
-
-    context: int = 4096
-    concurrency: int = 1
-    kv_dtype: str | None = None
+    context: int = 4096  # Tokens of each sequence, prompt and answer together
+    concurrency: int = 1  # Sequences at once
+    kv_dtype: str | None = None  # Dtype of cached keys and values; ``None`` for that of the computation
+    # Weight format of the matrices; ``None`` for the released one where the catalog has it, or bf16.
     weights: str | None = None
+    # ``transformers``: its ``generate`` with a growing cache; ``serving``: a paged cache and chunked prompts.
     engine: Literal["transformers", "serving"] = "serving"
 
 
 @dataclass(frozen=True)
 class Serving(Answer):
-    """What serving a model takes of a GPU.
-
-    Attributes:
-        weights: Name of the format of its matrices.
-        notes: What is taken for granted, one sentence each.
-    """
+    """What serving a model takes of a GPU."""
 
     model: Model
     device: Device
     options: InferenceOptions
-    weights: str
+    weights: str  # Name of the format of its matrices
     kv_dtype: str
     served: Served
     planner: ServedModel
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # What is taken for granted, one sentence each
     catalog: Catalog
 
     @property

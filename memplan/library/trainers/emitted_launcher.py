@@ -7,7 +7,8 @@ from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
-from memplan.catalog.training_config import DeepSpeed, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import DeepSpeed
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, job_inputs
 from memplan.library.lookup.config_lookup import read_config

@@ -18,15 +18,11 @@ COMMANDS = "commands"
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A key of a file and the value that it is to have.
-
-    Attributes:
-        after: The key whose next line an absent key is put on.
-    """
+    """A key of a file and the value that it is to have."""
 
     key: str
     value: str
-    after: str
+    after: str  # The key whose next line an absent key is put on
 
 
 def spliced(text: str, name: str, edit: Edit) -> str:

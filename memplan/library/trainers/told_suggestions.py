@@ -22,12 +22,6 @@ WITHIN = 100
 def suggested(told: ToldJob, requested_bytes: int, device: Device, catalog: Catalog) -> tuple[Suggestion, ...]:
     """Return what to change of a job that does not fit, each with what it saves.
 
-    Args:
-        told: What the script's trainer runs.
-        requested_bytes: What it needs at its peak.
-        device: The GPU.
-        catalog: What names are looked up in.
-
     Raises:
         CannotAnswerError: The job has no plan, or its plan has another peak, so that what it suggests is of another job.
     """

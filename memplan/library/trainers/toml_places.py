@@ -13,19 +13,12 @@ _SCALAR = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"(?!\")|'[^'\n]*'(?!')|[^\s\"'\[{#][
 
 @dataclass(frozen=True, slots=True)
 class TomlPlace:
-    """A value that stands on one line.
+    """A value that stands on one line."""
 
-    Attributes:
-        path: Its key with the tables above it, joined by dots.
-        begin: Index of its first character.
-        end: Index behind its last.
-        line_end: Index of the end of its line.
-    """
-
-    path: str
-    begin: int
-    end: int
-    line_end: int
+    path: str  # Its key with the tables above it, joined by dots
+    begin: int  # Index of its first character
+    end: int  # Index behind its last
+    line_end: int  # Index of the end of its line
 
 
 def toml_places(text: str) -> Iterator[TomlPlace]:

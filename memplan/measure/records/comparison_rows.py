@@ -73,20 +73,14 @@ CUDA_MIXTURE_FORWARD = Tolerance(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        component: A component, a total, or ``instant: NAME``.
-        compared: Whether the measurement is held against the formula or the trace.
-        difference_bytes: Measured less that.
-    """
-
-    component: str
+    component: str  # A component, a total, or ``instant: NAME``
     predicted_bytes: int | None
     traced_bytes: int | None
     measured_bytes: int
-    compared: Compared
-    difference_bytes: int
+    compared: Compared  # Whether the measurement is held against the formula or the trace
+    difference_bytes: int  # Measured less that
     tolerance_bytes: int
     agrees: bool
     reason: str
@@ -192,8 +186,6 @@ def instant_tolerance(task: Task, name: str, *, onednn: bool) -> Tolerance:
     """Return the tolerance of the need at the instant called ``name``.
 
     Args:
-        task: What was measured.
-        name: The instant's.
         onednn: Whether a CPU's products may have been oneDNN's, as in records that do not say so.
     """
     if task.device == "cuda":

@@ -13,7 +13,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.stacks import DEFAULT_STACK
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.training_config import Offload
 from memplan.errors import MemplanError
 from memplan.measure.records.prediction import planned
@@ -60,7 +60,6 @@ def cuda_tasks(catalog: Catalog, total_bytes: int = 0) -> Iterator[Task]:
     """Yield the measurement plan for a GPU: more than 60 configurations, short ones first.
 
     Args:
-        catalog: Models and configs.
         total_bytes: Memory of the card; larger tasks are left out. 0 for no limit.
     """
     for task in _all_cuda_tasks(catalog):

@@ -30,15 +30,10 @@ INSTEAD = "give a record of memplan validate --record, or a folder of them"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement that was written down; it is never edited.
-
-    Attributes:
-        name: The file.
-        task: What was run, built anew from today's catalog.
-    """
+    """One measurement that was written down; it is never edited."""
 
     name: str
-    task: Task
+    task: Task  # What was run, built anew from today's catalog
     measurement: Measurement
     date: str
     command: str

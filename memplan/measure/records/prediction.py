@@ -26,27 +26,20 @@ CAPACITY_SLACK = Fraction(1, 100)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Formula and trace of a task, under the same names.
+    """Formula and trace of a task, under the same names."""
 
-    Attributes:
-        components: What the formula says is held between steps, ``host`` where states lie there, and the gradients kept.
-        traced_components: The same as traced.
-        instants: The formula's, and ``traced_instants`` the trace's.
-        totals: The formula's four totals and upper end, and ``traced_totals`` those of the trace and the simulator.
-        peak_instant: Where the trace has its peak.
-        notes: What the trace leaves out.
-        survives: Whether the simulated allocator lives with the capacity that the task was given, less or more
-            ``CAPACITY_SLACK`` in favour of what was measured.
-    """
-
+    # What the formula says is held between steps, ``host`` where states lie there, and the gradients kept.
     components: Mapping[str, int]
-    traced_components: Mapping[str, int]
-    instants: Mapping[str, int]
+    traced_components: Mapping[str, int]  # The same as traced
+    instants: Mapping[str, int]  # The formula's, and ``traced_instants`` the trace's
     traced_instants: Mapping[str, int]
+    # The formula's four totals and upper end, and ``traced_totals`` those of the trace and the simulator.
     totals: Mapping[str, int]
     traced_totals: Mapping[str, int]
-    peak_instant: str
-    notes: tuple[str, ...]
+    peak_instant: str  # Where the trace has its peak
+    notes: tuple[str, ...]  # What the trace leaves out
+    # Whether the simulated allocator lives with the capacity that the task was given, less or more ``CAPACITY_SLACK``
+    # in favour of what was measured.
     survives: bool = True
 
 
@@ -54,7 +47,6 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
     """Return what is predicted for a task on the device that it was measured on.
 
     Args:
-        task: What was measured.
         measurement: Says which card it was, and how large its context.
     """
     counters = measurement.counters

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.families.layer_windows import layer_windows
-from memplan.model.spec import (
-    Attention,
-    Layer,
-    MixtureOfExperts,
-    Mlp,
-    ModelSpec,
-    Norm,
-    layer_runs,
-)
+from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, layer_runs
 from memplan.values import dataclass
 
 if TYPE_CHECKING:
@@ -155,7 +147,6 @@ def model(
 
     Args:
         config: The config, of which the keys that are left are read.
-        common: Its common keys.
         layers: All layers, or the one that all are equal to.
         tied: Whether a missing ``tie_word_embeddings`` means tied.
         dropout: Keys that hold a dropout probability; where none but attention has one, it stands for all.

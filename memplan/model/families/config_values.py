@@ -35,10 +35,8 @@ class ConfigValues:
     """Reads keys of one config. A bad value is noted and a harmless one returned in its place.
 
     Args:
-        config: The keys.
         name: What to call the model.
         source: File or catalog entry, for messages.
-        family: Name of the family that reads.
         locate: Turns a key into ``file:line: key``; by default ``source: key``.
     """
 

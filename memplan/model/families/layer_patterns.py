@@ -20,7 +20,6 @@ def expert_layers(text: str, layers: int) -> tuple[bool, ...] | None:
 
     Args:
         text: A number, of which every layer whose index is a multiple has experts, or a Python expression of lists.
-        layers: Layers of the model.
 
     Example:
         >>> expert_layers("([0]*1+[1]*2)", 3), expert_layers("2", 3)

@@ -34,7 +34,6 @@ def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
     Args:
         keys: Keys of a ``config.json``, ``model_type`` among them.
-        layers: Layers of the model.
 
     Source:
         ``layer_types`` of the configuration classes of transformers v5.23.0; Qwen3Moe's and Mistral's attention takes

@@ -54,10 +54,7 @@ class TowerParts:
 
         Args:
             name: Of the module, with ``{}`` for its number where there are several.
-            shape: Of the weight.
             bias: Whether there is one.
-            role: Of the weight.
-            count: How many there are.
         """
         self.tensors.append(TowerTensor(f"{name}.weight", shape, role, count))
         if bias:
@@ -65,13 +62,7 @@ class TowerParts:
 
 
 def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigValues], ModelSpec]) -> ModelSpec:
-    """Return the text model of a vision-language model, its parts named as they are inside the whole.
-
-    Args:
-        config: Values of the whole config.
-        family: Family of the text model.
-        text_spec: Reads that family.
-    """
+    """Return the text model of a vision-language model, its parts named as they are inside the whole."""
     text = config.text_part(family)
     spec = text_spec(text)
     config.take(text)

@@ -50,19 +50,12 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as the header describes it.
+    """One tensor as the header describes it."""
 
-    Attributes:
-        name: Its name in the file.
-        dimensions: Sizes, the row's length first, as GGML orders them.
-        type_id: GGML's number of its format.
-        offset: Where its bytes begin, counted from the start of the data.
-    """
-
-    name: str
-    dimensions: tuple[int, ...]
-    type_id: int
-    offset: int
+    name: str  # Its name in the file
+    dimensions: tuple[int, ...]  # Sizes, the row's length first, as GGML orders them
+    type_id: int  # GGML's number of its format
+    offset: int  # Where its bytes begin, counted from the start of the data
 
     @property
     def elements(self) -> int:
@@ -72,22 +65,14 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a GGUF file says of itself, before its data.
-
-    Attributes:
-        metadata: Values by key; long ones are :class:`Skipped`.
-        tensors: Tensors, in the order of the file.
-        alignment: What every tensor's offset is a multiple of.
-        data_start: Where the data begins, in bytes from the start of the file.
-        file_bytes: Size of the file.
-    """
+    """What a GGUF file says of itself, before its data."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    tensors: tuple[TensorInfo, ...]
-    alignment: int
-    data_start: int
-    file_bytes: int
+    metadata: Mapping[str, Any]  # Values by key; long ones are :class:`Skipped`
+    tensors: tuple[TensorInfo, ...]  # Tensors, in the order of the file
+    alignment: int  # What every tensor's offset is a multiple of
+    data_start: int  # Where the data begins, in bytes from the start of the file
+    file_bytes: int  # Size of the file
 
     @property
     def has_data(self) -> bool:

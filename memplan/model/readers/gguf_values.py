@@ -12,19 +12,12 @@ from memplan.model.readers.gguf_types import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class GgufValues:
-    """Metadata and tensors of a whole file, all its parts joined.
+    """Metadata and tensors of a whole file, all its parts joined."""
 
-    Attributes:
-        where: How messages call the file.
-        architecture: ``general.architecture``, which begins the names of the model's keys.
-        metadata: Values by key.
-        tensors: Tensors by name.
-    """
-
-    where: str
-    architecture: str
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    where: str  # How messages call the file
+    architecture: str  # ``general.architecture``, which begins the names of the model's keys
+    metadata: Mapping[str, Any]  # Values by key
+    tensors: Mapping[str, TensorInfo]  # Tensors by name
 
     def optional(self, key: str, minimum: int = 1) -> int | None:
         """Return the integer under ``key``, or None where it is absent; a list of equal ones counts as one.

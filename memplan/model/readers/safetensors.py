@@ -32,15 +32,10 @@ _TORCH_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "flo
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """All tensors of a file, or of all shards of a model.
+    """All tensors of a file, or of all shards of a model."""
 
-    Attributes:
-        tensors: Tensors, file by file.
-        notes: What was assumed, one sentence each.
-    """
-
-    tensors: tuple[StoredTensor, ...]
-    notes: tuple[str, ...] = ()
+    tensors: tuple[StoredTensor, ...]  # Tensors, file by file
+    notes: tuple[str, ...] = ()  # What was assumed, one sentence each
 
     @property
     def elements(self) -> int:

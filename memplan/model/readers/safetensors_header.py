@@ -49,19 +49,12 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file.
+    """One tensor of a safetensors file."""
 
-    Attributes:
-        name: Its name in the file.
-        format: Our name of its dtype (``bf16``, ``uint8``, ...).
-        shape: Dimensions as stored.
-        stored_bytes: Bytes of its data.
-    """
-
-    name: str
-    format: str
-    shape: tuple[int, ...]
-    stored_bytes: int
+    name: str  # Its name in the file
+    format: str  # Our name of its dtype (``bf16``, ``uint8``, ...)
+    shape: tuple[int, ...]  # Dimensions as stored
+    stored_bytes: int  # Bytes of its data
 
     @property
     def elements(self) -> int:

@@ -35,9 +35,7 @@ def model_from_shapes(
     """Return a Llama-like model of the given shapes.
 
     Args:
-        layers: Transformer layers.
         hidden: Width of the residual stream.
-        heads: Query heads.
         intermediate: Width of the feed-forward part; by default Llama's, :func:`llama_intermediate`.
         kv_heads: Key and value heads; by default as many as query heads.
         head_dim: Width of a head; by default ``hidden / heads``, which must come out even.

@@ -8,7 +8,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from memplan.muon.state_codecs.codecs import SMALLEST_SCALE, BlockCodec, Scratch, rounded_down_
+from memplan.muon.state_codecs.codecs import SMALLEST_SCALE, BlockCodec, Scratch, Stretch, rounded_down_
 from memplan.muon.state_codecs.packing import CODES_IN_A_BYTE, pack_, pack_ternary_, unpack_, unpack_ternary_
 from memplan.units import ceil_div
 
@@ -119,26 +119,18 @@ class GaussianCodec(BlockCodec):
         return 4 * (2 * len(self.levels) - 1)
 
     def store(
-        self,
-        values: Tensor,
-        state: dict[str, Tensor],
-        slot: str,
-        start: int,
-        elements: int,
-        scratch: Scratch,
-        noise: Tensor | None = None,
-        spare: Tensor | None = None,
+        self, values: Tensor, where: Stretch, scratch: Scratch, noise: Tensor | None = None, spare: Tensor | None = None
     ) -> None:
         """Choose codes at the root mean square, then the scale that fits them best."""
-        codes, scales = self._stretch(state, slot, start, elements)
+        codes, scales = self._stored(where)
         assert scratch.factors is not None
         factors, rows = scratch.factors[: scales.numel()], values.view(-1, self.block_elements)
-        values[elements:].zero_()
-        self._statistic(rows, elements, scales, factors)
+        values[where.elements :].zero_()
+        self._statistic(rows, where.elements, scales, factors)
         rows.div_(factors.clamp_(SMALLEST_SCALE, torch.finfo(torch.float32).max)[:, None])
         self._encode(values, codes, scratch, None if noise is None else noise[: values.numel()])
         free = noise if noise is not None else torch.empty_like(values) if spare is None else spare
-        self._fit(values, codes, elements, free[: values.numel()], scratch)
+        self._fit(values, codes, where.elements, free[: values.numel()], scratch)
         scales.copy_(rounded_down_(factors, scales.dtype))
 
     def _fit(self, values: Tensor, codes: Tensor, elements: int, levels: Tensor, scratch: Scratch) -> None:

@@ -40,6 +40,23 @@ class Scratch:
     boundaries: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some elements of a state tensor, from the start of a block on.
+
+    Attributes:
+        state: The tensors of a parameter's states, by their keys in ``optimizer.state``.
+        slot: Name of the state tensor, such as ``momentum_buffer``.
+        start: First element; a multiple of the codec's blocks.
+        elements: How many there are; the last block may be in part.
+    """
+
+    state: dict[str, Tensor]
+    slot: str
+    start: int
+    elements: int
+
+
 class Codec(Protocol):
     """What the optimizer asks of a state format."""
 
@@ -60,19 +77,11 @@ class Codec(Protocol):
     def scratch_bytes(self, elements: int) -> int:
         """Return the bytes of ``scratch``."""
 
-    def load(self, state: dict[str, Tensor], slot: str, start: int, elements: int, scratch: Scratch) -> Tensor:
-        """Return ``elements`` values from ``start`` on, padded to whole blocks, in fp32."""
+    def load(self, where: Stretch, scratch: Scratch) -> Tensor:
+        """Return the values of a stretch, padded to whole blocks, in fp32."""
 
     def store(
-        self,
-        values: Tensor,
-        state: dict[str, Tensor],
-        slot: str,
-        start: int,
-        elements: int,
-        scratch: Scratch,
-        noise: Tensor | None = None,
-        spare: Tensor | None = None,
+        self, values: Tensor, where: Stretch, scratch: Scratch, noise: Tensor | None = None, spare: Tensor | None = None
     ) -> None:
         """Store ``values``, as ``load`` returned and the caller changed them; they are destroyed.
 
@@ -135,26 +144,21 @@ class PlainCodec:
         """Return 0 for fp32, else ``4 * elements``."""
         return 0 if self.dtype == torch.float32 else 4 * elements
 
-    def load(self, state: dict[str, Tensor], slot: str, start: int, elements: int, scratch: Scratch) -> Tensor:
+    def load(self, where: Stretch, scratch: Scratch) -> Tensor:
         """Return the state itself, or a copy of it."""
-        stored = state[slot].view(-1)[start : start + elements]
-        return stored if scratch.values is None else scratch.values[:elements].copy_(stored)
+        stored = self._stored(where)
+        return stored if scratch.values is None else scratch.values[: where.elements].copy_(stored)
 
     def store(
-        self,
-        values: Tensor,
-        state: dict[str, Tensor],
-        slot: str,
-        start: int,
-        elements: int,
-        scratch: Scratch,
-        noise: Tensor | None = None,
-        spare: Tensor | None = None,
+        self, values: Tensor, where: Stretch, scratch: Scratch, noise: Tensor | None = None, spare: Tensor | None = None
     ) -> None:
         """Copy ``values`` back where they were copied; rounding is to nearest."""
         del noise, spare
         if scratch.values is not None:
-            state[slot].view(-1)[start : start + elements].copy_(values)
+            self._stored(where).copy_(values)
+
+    def _stored(self, where: Stretch) -> Tensor:
+        return where.state[where.slot].view(-1)[where.start : where.start + where.elements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +221,9 @@ class BlockCodec:
         packed = index_dtype(self.bits).itemsize * elements if self.bits < 8 else 0
         return 4 * elements + 4 * (elements // self.block_elements) + packed
 
-    def load(self, state: dict[str, Tensor], slot: str, start: int, elements: int, scratch: Scratch) -> Tensor:
+    def load(self, where: Stretch, scratch: Scratch) -> Tensor:
         """Decode whole blocks into ``scratch.values``."""
-        codes, scales = self._stretch(state, slot, start, elements)
+        codes, scales = self._stored(where)
         length = scales.numel() * self.block_elements
         assert scratch.values is not None
         assert scratch.factors is not None
@@ -229,30 +233,23 @@ class BlockCodec:
         return values
 
     def store(
-        self,
-        values: Tensor,
-        state: dict[str, Tensor],
-        slot: str,
-        start: int,
-        elements: int,
-        scratch: Scratch,
-        noise: Tensor | None = None,
-        spare: Tensor | None = None,
+        self, values: Tensor, where: Stretch, scratch: Scratch, noise: Tensor | None = None, spare: Tensor | None = None
     ) -> None:
         """Take each block's scale, then its codes."""
         del spare
-        codes, scales = self._stretch(state, slot, start, elements)
+        codes, scales = self._stored(where)
         assert scratch.factors is not None
         factors, rows = scratch.factors[: scales.numel()], values.view(-1, self.block_elements)
-        self._statistic(rows, elements, scales, factors)
+        self._statistic(rows, where.elements, scales, factors)
         scales.copy_(factors.clamp_max_(torch.finfo(scales.dtype).max))
         factors.copy_(scales).clamp_min_(SMALLEST_SCALE).reciprocal_()
         rows.mul_(factors[:, None])
         self._encode(values, codes, scratch, None if noise is None else noise[: values.numel()])
 
-    def _stretch(self, state: dict[str, Tensor], slot: str, start: int, elements: int) -> tuple[Tensor, Tensor]:
-        first, last = start // self.block_elements, ceil_div(start + elements, self.block_elements)
-        codes, scales = self.keys(slot)
+    def _stored(self, where: Stretch) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of its blocks, as they lie in the state."""
+        size, state, (codes, scales) = self.block_elements, where.state, self.keys(where.slot)
+        first, last = where.start // size, ceil_div(where.start + where.elements, size)
         return state[codes][first * self.code_bytes : last * self.code_bytes], state[scales][first:last]
 
     def _statistic(self, rows: Tensor, _elements: int, _scales: Tensor, factors: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memplan.muon.state_codecs.block_codecs import GaussianCodec, LinearCodec
-from memplan.muon.state_codecs.codecs import SMALLEST_SCALE, BlockCodec, Codec, Scratch
+from memplan.muon.state_codecs.codecs import SMALLEST_SCALE, BlockCodec, Codec, Scratch, Stretch
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.units import ceil_div
 
@@ -134,28 +134,16 @@ def runs_on(device: torch.device) -> bool:
 class TritonLinearCodec(LinearCodec):
     """``LinearCodec`` by one kernel each way."""
 
-    def load(self, state: dict[str, Tensor], slot: str, start: int, elements: int, scratch: Scratch) -> Tensor:
+    def load(self, where: Stretch, scratch: Scratch) -> Tensor:
         """Decode whole blocks into ``scratch.values``."""
-        codes, scales = self._stretch(state, slot, start, elements)
-        assert scratch.values is not None
-        values = scratch.values[: scales.numel() * self.block_elements]
-        _decode(codes, scales, None, values, self, self.half)
-        return values
+        return _load(self, self._stored(where), None, scratch, self.half)
 
     def store(
-        self,
-        values: Tensor,
-        state: dict[str, Tensor],
-        slot: str,
-        start: int,
-        elements: int,
-        scratch: Scratch,
-        noise: Tensor | None = None,
-        spare: Tensor | None = None,
+        self, values: Tensor, where: Stretch, scratch: Scratch, noise: Tensor | None = None, spare: Tensor | None = None
     ) -> None:
         """Take each block's scale, then its codes."""
         del scratch, spare
-        codes, scales = self._stretch(state, slot, start, elements)
+        codes, scales = self._stored(where)
         rows = _rows(self)
         _encode_kernel[(ceil_div(scales.numel(), rows),)](
             values, codes, scales, values if noise is None else noise, scales.numel(), self.half,
@@ -168,13 +156,9 @@ class TritonLinearCodec(LinearCodec):
 class TritonGaussianCodec(GaussianCodec):
     """``GaussianCodec`` whose codes are chosen and read in one kernel; its sums are torch's, so that scales are the same."""
 
-    def load(self, state: dict[str, Tensor], slot: str, start: int, elements: int, scratch: Scratch) -> Tensor:
+    def load(self, where: Stretch, scratch: Scratch) -> Tensor:
         """Decode whole blocks into ``scratch.values``."""
-        codes, scales = self._stretch(state, slot, start, elements)
-        assert scratch.values is not None
-        values = scratch.values[: scales.numel() * self.block_elements]
-        _decode(codes, scales, scratch.levels, values, self, 0.0)
-        return values
+        return _load(self, self._stored(where), scratch.levels, scratch, 0.0)
 
     def _decode(self, codes: Tensor, values: Tensor, scratch: Scratch) -> None:
         _decode(codes, None, scratch.levels, values, self, 0.0)
@@ -190,6 +174,17 @@ class TritonGaussianCodec(GaussianCodec):
 
 def _rows(codec: BlockCodec) -> int:
     return max(TILE // codec.block_elements, 1)
+
+
+def _load(
+    codec: BlockCodec, stored: tuple[Tensor, Tensor], levels: Tensor | None, scratch: Scratch, half: float
+) -> Tensor:
+    """Return the values of whole blocks, decoded into ``scratch.values``."""
+    codes, scales = stored
+    assert scratch.values is not None
+    values = scratch.values[: scales.numel() * codec.block_elements]
+    _decode(codes, scales, levels, values, codec, half)
+    return values
 
 
 def _decode(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_, newton_schulz_workspace_bytes
-from memplan.muon.state_codecs.codecs import PlainCodec, codec_bytes
+from memplan.muon.state_codecs.codecs import PlainCodec, Stretch, codec_bytes
 from memplan.muon.stores.rounding_noise import random_bits_
 from memplan.muon.updates.steps import MOMENTUM, rate_ratio
 
@@ -134,12 +134,13 @@ def _accumulate_codes(
     scratch = codec.scratch(elements, update.device)
     new = torch.empty(update.shape, device=update.device)
     torch._foreach_copy_(list(new), gradients)
-    mean = codec.load(together, MOMENTUM, 0, elements, scratch)
+    momentum = Stretch(together, MOMENTUM, 0, elements)
+    mean = codec.load(momentum, scratch)
     flat = new.view(-1)
     mean.lerp_(flat, 1 - options.momentum)
     update.view(-1).copy_(flat.lerp_(mean, options.momentum) if options.nesterov else mean)
     noise = _draw(new, generators).view(-1) if options.stochastic_momentum else None
-    codec.store(mean, together, MOMENTUM, 0, elements, scratch, noise, spare=flat)
+    codec.store(mean, momentum, scratch, noise, spare=flat)
     for name, parts in rows.items():
         torch._foreach_copy_(_flat(state[name] for state in states), parts)
 

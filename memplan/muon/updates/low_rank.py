@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memplan.muon.state_codecs.block_codecs import LinearCodec
-from memplan.muon.state_codecs.codecs import Codec, Scratch, padded
+from memplan.muon.state_codecs.codecs import Codec, Scratch, Stretch, padded
 
 if TYPE_CHECKING:
     from memplan.muon.stores.gradient_stores import Gradient
@@ -62,7 +62,7 @@ class _Pass:
         """Return the new momentum and the gradient of some rows, fp32, padded to whole blocks."""
         columns = self.right.shape[0]
         start, count = first * columns, (last - first) * columns
-        mean = self.options.codec.load(self.state, RESIDUAL, start, count, self.scratch)
+        mean = self.options.codec.load(Stretch(self.state, RESIDUAL, start, count), self.scratch)
         new = self.gradients[: mean.numel()]
         new[count:].zero_()
         self.gradient.read_(start, new[:count])
@@ -106,7 +106,7 @@ def accumulate_low_rank_(
         ahead = new.lerp_(mean, options.momentum) if options.nesterov else mean
         update[start : start + count].copy_(ahead[:count])
         mean[:count].view(-1, columns).addmm_(fresh[first:last], basis.mT, alpha=-1)
-        options.codec.store(mean, state, RESIDUAL, start, count, work.scratch, spare=new)
+        options.codec.store(mean, Stretch(state, RESIDUAL, start, count), work.scratch, spare=new)
 
 
 def _buffers(shape: torch.Size, options: MuonOptions, device: torch.device) -> tuple[int, Scratch, Tensor]:
@@ -124,7 +124,8 @@ def _factors(state: State, shape: torch.Size, rank: int) -> tuple[Tensor, Tensor
     factors = []
     for slot, size in ((LEFT, shape[0]), (RIGHT, shape[1])):
         scratch = FACTOR.scratch(padded(size * rank, FACTOR.block_elements), state["left_codes"].device)
-        factors.append(FACTOR.load(state, slot, 0, size * rank, scratch)[: size * rank].view(size, rank))
+        values = FACTOR.load(Stretch(state, slot, 0, size * rank), scratch)
+        factors.append(values[: size * rank].view(size, rank))
     return factors[0], factors[1]
 
 
@@ -135,5 +136,6 @@ def _stored(factor: Tensor, state: State, slot: str) -> Tensor:
     scratch = FACTOR.scratch(length, factor.device)
     values = torch.zeros(length, device=factor.device)
     values[:count].copy_(factor.reshape(-1))
-    FACTOR.store(values, state, slot, 0, count, scratch)
-    return FACTOR.load(state, slot, 0, count, scratch)[:count].view(factor.shape)
+    whole = Stretch(state, slot, 0, count)
+    FACTOR.store(values, whole, scratch)
+    return FACTOR.load(whole, scratch)[:count].view(factor.shape)

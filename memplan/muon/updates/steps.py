@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memplan.muon.orthogonalisation.newton_schulz import Workspace, newton_schulz_, newton_schulz_workspace_bytes
-from memplan.muon.state_codecs.codecs import Codec, padded
+from memplan.muon.state_codecs.codecs import Codec, Stretch, padded
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.updates.low_rank import accumulate_low_rank_
 
@@ -164,13 +164,14 @@ def accumulate_(
     for start in starts(elements, length):
         count = min(length, elements - start)
         staged, offset = stager.fetch(state, start, count)
-        mean = codec.load(staged, MOMENTUM, offset, count, scratch)
+        momentum = Stretch(staged, MOMENTUM, offset, count)
+        mean = codec.load(momentum, scratch)
         new = _padded_gradient(gradient, gradients, start, count, mean.numel())
         mean.lerp_(new, 1 - options.momentum)
         ahead = new.lerp_(mean, options.momentum) if options.nesterov else mean
         update[start : start + count].copy_(ahead[:count])
         noise = new.uniform_(generator=generator) if options.stochastic_momentum else None
-        codec.store(mean, staged, MOMENTUM, offset, count, scratch, noise, spare=new)
+        codec.store(mean, momentum, scratch, noise, spare=new)
         stager.flush(state, start, count)
     stager.finish()
 
@@ -261,8 +262,8 @@ def adamw_step_(
     for start in starts(elements, length):
         count = min(length, elements - start)
         staged, offset = stager.fetch(state, start, count)
-        mean = first.load(staged, FIRST, offset, count, scratches[0])
-        square = second.load(staged, SECOND, offset, count, scratches[1])
+        moments = Stretch(staged, FIRST, offset, count), Stretch(staged, SECOND, offset, count)
+        mean, square = first.load(moments[0], scratches[0]), second.load(moments[1], scratches[1])
         new = _padded_gradient(gradient, gradients, start, count, mean.numel())
         mean.lerp_(new, 1 - beta1)
         square.mul_(beta2).addcmul_(new, new, value=1 - beta2)
@@ -270,9 +271,9 @@ def adamw_step_(
         torch.div(mean, new.mul_(correction).add_(options.epsilon), out=new)
         keep = 1 - options.lr * options.weight_decay
         handle.apply_(start, new[:count], keep, options.lr / (1 - beta1**step), weights, weight_noise)
-        first.store(mean, staged, FIRST, offset, count, scratches[0])
+        first.store(mean, moments[0], scratches[0])
         noise = new.uniform_(generator=generator) if second.block_elements > 1 else None
-        second.store(square, staged, SECOND, offset, count, scratches[1], noise)
+        second.store(square, moments[1], scratches[1], noise)
         stager.flush(state, start, count)
     stager.finish()
 

@@ -69,7 +69,6 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
     """Return all distinct ranks of a plan's job, the first rank first.
 
     Args:
-        compiled: The job.
         plan: Its first rank's plan.
 
     Raises:

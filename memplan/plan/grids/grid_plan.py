@@ -21,49 +21,30 @@ GridVerdict = Literal["fits", "tight", "no", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a process takes of a GPU besides tensors, whatever it trains.
+    """What a process takes of a GPU besides tensors, whatever it trains."""
 
-    Attributes:
-        workspaces: Workspaces of matrix products.
-        context: Memory outside the allocator, as expected.
-        least_context: The same at the lower end.
-        most_context: The same at the upper end.
-        communicators: Groups that the rank communicates in.
-        communicator_bytes: Their buffers, as expected.
-        most_communicator_bytes: The same at the upper end.
-        reserve: Share of the allocated bytes that the allocator holds besides, as expected.
-        most_reserve: The same at the upper end.
-    """
-
-    workspaces: int
-    context: int
-    least_context: int
-    most_context: int
-    communicators: tuple[str, ...]
-    communicator_bytes: int
-    most_communicator_bytes: int
-    reserve: Fraction
-    most_reserve: Fraction
+    workspaces: int  # Workspaces of matrix products
+    context: int  # Memory outside the allocator, as expected
+    least_context: int  # The same at the lower end
+    most_context: int  # The same at the upper end
+    communicators: tuple[str, ...]  # Groups that the rank communicates in
+    communicator_bytes: int  # Their buffers, as expected
+    most_communicator_bytes: int  # The same at the upper end
+    reserve: Fraction  # Share of the allocated bytes that the allocator holds besides, as expected
+    most_reserve: Fraction  # The same at the upper end
 
 
 @dataclass(frozen=True, slots=True)
 class GridPlan:
-    """The answer as a value.
-
-    Attributes:
-        stages: What the ranks of each pipeline stage keep, the first stage first.
-        steps: What a step takes besides on the ranks of each stage.
-        usable_bytes: What the GPU has for the job.
-        outside: What is not tensors.
-    """
+    """The answer as a value."""
 
     model: Model
     device: Device
     grid: Grid
-    stages: tuple[StageStates, ...]
-    steps: tuple[StepInterval, ...]
-    usable_bytes: int
-    outside: Outside
+    stages: tuple[StageStates, ...]  # What the ranks of each pipeline stage keep, the first stage first
+    steps: tuple[StepInterval, ...]  # What a step takes besides on the ranks of each stage
+    usable_bytes: int  # What the GPU has for the job
+    outside: Outside  # What is not tensors
 
     @property
     def fullest(self) -> StageStates:
@@ -149,8 +130,6 @@ def outside_of(grid: Grid, device: Device, tables: HardwareTables, share: Reserv
 
     Args:
         grid: Degrees of parallelism.
-        device: The GPU.
-        tables: What is taken on cards.
         share: What the allocator needs beyond what it hands out.
     """
     groups = communicators(grid)

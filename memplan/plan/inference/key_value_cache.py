@@ -20,17 +20,11 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """What one layer keeps.
+    """What one layer keeps."""
 
-    Attributes:
-        key_elements: Numbers of one token's keys; with latent attention of what is compressed.
-        value_elements: Numbers of one token's values; with latent attention of the shared rotated keys.
-        window: The tokens that its attention looks back on, itself included; 0 for all.
-    """
-
-    key_elements: int
-    value_elements: int
-    window: int
+    key_elements: int  # Numbers of one token's keys; with latent attention of what is compressed
+    value_elements: int  # Numbers of one token's values; with latent attention of the shared rotated keys
+    window: int  # The tokens that its attention looks back on, itself included; 0 for all
 
     def tokens(self, context: int, layout: Layout) -> int:
         """Return how many tokens of a sequence it keeps.
@@ -51,7 +45,6 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
     """Return what every layer of a model keeps.
 
     Args:
-        spec: The model.
         keys: Keys of its ``config.json``, which state windows.
 
     Latent attention keeps what is compressed, and the rotated part of the keys that all heads share (transformers 4 kept

@@ -31,51 +31,35 @@ LEAST_LARGE, LARGE_ROUND, SMALL_SEGMENT = 10 * 2**20, 2 * 2**20, 20 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is served.
+    """What is served."""
 
-    Attributes:
-        context: Tokens of each sequence, prompt and answer together.
-        concurrency: Sequences at once.
-        key_value_bytes: Bytes of one number in the cache.
-        prefill: Tokens of prompts that one forward takes, all sequences together.
-        layout: How the cache is kept.
-    """
-
-    context: int
-    concurrency: int
-    key_value_bytes: int
-    prefill: int
-    layout: Layout
+    context: int  # Tokens of each sequence, prompt and answer together
+    concurrency: int  # Sequences at once
+    key_value_bytes: int  # Bytes of one number in the cache
+    prefill: int  # Tokens of prompts that one forward takes, all sequences together
+    layout: Layout  # How the cache is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What serving takes of a device.
-
-    Attributes:
-        components: Component -> bytes, which add up to ``device_bytes``.
-        upper_bytes: Upper end of the interval.
-        layers: What each layer caches.
-    """
+    """What serving takes of a device."""
 
     request: Request
-    components: Mapping[str, int]
+    components: Mapping[str, int]  # Component -> bytes, which add up to ``device_bytes``
     device_bytes: int
-    upper_bytes: int
+    upper_bytes: int  # Upper end of the interval
     usable_bytes: int
     verdict: Verdict
-    layers: tuple[CachedLayer, ...]
+    layers: tuple[CachedLayer, ...]  # What each layer caches
 
 
 class ServedModel:
     """A model in its formats on a device, whose requests are planned.
 
     Args:
-        model: The model.
         keys: Keys of its ``config.json``, for windows.
         setup: A setup of frozen weights in floats: which kernels run, and in what dtype.
         stored: Format of each role's weights.
-        device: One GPU.
     """
 
     def __init__(

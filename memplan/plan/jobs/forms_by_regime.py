@@ -48,7 +48,6 @@ class FormsByRegime:
     Args:
         model: The model as its stack builds it.
         own: The same as a rank has it.
-        setup: The training setup.
         states: Weights, gradients and optimizer states of a rank.
     """
 

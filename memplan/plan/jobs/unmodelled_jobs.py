@@ -17,7 +17,6 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
 
     Args:
         model: The model as a rank has it.
-        setup: The training setup.
 
     Raises:
         CannotAnswerError: A part of the model, or of how it is trained, whose memory is not modelled.

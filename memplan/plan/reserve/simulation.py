@@ -38,28 +38,19 @@ AGREEMENT_SHARE, AGREEMENT_BYTES = 50, 2**26
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What the simulated allocator says of a run, in bytes of its segments.
+    """What the simulated allocator says of a run, in bytes of its segments."""
 
-    Attributes:
-        allocated_bytes: Most bytes in blocks.
-        spare_bytes: Most bytes in segments with memory to spare, new segments above those before.
-        most_bytes: The same where the driver puts segments so that it is more.
-        least_bytes: The least of the sizes tried with which it runs; it releases what it caches, and tries again.
-        below_bytes: A size with which it does not run, or the blocks alone: less is not to be had.
-    """
-
-    allocated_bytes: int
-    spare_bytes: int
-    most_bytes: int
-    least_bytes: int
-    below_bytes: int
+    allocated_bytes: int  # Most bytes in blocks
+    spare_bytes: int  # Most bytes in segments with memory to spare, new segments above those before
+    most_bytes: int  # The same where the driver puts segments so that it is more
+    least_bytes: int  # The least of the sizes tried with which it runs; it releases what it caches, and tries again
+    below_bytes: int  # A size with which it does not run, or the blocks alone: less is not to be had
 
 
 class Simulation:
     """One run, and the allocator's settings under which it is played.
 
     Args:
-        events: The run.
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 

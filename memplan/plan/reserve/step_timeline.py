@@ -29,15 +29,10 @@ OF_PART = {part: part.name.lower() for part in Part}
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The fullest moment of a stretch of the step.
+    """The fullest moment of a stretch of the step."""
 
-    Attributes:
-        phase: What the step does then.
-        sizes: Requested bytes of each component, in the timeline's order.
-    """
-
-    phase: str
-    sizes: tuple[int, ...]
+    phase: str  # What the step does then
+    sizes: tuple[int, ...]  # Requested bytes of each component, in the timeline's order
 
     @property
     def bytes(self) -> int:
@@ -47,19 +42,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is alive over a step, in the order of its events.
+    """What is alive over a step, in the order of its events."""
 
-    Attributes:
-        components: Components that there are, in the order of every table.
-        columns: Moments in order.
-        told: Whether they are events; else each is an instant at its fullest, and ``reason`` says why.
-        reason: Why events are not told, or nothing.
-    """
-
-    components: tuple[str, ...]
-    columns: tuple[Column, ...]
-    told: bool = True
-    reason: str = ""
+    components: tuple[str, ...]  # Components that there are, in the order of every table
+    columns: tuple[Column, ...]  # Moments in order
+    told: bool = True  # Whether they are events; else each is an instant at its fullest, and ``reason`` says why
+    reason: str = ""  # Why events are not told, or nothing
 
     @property
     def peak(self) -> int:
@@ -96,10 +84,8 @@ def fullest_columns(
     """Return moments as a timeline of at most so many columns; components that there are none of are left out.
 
     Args:
-        components: What the sizes are of.
         moments: What the step does, and the bytes of each component: one list, which may change from one to the next.
         columns: How many columns at most.
-        count: How many moments there are.
     """
     best: dict[int, tuple[int, Column]] = {}
     for number, (phase, sizes) in enumerate(moments):

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 from memplan.catalog.entries import Status
 from memplan.model.model import Model
-from memplan.plan.largest_model import LargestModel, largest_models
 from memplan.plan.memory_plan import Device
+from memplan.plan.sizes.largest_model import LargestModel, largest_models
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -27,24 +27,19 @@ NARROW_PRECISIONS = ("fp8", "int8")
 
 @dataclass(frozen=True, slots=True)
 class SuggestedConfigs:
-    """The suggested configs of a GPU.
+    """The suggested configs of a GPU."""
 
-    Attributes:
-        device: The GPU, or several with their memory pooled.
-        established: The config that holds the largest model among those whose status is works or
-            better, with that model; None where none holds any.
-        experimental: One that holds a larger model, is experimental, and trained about as well as fp32
-            in the record behind it; None where none does.
-        adapters: The largest model under each config that trains adapters alone, on weights of 4 bits and of 16.
-        precision: Of Newton-Schulz products.
-        faster: Narrow precisions with a higher rate on paper, and how many times as high.
-    """
-
-    device: Device
+    device: Device  # The GPU, or several with their memory pooled
+    # The config that holds the largest model among those whose status is works or better, with that model; None where
+    # none holds any.
     established: LargestModel | None
+    # One that holds a larger model, is experimental, and trained about as well as fp32 in the record behind it; None
+    # where none does.
     experimental: LargestModel | None
-    precision: str
+    precision: str  # Of Newton-Schulz products
+    # Narrow precisions with a higher rate on paper, and how many times as high.
     faster: tuple[tuple[str, Fraction], ...]
+    # The largest model under each config that trains adapters alone, on weights of 4 bits and of 16.
     adapters: tuple[LargestModel, ...] = ()
 
 
@@ -60,7 +55,6 @@ def suggested_configs(
     Args:
         models: Catalog names and models.
         setups: Configs that train all weights.
-        devices: Devices.
         verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
         adapters: Configs that train adapters alone, each as it is and for a device that only emulates its dtype.
     """

@@ -253,9 +253,7 @@ def _tried(
     """Return changes that save something, those that flip the verdict first, or before them a combination that does.
 
     Args:
-        trial: The plan.
         fp16: What goes with every change, or nothing.
-        tried: The changes.
         besides: Others that each of them may be combined with.
     """
     stack, floor = trial.plan.setup.stack, trial.plan.device_bytes // LEAST_SHARE

@@ -14,21 +14,13 @@ from memplan.training.own_settings import is_settable
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A change, planned with a share as its reserve, beside the plan planned likewise.
+    """A change, planned with a share as its reserve, beside the plan planned likewise."""
 
-    Attributes:
-        change: What is changed, as settings that ``--set`` takes.
-        cost: What it costs or gives besides memory.
-        verdict: Whether the job fits then.
-        device_bytes: What the device needs then.
-        adds_bytes: How much more that is; less, where it is below 0.
-    """
-
-    change: str
-    cost: str
-    verdict: Verdict
-    device_bytes: int
-    adds_bytes: int
+    change: str  # What is changed, as settings that ``--set`` takes
+    cost: str  # What it costs or gives besides memory
+    verdict: Verdict  # Whether the job fits then
+    device_bytes: int  # What the device needs then
+    adds_bytes: int  # How much more that is; less, where it is below 0
 
 
 def what_if(plan: MemoryPlan, catalog: Catalog) -> tuple[WhatIf, ...]:

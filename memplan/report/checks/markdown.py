@@ -38,7 +38,6 @@ def trimmed(head: Sequence[str], rows: Sequence[str], tail: Sequence[str]) -> st
     """Return lines as one text of at most :data:`MOST_BYTES`, leaving out the last rows, then the tail.
 
     Args:
-        head: Always there.
         rows: As many as fit; a line says how many do not.
         tail: Kept as far as half of the room goes.
     """

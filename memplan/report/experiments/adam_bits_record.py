@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Table
-from memplan.report.experiments import interval_text
-from memplan.report.experiments.gaps import Series, draw_gaps, gap_cell, line_label
+from memplan.report.experiments.gaps import Series, draw_gaps, gap_table, line_label
 from memplan.report.figures import new_figure
 
 if TYPE_CHECKING:
@@ -22,18 +21,7 @@ KINDS = {
 
 def blocks(record: dict[str, Any]) -> tuple[Table | str, ...]:
     """Return one table."""
-    cells = [
-        (
-            row["second_moment"],
-            f"{row['bytes_per_parameter']:.4g}",
-            interval_text(row["loss"], ".4f"),
-            gap_cell(row),
-            str(row["diverged"]),
-        )
-        for row in record["rows"]
-    ]
-    headers = ("second moment", ">B/param", ">loss", ">gap to fp32, %", ">diverged")
-    return (Table(headers, tuple(cells), "Adam's second moment in few bits"),)
+    return (gap_table(record["rows"], ("second_moment",), "Adam's second moment in few bits"),)
 
 
 def figure(record: dict[str, Any]) -> Figure:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from memplan.report.document import Table
+from memplan.report.experiments import interval_text
 from memplan.report.figures import MARKERS, PALETTE
 
 if TYPE_CHECKING:
@@ -21,17 +23,27 @@ LINEAR_TO = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Gaps that share a colour and a marker.
+    """Gaps that share a colour and a marker."""
 
-    Attributes:
-        name: What the legend says.
-        rows: Rows of a record by the line that they stand on.
-        place: Which colour and marker.
-    """
+    name: str  # What the legend says
+    rows: Mapping[str, Mapping[str, Any]]  # Rows of a record by the line that they stand on
+    place: int  # Which colour and marker
 
-    name: str
-    rows: Mapping[str, Mapping[str, Any]]
-    place: int
+
+def gap_table(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], title: str) -> Table:
+    """Return losses and their gaps to fp32, a line for each row, which the values of ``keys`` tell from the others."""
+    cells = [
+        (
+            *(("no", "yes")[row[key]] if key == "scaled" else row[key] for key in keys),
+            f"{row['bytes_per_parameter']:.4g}",
+            interval_text(row["loss"], ".4f"),
+            gap_cell(row),
+            str(row["diverged"]),
+        )
+        for row in rows
+    ]
+    headers = (*(key.replace("_", " ") for key in keys), ">B/param", ">loss", ">gap to fp32, %", ">diverged")
+    return Table(headers, tuple(cells), title)
 
 
 def draw_gaps(axes: Axes, lines: Sequence[str], series: Sequence[Series], *, apart: float = 0.0) -> None:
@@ -40,7 +52,6 @@ def draw_gaps(axes: Axes, lines: Sequence[str], series: Sequence[Series], *, apa
     Args:
         axes: Where.
         lines: What stands at the left, from the top.
-        series: What is drawn.
         apart: How far the series of a line are moved against each other, in lines.
     """
     axes.set_xscale("symlog", linthresh=LINEAR_TO, linscale=0.7)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Table
-from memplan.report.experiments import interval_text
-from memplan.report.experiments.gaps import Series, draw_gaps, gap_cell, line_label
+from memplan.report.experiments.gaps import Series, draw_gaps, gap_table, line_label
 from memplan.report.figures import new_figure
 
 if TYPE_CHECKING:
@@ -17,19 +16,7 @@ SCALED = {False: "plain cast", True: "one scale for each tensor"}
 
 def blocks(record: dict[str, Any]) -> tuple[Table | str, ...]:
     """Return one table."""
-    cells = [
-        (
-            row["gradient"],
-            "yes" if row["scaled"] else "no",
-            f"{row['bytes_per_parameter']:.4g}",
-            interval_text(row["loss"], ".4f"),
-            gap_cell(row),
-            str(row["diverged"]),
-        )
-        for row in record["rows"]
-    ]
-    headers = ("gradient", "scaled", ">B/param", ">loss", ">gap to fp32, %", ">diverged")
-    return (Table(headers, tuple(cells), "Gradients between backward and step"),)
+    return (gap_table(record["rows"], ("gradient", "scaled"), "Gradients between backward and step"),)
 
 
 def figure(record: dict[str, Any]) -> Figure:

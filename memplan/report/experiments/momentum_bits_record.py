@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Table
-from memplan.report.experiments import interval_text
-from memplan.report.experiments.gaps import Series, draw_gaps, gap_cell, line_label
+from memplan.report.experiments.gaps import Series, draw_gaps, gap_table, line_label
 from memplan.report.figures import new_figure
 
 if TYPE_CHECKING:
@@ -18,26 +17,15 @@ WEIGHTS = {"q4-0": "Q4_0 weights", "fp32": "fp32 weights"}
 
 def blocks(record: dict[str, Any]) -> tuple[Table | str, ...]:
     """Return a table for each problem."""
-    return tuple(_table(rows, TITLES[name]) for name in TITLES if (rows := _rows(record, name)))
+    return tuple(
+        gap_table(rows, ("weights", "momentum"), title)
+        for name, title in TITLES.items()
+        if (rows := _rows(record, name))
+    )
 
 
 def _rows(record: dict[str, Any], problem: str) -> list[dict[str, Any]]:
     return [row for row in record["rows"] if row["problem"] == problem]
-
-
-def _table(rows: list[dict[str, Any]], title: str) -> Table:
-    cells = [
-        (
-            row["weights"],
-            row["momentum"],
-            f"{row['bytes_per_parameter']:.4g}",
-            interval_text(row["loss"], ".4f"),
-            gap_cell(row),
-            str(row["diverged"]),
-        )
-        for row in rows
-    ]
-    return Table(("weights", "momentum", ">B/param", ">loss", ">gap to fp32, %", ">diverged"), tuple(cells), title)
 
 
 def figure(record: dict[str, Any]) -> Figure:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Table
-from memplan.report.experiments import interval_text
-from memplan.report.experiments.gaps import Series, draw_gaps, gap_cell, line_label
+from memplan.report.experiments.gaps import Series, draw_gaps, gap_table, line_label
 from memplan.report.figures import new_figure
 
 if TYPE_CHECKING:
@@ -17,19 +16,7 @@ ROUNDINGS = {"nearest": "to nearest", "stochastic": "stochastically"}
 
 def blocks(record: dict[str, Any]) -> tuple[Table | str, ...]:
     """Return one table."""
-    cells = [
-        (
-            row["weights"],
-            row["rounding"],
-            f"{row['bytes_per_parameter']:.4g}",
-            interval_text(row["loss"], ".4f"),
-            gap_cell(row),
-            str(row["diverged"]),
-        )
-        for row in record["rows"]
-    ]
-    headers = ("weights", "rounding", ">B/param", ">loss", ">gap to fp32, %", ">diverged")
-    return (Table(headers, tuple(cells), "Weights without a master copy"),)
+    return (gap_table(record["rows"], ("weights", "rounding"), "Weights without a master copy"),)
 
 
 def figure(record: dict[str, Any]) -> Figure:

@@ -61,8 +61,6 @@ def where_by_notes_document(model: str, billions: Fraction, rows: Sequence[Notes
     """Return the GPUs that the notes say a model needs.
 
     Args:
-        model: Its name.
-        billions: Its nominal size.
         rows: One for each config.
     """
     accounting = rows[0].accounting

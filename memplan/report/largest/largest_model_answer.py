@@ -14,8 +14,8 @@ from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count, format_fraction
 
 if TYPE_CHECKING:
-    from memplan.plan.largest_model import LargestModel
-    from memplan.plan.placements import Placement, Placements
+    from memplan.plan.sizes.largest_model import LargestModel
+    from memplan.plan.sizes.placements import Placement, Placements
     from memplan.training.resolved import TrainingSetup
 
 WHY = (
@@ -36,7 +36,6 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
 
     Args:
         models: For one setup after the other, every device.
-        figures: What the notes print.
         unit: Unit of bytes in tables.
     """
     ranked = sorted(models, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
@@ -113,15 +112,11 @@ def _max_sentence(rows: Sequence[LargestModel]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What an hour of one GPU costs, as a user says.
+    """What an hour of one GPU costs, as a user says."""
 
-    Attributes:
-        hourly: Price by catalog name; GPUs that are not in it have none.
-        currency: What the prices are in, or nothing.
-    """
-
+    # Price by catalog name; GPUs that are not in it have none.
     hourly: Mapping[str, Fraction] = field(default_factory=dict)
-    currency: str = ""
+    currency: str = ""  # What the prices are in, or nothing
 
     def text(self, amount: Fraction) -> str:
         """Return an amount with two decimals and its currency."""
@@ -137,8 +132,6 @@ def where_document(
     Counts that are only bounds come last, whatever they cost, and are never the answer.
 
     Args:
-        model: The model.
-        setup: The training setup.
         placements: Where the job fits.
         unit: Unit of bytes in tables.
         prices: What each GPU costs.

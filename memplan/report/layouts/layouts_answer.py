@@ -11,7 +11,7 @@ from memplan.training.own_settings import OwnSetting, own_settings
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memplan.catalog.training_config import Parallel
+    from memplan.catalog.config_keys.parallel_keys import Parallel
     from memplan.plan.memory_plan import MemoryPlan
     from memplan.solver.layouts.layout_search import FoundLayouts, LayoutRow
 
@@ -31,7 +31,6 @@ def layouts_document(found: FoundLayouts, catalog_hash: str, unit: str) -> Docum
     """Return the front, or what comes nearest.
 
     Args:
-        found: What was found.
         catalog_hash: For the JSON.
         unit: Unit of bytes in tables.
     """

@@ -24,7 +24,6 @@ def ranks_document(rows: Sequence[RankRow], plan: MemoryPlan, unit: str, *, stri
     """Return a table of ranks, with the verdict of the fullest.
 
     Args:
-        rows: Those to show.
         plan: Of the first rank.
         unit: Unit of bytes in tables.
         strict: TIGHT counts as NO.

@@ -9,14 +9,7 @@ from memplan.report.document import Table
 from memplan.report.page.elements import folded, lines, rectangle, section, swatch, table, text
 from memplan.report.pictures.component_colours import COLOURS
 from memplan.report.plans.explain_answer import LEGEND, instant_forms_table, saved_table, states_table
-from memplan.report.plans.plan_answer import (
-    VERDICT_WORDS,
-    device_name,
-    heading,
-    share,
-    suggestions_table,
-    totals_table,
-)
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, heading, share, suggestions_table, totals_table
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:

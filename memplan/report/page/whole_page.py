@@ -28,10 +28,7 @@ def one_file(title: str, main: str, data: Any, footer: str) -> str:
     """Return a page that needs nothing besides: styles and scripts are in it, and nothing else may run or load.
 
     Args:
-        title: What the page is about.
-        main: Its sections, as HTML.
         data: What its chart is drawn from.
-        footer: What stands below, as text.
     """
     styles, scripts = [asset(name) for name in STYLES], [asset(name) for name in SCRIPTS]
     policy = f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; base-uri 'none'; form-action 'none'"

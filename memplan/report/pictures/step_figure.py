@@ -21,24 +21,17 @@ if TYPE_CHECKING:
 LEAST_LABEL_SHARE = 0.08
 """Share of the width that a phase takes at least to be labelled."""
 
-
 FLAT = 4
 """A job that takes less than one part in so many of the GPU is drawn by itself, and the GPU's line is said to lie above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Lines across a picture, in bytes of the device.
+    """Lines across a picture, in bytes of the device."""
 
-    Attributes:
-        context_bytes: What lies outside the allocator, below everything else.
-        lines: What a line says -> its bytes; a line of 0 bytes is left out.
-        capacity: Which of the lines is what the GPU has.
-    """
-
-    context_bytes: int
-    lines: Mapping[str, int]
-    capacity: str = "usable"
+    context_bytes: int  # What lies outside the allocator, below everything else
+    lines: Mapping[str, int]  # What a line says -> its bytes; a line of 0 bytes is left out
+    capacity: str = "usable"  # Which of the lines is what the GPU has
 
 
 def plan_figure(plan: MemoryPlan, timeline: Timeline) -> Figure:
@@ -52,10 +45,8 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
     """Return a stacked chart of a step, its peak labelled, with lines for what the GPU has and what is expected.
 
     Args:
-        timeline: What is alive over the step.
         title: What stands above.
         peak: The instant of the peak, in the words of the answer.
-        limits: Lines across it.
     """
     figure, (axes,) = new_figure(width=9.0, height=4.8)
     top = _top(limits, limits.context_bytes + timeline.columns[timeline.peak].bytes)

@@ -22,7 +22,6 @@ def frontier_document(grid: Frontier, catalog_hash: str, unit: str, *, strict: b
     """Return the grid as tables and JSON.
 
     Args:
-        grid: The frontier.
         catalog_hash: For the JSON.
         unit: Unit of bytes.
         strict: TIGHT counts as NO.

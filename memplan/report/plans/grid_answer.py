@@ -32,7 +32,6 @@ def grid_document(
     Args:
         plan: All ranks.
         rank: ``worst``, ``all`` or a rank's number.
-        notes: What is taken for granted.
         catalog_hash: Of the catalog, or nothing.
         unit: Of bytes, or nothing.
         strict: TIGHT counts as NO.

@@ -21,20 +21,15 @@ WORDS = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
 
 @dataclass(frozen=True, slots=True)
 class ServedAnswer:
-    """What is shown of a model that is served.
-
-    Attributes:
-        asked: ``context``, ``concurrency``, ``kv_dtype``, ``weights`` and ``engine``.
-        notes: What is taken for granted, one sentence each.
-    """
+    """What is shown of a model that is served."""
 
     model: Model
     device: Device
-    asked: Mapping[str, Any]
+    asked: Mapping[str, Any]  # ``context``, ``concurrency``, ``kv_dtype``, ``weights`` and ``engine``
     served: Served
     largest_context: int
     largest_concurrency: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # What is taken for granted, one sentence each
 
 
 def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, strict: bool) -> Document:

@@ -13,7 +13,7 @@ from memplan.report.stack_words import stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memplan.plan.largest_model import LargestModel
+    from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.training.resolved import TrainingSetup
 

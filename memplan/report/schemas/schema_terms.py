@@ -61,7 +61,6 @@ def value_schema(cls: type, leave_out: Iterable[str] = (), **replaced: Schema) -
     """Return the schema of a frozen value as JSON has it, by its annotations.
 
     Args:
-        cls: A dataclass.
         leave_out: Fields that JSON does not have, or that readers cannot rely on.
         replaced: Fields that JSON has in another form.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.assumptions import experts_format, rows_alone, runs_text_alone
+from memplan.plan.in_short import experts_format, rows_alone, runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS
@@ -48,7 +48,6 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
     """Return one plan as a screen.
 
     Args:
-        plan: The plan.
         canvas: Where it is shown.
         unit: Unit of bytes; GiB where it is empty.
         room: For a job that fits: key of the training config -> the largest value that fits by itself.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import log2
 from typing import TYPE_CHECKING
 
-from memplan.plan.assumptions import in_short
+from memplan.plan.in_short import in_short
 from memplan.report.document import Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS
 from memplan.report.plans.recommend_answer import Released, model_words
@@ -15,9 +15,9 @@ from memplan.report.stack_words import BY_SHARE
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memplan.plan.largest_model import LargestModel
     from memplan.plan.memory_plan import Device, MemoryPlan
-    from memplan.plan.placements import Placement
+    from memplan.plan.sizes.largest_model import LargestModel
+    from memplan.plan.sizes.placements import Placement
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.report.canvas import Canvas
     from memplan.report.document import Block

@@ -19,18 +19,12 @@ HIDDEN = ("let.", "launcher.")
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model's name as a file has it, and what it stands for here.
-
-    Attributes:
-        name: In the catalog, or the path of a local one; nothing where it stands for none.
-        how: How it was found.
-        note: What is worth a line.
-    """
+    """A model's name as a file has it, and what it stands for here."""
 
     given: str | None
-    name: str | None = None
-    how: str = ""
-    note: str = ""
+    name: str | None = None  # In the catalog, or the path of a local one; nothing where it stands for none
+    how: str = ""  # How it was found
+    note: str = ""  # What is worth a line
 
 
 def import_document(job: ImportedJob, model: KnownModel) -> Document:

@@ -17,19 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A trainer's file as it is and as it could be.
-
-    Attributes:
-        path: The file.
-        costs: What each change costs besides memory, in the order in which they were made.
-    """
+    """A trainer's file as it is and as it could be."""
 
     path: str
     before_text: str
     after_text: str
     before: MemoryPlan
     after: MemoryPlan
-    costs: tuple[str, ...]
+    costs: tuple[str, ...]  # What each change costs besides memory, in the order in which they were made
 
     @property
     def diff(self) -> tuple[str, ...]:

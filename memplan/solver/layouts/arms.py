@@ -26,27 +26,20 @@ NOTABLE = 10
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One layout at one batch: what it takes, and how long.
-
-    Attributes:
-        device_bytes: What a GPU is expected to show.
-        upper_bytes: The same at the upper end.
-    """
+    """One layout at one batch: what it takes, and how long."""
 
     config: TrainingConfig
     time: StepTime
-    device_bytes: int
-    upper_bytes: int
+    device_bytes: int  # What a GPU is expected to show
+    upper_bytes: int  # The same at the upper end
 
 
 class Arm:
     """A layout with its checkpointing, whose batch is not chosen yet.
 
     Args:
-        config: The config.
         plans: Its plan, by how many micro-batches a step has.
         batches: Micro-batches to try, and how many a step takes of each.
-        clock: Estimates its steps.
 
     Attributes:
         refusal: Why it cannot be planned; None as long as nobody knows that.

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED
@@ -19,19 +20,12 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What layouts are asked for.
+    """What layouts are asked for."""
 
-    Attributes:
-        gpus: GPUs in all.
-        per_node: GPUs of a node.
-        fixed: Keys of ``parallel`` that stay as they are.
-        own_precision: Whether dtypes stay as they are, too, where an engine wants others.
-    """
-
-    gpus: int
-    per_node: int
-    fixed: Collection[str] = ()
-    own_precision: bool = True
+    gpus: int  # GPUs in all
+    per_node: int  # GPUs of a node
+    fixed: Collection[str] = ()  # Keys of ``parallel`` that stay as they are
+    own_precision: bool = True  # Whether dtypes stay as they are, too, where an engine wants others
 
 
 Axis = Callable[[TrainingConfig, Stack, Asked], Iterator[TrainingConfig]]
@@ -101,7 +95,6 @@ def layouts(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[Trai
     """Yield a config with every layout of so many GPUs; what is left by the degrees is data parallel.
 
     Args:
-        config: The config.
         stack: Its stack, which says what it can divide.
         asked: How many GPUs there are, and what is fixed.
 

@@ -26,27 +26,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequest:
-    """What is searched.
+    """What is searched."""
 
-    Attributes:
-        bases: Configs to share out, each of a stack of its own.
-        asked: How many GPUs, and what is fixed of their layout.
-        cluster: Where they are.
-        fixed: Keys of the configs that stay as they are, besides those of ``parallel``.
-        min_batch: Smallest micro-batch.
-        step_batch: Least sequences of an optimizer step, over all GPUs.
-        strict: Whether what may not fit at the upper end is no answer.
-        most: How many rows at most.
-    """
-
-    bases: tuple[TrainingConfig, ...]
-    asked: Asked
-    cluster: Cluster
-    fixed: tuple[str, ...] = ()
-    min_batch: int = 1
-    step_batch: int = 1
-    strict: bool = False
-    most: int = 5
+    bases: tuple[TrainingConfig, ...]  # Configs to share out, each of a stack of its own
+    asked: Asked  # How many GPUs, and what is fixed of their layout
+    cluster: Cluster  # Where they are
+    fixed: tuple[str, ...] = ()  # Keys of the configs that stay as they are, besides those of ``parallel``
+    min_batch: int = 1  # Smallest micro-batch
+    step_batch: int = 1  # Least sequences of an optimizer step, over all GPUs
+    strict: bool = False  # Whether what may not fit at the upper end is no answer
+    most: int = 5  # How many rows at most
 
     def steps(self, config: TrainingConfig, batch: int) -> int:
         """Return the micro-batches of a step that reach the least number of sequences."""
@@ -71,35 +60,23 @@ class LayoutRow:
 
 @dataclass(frozen=True, slots=True)
 class FoundLayouts:
-    """The front, or the nearest miss.
-
-    Attributes:
-        rows: Fastest first; each takes less memory than those before it.
-        miss: What needs the least memory where nothing fits.
-        layouts: How many were looked at.
-        plans: How many plans were compiled.
-        left_out: Why others cannot be planned, each reason once.
-        rates_of: The GPU whose rates the times are of.
-    """
+    """The front, or the nearest miss."""
 
     model: Model
     device: Device
     request: LayoutRequest
-    rows: tuple[LayoutRow, ...]
-    miss: MemoryPlan | None
-    layouts: int
-    plans: int
-    left_out: tuple[str, ...]
-    rates_of: str
+    rows: tuple[LayoutRow, ...]  # Fastest first; each takes less memory than those before it
+    miss: MemoryPlan | None  # What needs the least memory where nothing fits
+    layouts: int  # How many were looked at
+    plans: int  # How many plans were compiled
+    left_out: tuple[str, ...]  # Why others cannot be planned, each reason once
+    rates_of: str  # The GPU whose rates the times are of
 
 
 def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> FoundLayouts:
     """Return how so many GPUs best share a job.
 
     Args:
-        model: The model.
-        request: What is searched.
-        device: One of the GPUs.
         catalog: Where names are looked up.
 
     Raises:
@@ -165,7 +142,7 @@ def layout_name(config: TrainingConfig) -> str:
     """Return a layout in a word.
 
     Example:
-        >>> from memplan.catalog.training_config import Parallel
+        >>> from memplan.catalog.config_keys.parallel_keys import Parallel
         >>> layout_name(TrainingConfig("", parallel=Parallel(data=8, zero_stage=3, tensor=8, sequence=True)))
         'tp8-sp-dp8-zero3'
     """

@@ -27,23 +27,14 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The estimate of an optimizer step, in picoseconds, and what each GPU sends in it.
+    """The estimate of an optimizer step, in picoseconds, and what each GPU sends in it."""
 
-    Attributes:
-        total: All of it.
-        exposed: Communication that products wait for.
-        overlapped: Communication that runs beside them.
-        inside_bytes: Sent to GPUs of the same node.
-        between_bytes: Sent to other nodes.
-        tokens: That all GPUs together learn from.
-    """
-
-    total: int
-    exposed: int
-    overlapped: int
-    inside_bytes: int
-    between_bytes: int
-    tokens: int
+    total: int  # All of it
+    exposed: int  # Communication that products wait for
+    overlapped: int  # Communication that runs beside them
+    inside_bytes: int  # Sent to GPUs of the same node
+    between_bytes: int  # Sent to other nodes
+    tokens: int  # That all GPUs together learn from
 
     @property
     def token_femtoseconds(self) -> int:
@@ -55,9 +46,7 @@ class StepClock:
     """Estimates a layout's step at any batch.
 
     Args:
-        plan: The layout, planned.
         cluster: Where it runs.
-        rates: Of one GPU.
     """
 
     def __init__(self, plan: CompiledPlan, cluster: Cluster, rates: Rates) -> None:
@@ -76,7 +65,6 @@ class StepClock:
         Args:
             batch: Sequences of a micro-batch.
             length: Tokens of a sequence.
-            steps: Micro-batches.
 
         Raises:
             CannotAnswerError: A link that it needs has no known bandwidth.
@@ -119,8 +107,6 @@ def kept_share(own: ModelSpec, ranks: int, sequence: bool) -> Fraction:
     """Return what a GPU keeps of a layer's saved tensors where several share its matrices.
 
     Args:
-        own: The model as it has it.
-        ranks: GPUs that share matrices.
         sequence: Whether they share what lies between these too.
 
     Formula:

@@ -20,9 +20,9 @@ from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of
 from memplan.plan.job_allowances import devices_for, with_engine
-from memplan.plan.largest_model import able_devices
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import able_devices
 from memplan.solver.gauge import Gauge, gauge_of
 from memplan.solver.search.cluster import rates_among
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
@@ -45,39 +45,25 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        front: The Pareto front, best first.
-        tight: Whether these may not fit at the upper end.
-        considered: Combinations in the space.
-        compiled: Plans that were compiled.
-        rates: The rates behind the time estimates.
-    """
-
-    front: tuple[Combination, ...]
-    tight: bool
-    considered: int
-    compiled: int
-    rates: Rates
+    front: tuple[Combination, ...]  # The Pareto front, best first
+    tight: bool  # Whether these may not fit at the upper end
+    considered: int  # Combinations in the space
+    compiled: int  # Plans that were compiled
+    rates: Rates  # The rates behind the time estimates
 
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """A combination whose batch is not chosen yet.
-
-    Attributes:
-        room: Bytes left for transient tensors, gradients included.
-        update: Estimated time of the optimizer step.
-        soonest: Lower bound of the time per token over its batches.
-    """
+    """A combination whose batch is not chosen yet."""
 
     state: StateChoice
     standing: Standing
     run: Run
-    room: int
-    update: int
-    soonest: int
+    room: int  # Bytes left for transient tensors, gradients included
+    update: int  # Estimated time of the optimizer step
+    soonest: int  # Lower bound of the time per token over its batches
 
     def timed(self) -> Iterator[tuple[int, int]]:
         """Yield (time, index) of each batch that may fit."""
@@ -103,11 +89,8 @@ class Search:
     """A search over one space for one model, device and sequence length.
 
     Args:
-        model: The model.
         space: What may be chosen.
-        device: What it has to fit on.
         length: Tokens per sequence.
-        catalog: Source of names and statuses.
         experimental: Whether experimental parts are allowed.
     """
 

@@ -24,21 +24,13 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """GPUs, the nodes that they are in, and what joins them.
+    """GPUs, the nodes that they are in, and what joins them."""
 
-    Attributes:
-        per_node: GPUs of a node.
-        link: What joins the GPUs of a node.
-        inside: Bytes per second that a GPU sends over it, one way; 0 where it is not known.
-        network: What joins nodes, or nothing where that is not known.
-        between: Bytes per second of a GPU's share of it, one way; 0 likewise.
-    """
-
-    per_node: int
-    link: str
-    inside: int
-    network: str = ""
-    between: int = 0
+    per_node: int  # GPUs of a node
+    link: str  # What joins the GPUs of a node
+    inside: int  # Bytes per second that a GPU sends over it, one way; 0 where it is not known
+    network: str = ""  # What joins nodes, or nothing where that is not known
+    between: int = 0  # Bytes per second of a GPU's share of it, one way; 0 likewise
 
     def spans(self, ranks: int, stride: int = 1) -> bool:
         """Tell whether groups of so many GPUs, every ``stride``-th of them, lie on several nodes."""
@@ -93,8 +85,6 @@ def cluster_of(gpu: Gpu, networks: Mapping[str, Network], per_node: int | None =
     """Return the cluster that GPUs of a kind are in.
 
     Args:
-        gpu: The kind.
-        networks: Known networks by name.
         per_node: GPUs of a node; None for eight.
         network: What joins nodes, one port for each GPU; nothing for that of the vendor's reference system.
 
@@ -116,7 +106,6 @@ def rates_among(ranks: int, cluster: Cluster | None, device: Device, catalog: Ca
     Args:
         ranks: GPUs of a group.
         cluster: Where they are; None for nodes of eight of the vendor's own.
-        device: One of them.
         catalog: Where rates, links and networks are looked up.
 
     Raises:

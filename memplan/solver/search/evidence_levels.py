@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
-from memplan.catalog.recorded_rows import Records
+from memplan.documents.recorded_rows import Records
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
@@ -25,16 +25,12 @@ FAR_BEHIND = "far behind"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Ordinals of the parts of a combination: 0 proven, 1 works, 2 experimental, 3 diverges.
-
-    Attributes:
-        far_behind: Every record of a shipped config with such weights ended far behind fp32.
-    """
+    """Ordinals of the parts of a combination: 0 proven, 1 works, 2 experimental, 3 diverges."""
 
     weights: int
     gradients: int
     optimizer: int
-    far_behind: bool = False
+    far_behind: bool = False  # Every record of a shipped config with such weights ended far behind fp32
 
     @property
     def rank(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.pareto_front import Class, Combination, no_worse, ranked
 from memplan.solver.search.space import Space

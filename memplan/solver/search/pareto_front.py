@@ -22,20 +22,15 @@ TENTHS = 10
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One combination that fits.
-
-    Attributes:
-        token_femtoseconds: Estimated time per token, by which combinations are ordered.
-        step_picoseconds: Estimated time of one optimizer step.
-    """
+    """One combination that fits."""
 
     state: StateChoice
     way: PassChoice
     batch: int
     standing: Standing
     group: Class
-    token_femtoseconds: int
-    step_picoseconds: int
+    token_femtoseconds: int  # Estimated time per token, by which combinations are ordered
+    step_picoseconds: int  # Estimated time of one optimizer step
     plan: CompiledPlan
 
     @property

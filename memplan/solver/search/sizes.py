@@ -55,18 +55,12 @@ scratch is subtracted."""
 
 @dataclass(frozen=True, slots=True)
 class WeightStates:
-    """Weights and gradients of a combination, whatever the optimizer.
-
-    Attributes:
-        state_key: All that an optimizer's states depend on.
-        trained_bytes: Stored weights that are trained.
-        tape_key: All that the tape depends on; equal keys give equal transient bytes.
-    """
+    """Weights and gradients of a combination, whatever the optimizer."""
 
     states: ModelStates
-    state_key: tuple[object, ...]
-    trained_bytes: int
-    tape_key: tuple[object, ...]
+    state_key: tuple[object, ...]  # All that an optimizer's states depend on
+    trained_bytes: int  # Stored weights that are trained
+    tape_key: tuple[object, ...]  # All that the tape depends on; equal keys give equal transient bytes
     work: Work
 
 
@@ -82,11 +76,9 @@ class Sizes:
     """Parts of combinations, each computed on first use.
 
     Args:
-        model: The model.
         space: Where combinations come from.
         length: Tokens per sequence.
         catalog: Where names are looked up.
-        rates: Of the GPU.
         gpu: Which it is; kernels are those that run there.
     """
 

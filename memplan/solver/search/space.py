@@ -30,19 +30,14 @@ Allocator = Literal["native", "expandable"]
 
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
-    """How weights are stored and computed with.
-
-    Attributes:
-        dtype: Format of hidden matrices.
-        coded: Whether hidden matrices are in a block format and so trained without being floats.
-    """
+    """How weights are stored and computed with."""
 
     name: str
-    dtype: str
+    dtype: str  # Format of hidden matrices
     formats: Mapping[str, str]
     compute_dtype: ComputeDtype
     loss_scaling: bool
-    coded: bool
+    coded: bool  # Whether hidden matrices are in a block format and so trained without being floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +65,9 @@ class PassChoice:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Every combination that a search considers.
+    """Every combination that a search considers."""
 
-    Attributes:
-        base: Config whose other keys all combinations share.
-        step_batch: Least sequences per optimizer step; each micro-batch takes the fewest accumulation
-            steps that reach it.
-        accumulation: Accumulation steps, where they are fixed.
-        host_bytes: Host memory that offloaded states may take; None for any amount.
-        cluster: Where several GPUs are; None for nodes of eight of the vendor's own.
-    """
-
-    base: TrainingConfig
+    base: TrainingConfig  # Config whose other keys all combinations share
     weights: tuple[WeightChoice, ...]
     masters: tuple[MasterWeights, ...]
     gradients: tuple[str | None, ...]
@@ -94,10 +80,11 @@ class Space:
     allocators: tuple[Allocator, ...]
     batches: tuple[int, ...]
     offloads: tuple[Place, ...] = ("none",)
+    # Least sequences per optimizer step; each micro-batch takes the fewest accumulation steps that reach it.
     step_batch: int = 1
-    accumulation: int | None = None
-    host_bytes: int | None = None
-    cluster: Cluster | None = None
+    accumulation: int | None = None  # Accumulation steps, where they are fixed
+    host_bytes: int | None = None  # Host memory that offloaded states may take; None for any amount
+    cluster: Cluster | None = None  # Where several GPUs are; None for nodes of eight of the vendor's own
 
     @property
     def axes(self) -> tuple[Sequence[object], ...]:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.hardware.capabilities import is_native
 from memplan.hardware.hardware_tables import hardware_tables
@@ -25,33 +26,19 @@ from memplan.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for suggested settings.
+    """A request for suggested settings."""
 
-    Attributes:
-        base: Config of the keys that are not searched, and of the axes that are fixed.
-        keep: Axes fixed to the base config.
-        min_batch: Smallest micro-batch.
-        step_batch: Least sequences per optimizer step, over all its micro-batches.
-        min_sequence: Shortest sequence, in tokens.
-        experimental: Whether experimental parts may be used.
-        strict: Whether a job that may not fit at the upper end is no answer.
-        most: How many answers at most.
-        host_bytes: Most host memory that offloaded states may take; None for any amount.
-        parallels: Parallel layouts to search; none is the base's own.
-        cluster: Where several GPUs are; None for nodes of eight of the vendor's own.
-    """
-
-    base: TrainingConfig
-    keep: tuple[str, ...] = ()
-    min_batch: int = 1
-    step_batch: int = 1
-    min_sequence: int = 1
-    experimental: bool = False
-    strict: bool = False
-    most: int = 5
-    host_bytes: int | None = None
-    parallels: tuple[Parallel, ...] = ()
-    cluster: Cluster | None = None
+    base: TrainingConfig  # Config of the keys that are not searched, and of the axes that are fixed
+    keep: tuple[str, ...] = ()  # Axes fixed to the base config
+    min_batch: int = 1  # Smallest micro-batch
+    step_batch: int = 1  # Least sequences per optimizer step, over all its micro-batches
+    min_sequence: int = 1  # Shortest sequence, in tokens
+    experimental: bool = False  # Whether experimental parts may be used
+    strict: bool = False  # Whether a job that may not fit at the upper end is no answer
+    most: int = 5  # How many answers at most
+    host_bytes: int | None = None  # Most host memory that offloaded states may take; None for any amount
+    parallels: tuple[Parallel, ...] = ()  # Parallel layouts to search; none is the base's own
+    cluster: Cluster | None = None  # Where several GPUs are; None for nodes of eight of the vendor's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +52,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Suggestions:
-    """The suggestions, or the nearest miss.
-
-    Attributes:
-        rows: Best first.
-        miss: The combination that needs the least memory, where none fits and any is allowed.
-        experimental_fits: Whether combinations with experimental parts, which were not allowed, would fit.
-    """
+    """The suggestions, or the nearest miss."""
 
     model: Model
     device: Device
     space: Space
     outcome: Outcome
-    rows: tuple[Settings, ...]
-    miss: Miss | None = None
-    experimental_fits: bool = False
+    rows: tuple[Settings, ...]  # Best first
+    miss: Miss | None = None  # The combination that needs the least memory, where none fits and any is allowed
+    experimental_fits: bool = False  # Whether combinations with experimental parts, which were not allowed, would fit
 
 
 def axes_of(paths: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -141,10 +122,7 @@ def _searched(
     """Return the best settings of a space, or the nearest miss.
 
     Args:
-        model: The model.
-        request: What is asked for.
         space: What may be chosen.
-        device: What it has to fit on.
         catalog: Where names are looked up.
         lost: What every answer gives up, or nothing.
     """

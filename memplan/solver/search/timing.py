@@ -37,23 +37,14 @@ MATRICES: frozenset[Role] = frozenset(("hidden_matrix", "expert_matrix", "router
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Throughput of a GPU, per second.
+    """Throughput of a GPU, per second."""
 
-    Attributes:
-        source: Catalog name of the GPU that the rates are of.
-        flops: Dense floating-point operations by dtype.
-        bytes: Memory bandwidth.
-        host_link: Link to host memory.
-        host_bytes: Its bandwidth, one way.
-        peer_bytes: Bandwidth to other GPUs, one way; 0 where there is no link.
-    """
-
-    source: str
-    flops: Mapping[str, int]
-    bytes: int
-    host_link: str
-    host_bytes: int
-    peer_bytes: int = 0
+    source: str  # Catalog name of the GPU that the rates are of
+    flops: Mapping[str, int]  # Dense floating-point operations by dtype
+    bytes: int  # Memory bandwidth
+    host_link: str  # Link to host memory
+    host_bytes: int  # Its bandwidth, one way
+    peer_bytes: int = 0  # Bandwidth to other GPUs, one way; 0 where there is no link
 
     def compute(self, operations: int, dtype: str) -> int:
         """Return the picoseconds of so many operations; dtypes that a GPU lacks run as fp32."""
@@ -117,32 +108,20 @@ def rates_of(name: str, gpu: Gpu, links: Mapping[str, Link]) -> Rates:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one token, and of one micro-batch, under some weights and gradients.
+    """The work of one token, and of one micro-batch, under some weights and gradients."""
 
-    Attributes:
-        layer_parameters: Parameters of the layers' matrices that a token passes through, and as many more as gated delta
-            networks' rule multiplies for it.
-        head_parameters: Parameters of the head.
-        attention_width: Sum over layers of all heads' key and value widths.
-        read_bytes: Bytes moved to read all matrices once, decoding or casting included.
-        gradient_bytes: Bytes moved to form and store all gradients.
-        stream_bytes: Bytes of one token in all layers' saved tensors.
-        logit_bytes: Bytes of one token's logits in the compute dtype.
-        backward: Products of backward for each of forward: 2, or 1 where weights are frozen.
-        dtype: What products compute in.
-        sent_bytes: Sent to other GPUs.
-    """
-
+    # Parameters of the layers' matrices that a token passes through, and as many more as gated delta networks' rule
+    # multiplies for it.
     layer_parameters: int
-    head_parameters: int
-    attention_width: int
-    read_bytes: int
-    gradient_bytes: int
-    stream_bytes: int
-    logit_bytes: int
-    backward: int
-    dtype: str
-    sent_bytes: int = 0
+    head_parameters: int  # Parameters of the head
+    attention_width: int  # Sum over layers of all heads' key and value widths
+    read_bytes: int  # Bytes moved to read all matrices once, decoding or casting included
+    gradient_bytes: int  # Bytes moved to form and store all gradients
+    stream_bytes: int  # Bytes of one token in all layers' saved tensors
+    logit_bytes: int  # Bytes of one token's logits in the compute dtype
+    backward: int  # Products of backward for each of forward: 2, or 1 where weights are frozen
+    dtype: str  # What products compute in
+    sent_bytes: int = 0  # Sent to other GPUs
 
 
 def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
@@ -233,17 +212,11 @@ def micro_batch_picoseconds(
 
 @dataclass(frozen=True, slots=True)
 class UpdateWork:
-    """The work of an optimizer in one step, without weights and gradients.
+    """The work of an optimizer in one step, without weights and gradients."""
 
-    Attributes:
-        moved_bytes: States and master weights read and written, and further passes.
-        operations: Of Newton-Schulz.
-        host_bytes: Moved between host and device.
-    """
-
-    moved_bytes: int
-    operations: int
-    host_bytes: int = 0
+    moved_bytes: int  # States and master weights read and written, and further passes
+    operations: int  # Of Newton-Schulz
+    host_bytes: int = 0  # Moved between host and device
 
 
 def update_work(setup: TrainingSetup, states: ModelStates) -> UpdateWork:

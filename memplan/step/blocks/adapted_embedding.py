@@ -32,9 +32,7 @@ def adapted_embedding(builder: Builder, x: Value, name: str, *, scales: bool, as
     The first matrix is looked up in as it stands, transposed: its gradient has another layout, and is copied to be stored.
 
     Args:
-        builder: Writes on the tape.
         x: Rows of the table.
-        name: Of the table's module.
         scales: Whether the module scales its rows by a tensor, and what is added likewise.
         asks: Whether scaled rows are made to need a gradient.
 

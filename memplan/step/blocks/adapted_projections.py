@@ -99,21 +99,13 @@ def _joined(builder: Builder, out: Value, whole: Value, name: str) -> Value:
 
 
 class _AdaptedWeight(NamedTuple):
-    """What is formed of an adapted weight.
+    """What is formed of an adapted weight."""
 
-    Attributes:
-        down: The adapter's first matrix.
-        norm: The norm of each row.
-        product: The product of the adapter's matrices.
-        base: A copy of the base weight; None where it is read as it is.
-        saved: What the graph of ``product`` holds, for a backward that never comes.
-    """
-
-    down: Weight
-    norm: Value
-    product: Value
-    base: Value | None
-    saved: tuple[Value, ...]
+    down: Weight  # The adapter's first matrix
+    norm: Value  # The norm of each row
+    product: Value  # The product of the adapter's matrices
+    base: Value | None  # A copy of the base weight; None where it is read as it is
+    saved: tuple[Value, ...]  # What the graph of ``product`` holds, for a backward that never comes
 
 
 def _function_ends(builder: Builder, formed: _AdaptedWeight, low: Value, *base: Value) -> None:

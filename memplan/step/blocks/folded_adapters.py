@@ -13,11 +13,6 @@ def folded_weight(builder: Builder, name: str, weight: Weight) -> tuple[Value, l
 
     Backward saves these, and the module has names for all until it returns.
 
-    Args:
-        builder: Writes on the tape.
-        name: Of the parameter.
-        weight: The same, frozen.
-
     Source:
         ``ParamWrapper`` and ``_LoraFactorsProxy`` in peft/tuners/lora/layer.py (0.21.2), lines 2305 to 2601.
     """

@@ -46,7 +46,6 @@ def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) 
     """Return several projections of ``x``.
 
     Args:
-        builder: Writes on the tape.
         x: What all of them are given.
         sizes: Name and width of each.
     """

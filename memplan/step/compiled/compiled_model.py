@@ -18,7 +18,8 @@ from functools import cached_property
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.behind_forward import EVALUATION
-from memplan.step.instants import StepForms, held_by_loop, step_instants
+from memplan.step.instants import StepForms, step_instants
+from memplan.step.kept_by_loop import held_by_loop
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.playing.section import SavedTensor
@@ -94,7 +95,6 @@ class CompiledModel:
     """What a compiled model of GPT-2's shapes has alive.
 
     Args:
-        inputs: What is compiled.
         taped: The same model on tape, whose weights it has.
     """
 
@@ -252,7 +252,6 @@ def padded_bytes(spec: ModelSpec, tokens: int) -> int:
     It times both on the card, which nothing here can; the upper end of an answer has the copy.
 
     Args:
-        spec: The model.
         tokens: Tokens of a micro-batch.
     """
     if spec.vocab_size % ALIGNED == 0:

@@ -226,9 +226,6 @@ def _chunk(
     """Return results and state after one chunk, and what has names until the next; nothing reads the state after the last.
 
     Args:
-        builder: Writes on the tape.
-        parts: What the scan reads.
-        out: Results so far.
         state: The state before the chunk.
         named: What the chunk before has left names for.
         ends: Whether it is the last chunk.

@@ -59,8 +59,6 @@ def _backward_bytes(given: DeltaInputs, part: GatedDeltaNet, keys: int) -> int:
     """Return what backward allocates for each token besides the gradients it returns, at the fuller of its two fullest moments.
 
     Args:
-        given: What the rule is given.
-        part: The layer.
         keys: Bytes of keys of all value heads.
     """
     value, decay, beta = given.value.coefficient, given.decay.coefficient, given.beta.coefficient

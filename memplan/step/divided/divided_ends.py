@@ -21,9 +21,7 @@ def divided_embedding(builder: Builder, weight: Weight, traits: Traits) -> Value
     """Return rows of the embedding that a rank has, zeros for others, summed over ranks.
 
     Args:
-        builder: Writes on the tape.
         weight: The rank's rows.
-        traits: Of the look-up.
     """
     tape, block = builder.tape, builder.settings
     mask = tape.make("mask", tape.value(TOKENS, 1, 1), scratch=[(TOKENS, 2)])
@@ -41,7 +39,6 @@ def divided_cross_entropy(builder: Builder, logits: Value, loss_bytes: int) -> V
     """Record cross-entropy over a rank's columns of the logits in fp32, by one function; return the loss.
 
     Args:
-        builder: Writes on the tape.
         logits: The rank's columns.
         loss_bytes: What the loss takes besides.
     """

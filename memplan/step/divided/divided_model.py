@@ -24,10 +24,6 @@ from memplan.units import ceil_div
 def divided(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the first rank has it: itself, where nothing divides it.
 
-    Args:
-        model: As its stack builds it.
-        setup: The training setup.
-
     Raises:
         InvalidFileError: A degree that does not divide what it has to, which is named with the nearest that does.
         CannotAnswerError: A part that no stack here divides.

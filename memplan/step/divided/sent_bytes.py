@@ -18,11 +18,6 @@ def divided_sent_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> in
         reduce and scatter sums, or reduce them everywhere, which is as much; backward mirrors it; so do embedding and head.
         With full checkpointing ``12 layers``, whose forward runs twice.
 
-    Args:
-        setup: The training setup.
-        spec: The model.
-        tokens: Of a micro-batch.
-
     Source:
         What passes between ranks: :mod:`memplan.step.divided.divided_products`; ring algorithms as below.
     """
@@ -45,8 +40,6 @@ def sent_by_group(setup: TrainingSetup, inventory: Iterable[ParameterTensor], tr
         reduced and scattered, their shares twice among groups; replicated, all gradients twice, as a ring reduces them.
 
     Args:
-        setup: The training setup.
-        inventory: The whole tensors.
         trained_bytes: Gradients of the tensors that are trained, where everything is replicated.
 
     Source:

@@ -15,15 +15,8 @@ from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
 from memplan.step.engines.reduced_gradients import Buckets, Gradients, Held, Kept
 from memplan.step.head_instants import root_form, tied_sum
-from memplan.step.instants import (
-    StepForms,
-    backward_base,
-    escaped_form,
-    forward_instants,
-    graph_of_loss,
-    leaf_instants,
-    saved_by_layers,
-)
+from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
+from memplan.step.kept_by_loop import escaped_form, graph_of_loss
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
@@ -48,15 +41,10 @@ FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A part of the model, cut where something happens beside its operations.
+    """A part of the model, cut where something happens beside its operations."""
 
-    Attributes:
-        forward: Its forward.
-        backward: Its backward, with what is computed again for it.
-    """
-
-    forward: tuple[Segment, ...] = ()
-    backward: tuple[Segment, ...] = ()
+    forward: tuple[Segment, ...] = ()  # Its forward
+    backward: tuple[Segment, ...] = ()  # Its backward, with what is computed again for it
 
 
 def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False) -> Segments:
@@ -87,24 +75,15 @@ def _cut(player: Player) -> tuple[Segment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """One forward and backward of the engine.
+    """One forward and backward of the engine."""
 
-    Attributes:
-        inputs: What is compiled.
-        taped: The model on tape.
-        layers: Its kinds of layers, cut where something happens beside their operations.
-        embedding: What stands before the layers.
-        head: What stands behind them, with the loss.
-        forward: Yields the moments of forward.
-        tied: Yields the sum of the gradients of a tied embedding and head.
-    """
-
-    inputs: StepInputs
-    taped: ModelOnTape
-    layers: tuple[Segments, ...]
-    embedding: Segments
-    head: Segments
-    forward: Callable[[EnginePass, Following, PlayedModel], Iterator[Instant]]
+    inputs: StepInputs  # What is compiled
+    taped: ModelOnTape  # The model on tape
+    layers: tuple[Segments, ...]  # Its kinds of layers, cut where something happens beside their operations
+    embedding: Segments  # What stands before the layers
+    head: Segments  # What stands behind them, with the loss
+    forward: Callable[[EnginePass, Following, PlayedModel], Iterator[Instant]]  # Yields the moments of forward
+    # Yields the sum of the gradients of a tied embedding and head.
     tied: Callable[[EnginePass, Following, Form], Iterator[Instant]]
 
     def instants(self, gradients: Gradients) -> Iterator[Instant]:
@@ -186,8 +165,6 @@ class EngineStep:
 
     Args:
         inputs: What is compiled, with the scratch of the fullest rank's step.
-        taped: The model on tape.
-        groups: The optimizer's flat tensors.
         shares: What each rank has of their gradients.
     """
 
@@ -267,7 +244,6 @@ class Following:
         """Yield the moments of a part with what is there besides, and the instants that they name.
 
         Args:
-            parts: The part's backward.
             around: What lies around it.
             number: Of the layer that it is; none for another part.
             own: Name of the module that it is.

@@ -27,38 +27,23 @@ from memplan.units import ceil_div
 
 
 class Visit(NamedTuple):
-    """A module that begins to run.
+    """A module that begins to run."""
 
-    Attributes:
-        module: Its name.
-        parameters: Those that it needs whole, in the order in which the model has them.
-        way: ``forward``, ``again`` where checkpointing runs it again, or ``backward``.
-    """
-
-    module: str
-    parameters: tuple[str, ...]
-    way: str
+    module: str  # Its name
+    parameters: tuple[str, ...]  # Those that it needs whole, in the order in which the model has them
+    way: str  # ``forward``, ``again`` where checkpointing runs it again, or ``backward``
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a rank gathers by.
+    """What a rank gathers by."""
 
-    Attributes:
-        ranks: Ranks.
-        width: Bytes of an element.
-        bucket: Elements that are gathered ahead at once.
-        live: Elements that are gathered at most before nothing is gathered ahead.
-        distance: Elements of modules ahead among which one that needs a parameter again keeps it.
-        moved: Whether a rank's pieces come from host memory.
-    """
-
-    ranks: int
-    width: int
-    bucket: int
-    live: int
-    distance: int
-    moved: bool = False
+    ranks: int  # Ranks
+    width: int  # Bytes of an element
+    bucket: int  # Elements that are gathered ahead at once
+    live: int  # Elements that are gathered at most before nothing is gathered ahead
+    distance: int  # Elements of modules ahead among which one that needs a parameter again keeps it
+    moved: bool = False  # Whether a rank's pieces come from host memory
 
 
 class _Buffer:
@@ -75,7 +60,6 @@ class GatheredParameters:
     Args:
         visits: All modules that run, in order.
         elements: Of each parameter, in the order in which the model has them.
-        whole: Those that stay whole.
         frozen: Those that are not trained.
         limits: What the rank gathers by.
 

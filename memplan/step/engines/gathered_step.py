@@ -15,7 +15,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import EVALUATION, behind_forward
-from memplan.step.ends_on_tape import FUSED_LOSSES
+from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
     FORMULA,
     NORM_BYTES,
@@ -30,15 +30,8 @@ from memplan.step.engines.gathered_parameters import GatheredParameters, Limits,
 from memplan.step.engines.module_visits import Modules
 from memplan.step.engines.reduced_gradients import Held
 from memplan.step.head_instants import TIED_SUM
-from memplan.step.instants import (
-    StepForms,
-    embedded_leaf,
-    graph_of_loss,
-    held_graph,
-    leaf_apart,
-    named_embeddings,
-    saved_by_layers,
-)
+from memplan.step.instants import StepForms, saved_by_layers
+from memplan.step.kept_by_loop import embedded_leaf, graph_of_loss, held_graph, leaf_apart, named_embeddings
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
@@ -90,17 +83,13 @@ def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
 class Leaving(NamedTuple):
     """How a rank's pieces of gradients leave for host memory.
 
-    Attributes:
-        last: Whether the optimizer steps behind this micro-step.
-        summed: Whether those of micro-steps before come back to be added to.
-
     Source:
         ``partition_grads``, ``_offload_grad_partition_at_boundary`` and ``_constant_buffered_norm2`` in
         deepspeed/runtime/zero/stage3.py (0.19.8).
     """
 
-    last: bool
-    summed: bool
+    last: bool  # Whether the optimizer steps behind this micro-step
+    summed: bool  # Whether those of micro-steps before come back to be added to
 
     def most(self, pieces: Sequence[int], width: int) -> int:
         """Return the most that is there besides as one piece after the other leaves.
@@ -120,10 +109,8 @@ class GatheredGradients:
     """Parameters that are gathered, and gradients that leave through a bucket into a rank's pieces of them, which stay.
 
     Args:
-        modules: The model's.
         gathered: What is gathered as they run.
         sizes: Elements of each parameter.
-        rules: How gradients are reduced.
         leaving: Where they leave for host memory.
     """
 
@@ -196,8 +183,6 @@ class GatheredStep:
     """One step of DeepSpeed's engine under ZeRO 3.
 
     Args:
-        inputs: What is compiled.
-        taped: The model on tape.
         rules: What a rank gathers and reduces by.
     """
 

@@ -23,15 +23,10 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is there besides a model's own tensors.
+    """What is there besides a model's own tensors."""
 
-    Attributes:
-        communication: Buckets and copies.
-        gradients: Gradients that are whole, that wait, and a rank's own.
-    """
-
-    communication: int
-    gradients: int
+    communication: int  # Buckets and copies
+    gradients: int  # Gradients that are whole, that wait, and a rank's own
 
     @property
     def bytes(self) -> int:
@@ -83,10 +78,8 @@ class Buckets:
     """Gradients that leave.
 
     Args:
-        groups: The optimizer's flat tensors.
         shares: What each rank has of them.
         size: Elements of a bucket.
-        count: Buckets.
         width: Bytes of an element.
         copies: Whether pieces are copied before they are reduced.
         lingers: Whether a gradient larger than a bucket stays until the end on ranks that do not own it.

@@ -21,10 +21,7 @@ class ModelArguments:
     """What one forward makes for its layers, and when it goes.
 
     Args:
-        stream: What events are written to.
-        inputs: What a step depends on.
         taped: The model on tape, whose head has what goes with the model's own names.
-        values: Values of the quantities.
     """
 
     __slots__ = ("_code", "_given", "_inputs", "_named", "_section", "_stays", "_stream", "_values")

@@ -25,22 +25,16 @@ def _none(name: str, gradient: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class EventStream:
-    """A stream that grows.
+    """A stream that grows."""
 
-    Attributes:
-        sizes: Bytes of each storage; its index is its name.
-        codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
-        libraries: Storages that are workspaces of libraries.
-        components: What storages are of, from the one given on, unless a section has made them.
-        sections: The first storage of each section that was played, and its events, which tell the part of each.
-        phases: What the step does, from the place among codes that is given on.
-    """
-
-    sizes: list[int] = field(default_factory=list)
-    codes: list[int] = field(default_factory=list)
-    libraries: set[int] = field(default_factory=set)
+    sizes: list[int] = field(default_factory=list)  # Bytes of each storage; its index is its name
+    codes: list[int] = field(default_factory=list)  # ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it
+    libraries: set[int] = field(default_factory=set)  # Storages that are workspaces of libraries
+    # What storages are of, from the one given on, unless a section has made them.
     components: list[tuple[int, str]] = field(default_factory=list)
+    # The first storage of each section that was played, and its events, which tell the part of each.
     sections: list[tuple[int, SectionEvents]] = field(default_factory=list)
+    # What the step does, from the place among codes that is given on.
     phases: list[tuple[int, str]] = field(default_factory=list)
 
     def of(self, component: str) -> None:
@@ -83,10 +77,7 @@ class PlayedSection:
     """One run of a part of the model within a stream.
 
     Args:
-        stream: What its events are written to.
-        events: The part's events.
         sizes: Bytes of each of its storages.
-        entry: The storage that it is given.
         owned: Whether the part before keeps that for itself, so that it is not to be freed here.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memplan.step.chunks_at_once import all_logits
-from memplan.step.ends_on_tape import Head
+from memplan.step.ends.head_on_tape import Head
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.events.section_events import section_events
 from memplan.step.head_instants import AGAIN
@@ -23,9 +23,6 @@ class HeadGradients:
     """The gradients of a head whose loss is over chunks: of its weights, added up, and of what it is given.
 
     Args:
-        stream: What events are written to.
-        head: Norm, head and loss.
-        values: Values of the quantities.
         mode: What becomes of weight gradients.
     """
 
@@ -83,9 +80,6 @@ class ChunkedLoss:
     """Head and loss over chunks, within one forward and backward.
 
     Args:
-        stream: What events are written to.
-        head: Norm, head and loss.
-        values: Values of the quantities.
         mode: What becomes of weight gradients.
     """
 
@@ -152,9 +146,6 @@ class LogitsOfChunks:
     """Head and loss over chunks of each sequence, whose logits are all there before the first is cast to fp32.
 
     Args:
-        stream: What events are written to.
-        head: Norm, head and loss.
-        values: Values of the quantities.
         mode: What becomes of weight gradients.
     """
 

@@ -15,9 +15,6 @@ from memplan.training.resolved import FLOAT_BYTES
 class ModelTensors:
     """A model's tensors, single and in order.
 
-    Args:
-        inputs: What a step depends on.
-
     Attributes:
         all: Those of the model itself, then those of adapters.
         trained: Those that are trained, likewise.
@@ -58,7 +55,6 @@ class ModelTensors:
 
         Args:
             buffers: Bytes of all of them.
-            values: Values of the quantities.
         """
         positions = buffers.coefficient(Part.ACTIVATIONS, Quantity.POSITIONS) * values[Quantity.POSITIONS]
         codecs = {

@@ -23,39 +23,24 @@ MOST_SECTIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class SectionEvents:
-    """What a part of the model allocates and frees.
+    """What a part of the model allocates and frees."""
 
-    Attributes:
-        storages: Sizes of what it allocates, as forms or as sums over rows.
-        forward: Events of its forward.
-        region_end: Those when the whole forward is done: weights that autocast has cast.
-        backward: Events of its backward, what is computed again included.
-        entry: What it is given, which another part has allocated and this one may free.
-        output: What it hands on, which the part that is given it frees, unless ``keeps_output``.
-        arriving: The gradient of its output, which another part has allocated and this one frees.
-        leaving: The gradient of ``entry``, for the part before.
-        kept: Name of each weight whose gradient stays -> its storage.
-        products: Places of libraries' first products, in forward and in backward.
-        used_up: Gradients that are used up within backward, and where among its events.
-        escaped: What nodes hold as attributes until the graph of the loss goes.
-        leaf: A result within that a library asks for a gradient of, and that gradient, which stay with that graph.
-        named: Results that a model has names for until all layers have run, by quantity.
-    """
-
-    storages: tuple[Storage | Reduction, ...]
-    forward: Codes
-    region_end: Codes
-    backward: Codes
-    entry: int
-    output: int
+    storages: tuple[Storage | Reduction, ...]  # Sizes of what it allocates, as forms or as sums over rows
+    forward: Codes  # Events of its forward
+    region_end: Codes  # Those when the whole forward is done: weights that autocast has cast
+    backward: Codes  # Events of its backward, what is computed again included
+    entry: int  # What it is given, which another part has allocated and this one may free
+    output: int  # What it hands on, which the part that is given it frees, unless ``keeps_output``
     keeps_output: bool
-    arriving: int
-    leaving: int
-    kept: tuple[tuple[str, int], ...]
-    products: tuple[Places, Places]
-    used_up: UsedUp = ()
-    escaped: tuple[int, ...] = ()
+    arriving: int  # The gradient of its output, which another part has allocated and this one frees
+    leaving: int  # The gradient of ``entry``, for the part before
+    kept: tuple[tuple[str, int], ...]  # Name of each weight whose gradient stays -> its storage
+    products: tuple[Places, Places]  # Places of libraries' first products, in forward and in backward
+    used_up: UsedUp = ()  # Gradients that are used up within backward, and where among its events
+    escaped: tuple[int, ...] = ()  # What nodes hold as attributes until the graph of the loss goes
+    # A result within that a library asks for a gradient of, and that gradient, which stay with that graph.
     leaf: tuple[int, ...] = ()
+    # Results that a model has names for until all layers have run, by quantity.
     named: tuple[tuple[Quantity, int], ...] = ()
     waits: bool = False
 
@@ -84,7 +69,6 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
     """Return what a part allocates and frees in forward, and in backward from the gradient of its output.
 
     Args:
-        section: The part.
         mode: What becomes of weight gradients.
         recomputation: What forward saves, and what is computed again.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from memplan.step.ends_on_tape import IN_PIECES, evaluated_head
+from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
@@ -34,31 +34,22 @@ STEPS = 3
 CUBLASLT_WORKSPACE_BYTES = MIB
 """Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
 
-
 Values = tuple[Sequence[int], Sequence[int]]
 """Values of quantities: of a step, and of a forward that evaluates."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEvents:
-    """A training run from the first weight on.
+    """A training run from the first weight on."""
 
-    Attributes:
-        sizes: Bytes of each storage.
-        codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it.
-        libraries: Storages that are workspaces of libraries.
-        steps: Place of the first event of each step.
-        passes: For each step, where every micro-step but its first begins and the last ends: the place of the event, and
-            the number of storages by then.
-        stream: What they were written to, which tells what each storage is of, and what the step does when.
-    """
-
-    sizes: Sequence[int]
-    codes: Sequence[int]
-    libraries: frozenset[int]
-    steps: tuple[int, ...]
+    sizes: Sequence[int]  # Bytes of each storage
+    codes: Sequence[int]  # ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it
+    libraries: frozenset[int]  # Storages that are workspaces of libraries
+    steps: tuple[int, ...]  # Place of the first event of each step
+    # For each step, where every micro-step but its first begins and the last ends: the place of the event, and the
+    # number of storages by then.
     passes: tuple[tuple[tuple[int, int], ...], ...]
-    stream: EventStream
+    stream: EventStream  # What they were written to, which tells what each storage is of, and what the step does when
 
     @property
     def steady_from(self) -> int:
@@ -76,8 +67,6 @@ class StepPlayer:
     """Plays a training run.
 
     Args:
-        inputs: What a step depends on.
-        taped: The model on tape.
         values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
@@ -331,8 +320,6 @@ def run_events(
     """Return the events of a training run: what is made first, and so many steps.
 
     Args:
-        inputs: What a step depends on.
-        taped: The model on tape.
         values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.

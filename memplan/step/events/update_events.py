@@ -33,13 +33,7 @@ _EARLY = frozenset({BUNDLED, UNTRACED})
 
 
 class Updates:
-    """Updates of a model's weights, by one optimizer after the other.
-
-    Args:
-        stream: What events are written to.
-        inputs: What a step depends on.
-        tensors: The model's tensors.
-    """
+    """Updates of a model's weights, by one optimizer after the other."""
 
     __slots__ = ("_alone", "_by_name", "_groups", "_inputs", "_setup", "_stored", "_stream", "_tensors")
 
@@ -159,7 +153,6 @@ class Updates:
         """Write what the update of a group allocates and frees, the casts of gradients for master weights included.
 
         Args:
-            group: Names and states of its tensors.
             gradients: As :meth:`step` takes them.
             first: Whether it makes the states of its tensors.
         """

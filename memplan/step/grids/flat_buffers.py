@@ -24,32 +24,20 @@ START_MULTIPLE, BUCKET_MULTIPLE, BUSY_MULTIPLE = 64, 128, 2**16
 
 @dataclass(frozen=True, slots=True)
 class Bucketing:
-    """How buffers are cut.
+    """How buffers are cut."""
 
-    Attributes:
-        ranks: Data parallel ranks among which each bucket is divided.
-        sharded: With the distributed optimizer; else gradients lie one after the other without gaps.
-        bucket_elements: Elements from which on a bucket is full; 0 for a single bucket.
-        busy: Buckets end at a multiple of 2**16 elements too.
-    """
-
-    ranks: int
-    sharded: bool
-    bucket_elements: int = 0
-    busy: bool = False
+    ranks: int  # Data parallel ranks among which each bucket is divided
+    sharded: bool  # With the distributed optimizer; else gradients lie one after the other without gaps
+    bucket_elements: int = 0  # Elements from which on a bucket is full; 0 for a single bucket
+    busy: bool = False  # Buckets end at a multiple of 2**16 elements too
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """A buffer as it is laid out.
+    """A buffer as it is laid out."""
 
-    Attributes:
-        elements: Its size, gaps included.
-        updated: Elements of parameters that each rank updates, from the first rank to the last.
-    """
-
-    elements: int
-    updated: tuple[int, ...]
+    elements: int  # Its size, gaps included
+    updated: tuple[int, ...]  # Elements of parameters that each rank updates, from the first rank to the last
 
 
 def flat_buffer(tensors: Sequence[RankTensor], bucketing: Bucketing) -> FlatBuffer:
@@ -57,7 +45,6 @@ def flat_buffer(tensors: Sequence[RankTensor], bucketing: Bucketing) -> FlatBuff
 
     Args:
         tensors: The parameters in the order of the model.
-        bucketing: How buffers are cut.
     """
     if not bucketing.sharded:
         size = sum(tensor.elements for tensor in tensors)

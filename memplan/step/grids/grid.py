@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from memplan.catalog.training_config import MAXIMUM_GPUS, Parallel
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
 from memplan.errors import InvalidFileError
 from memplan.units import round_up
 from memplan.values import dataclass
@@ -58,7 +58,6 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
     """Return the grid that degrees make of so many GPUs; what is left of them is data parallel.
 
     Args:
-        parallel: The degrees.
         gpus: GPUs; None for as many as the degrees name, ``data`` among them.
 
     Raises:

@@ -19,50 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
+from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_tensors import MegatronBuild, layers_of_chunk
+from memplan.step.grids.megatron_layers import RankSizes
+from memplan.step.grids.megatron_tensors import layers_of_chunk
 from memplan.step.grids.pipeline_stages import Chunk
-from memplan.units import round_up
-from memplan.values import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronBatch:
-    """What a step is given, and how it keeps it.
-
-    Attributes:
-        micro_batch_size: Sequences of a micro-batch.
-        sequence_length: Tokens of each.
-        micro_batches: Of a step.
-        whole_layers: Only layers' inputs are kept, and layers computed again (``--recompute-granularity full``).
-        modules: What of a layer is computed again otherwise (``--recompute-modules``).
-        element_bytes: Bytes of an element that products read.
-        wide_logits: The loss copies logits to fp32.
-    """
-
-    micro_batch_size: int
-    sequence_length: int
-    micro_batches: int = 1
-    whole_layers: bool = False
-    modules: frozenset[str] = frozenset()
-    element_bytes: int = 2
-    wide_logits: bool = True
-
-
-def least_activations(
-    spec: ModelSpec, grid: Grid, stages: Sequence[Sequence[Chunk]], build: MegatronBuild, batch: MegatronBatch
-) -> tuple[int, ...]:
+def least_activations(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[int, ...]:
     """Return what is there at once on the ranks of each stage, at least, when most micro-batches are in flight there.
 
     Args:
-        spec: The model.
-        grid: Degrees of parallelism.
+        rank: Sizes, of which those that kernels decide are not read.
         stages: The chunks of every stage, the first stage first.
-        build: How the model is built.
-        batch: What a step is given.
     """
-    return tuple(_stage(spec, grid, index, chunks, build, batch) for index, chunks in enumerate(stages))
+    return tuple(_stage(rank, index, chunks) for index, chunks in enumerate(stages))
 
 
 def pairs_in_flight(grid: Grid, stage: int, micro_batches: int) -> int:
@@ -79,44 +50,24 @@ def pairs_in_flight(grid: Grid, stage: int, micro_batches: int) -> int:
     return min(ahead + 1, micro_batches * grid.virtual)
 
 
-def _stage(
-    spec: ModelSpec, grid: Grid, index: int, chunks: Sequence[Chunk], build: MegatronBuild, batch: MegatronBatch
-) -> int:
+def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
     """Return what one stage's ranks keep: every pair in flight has a chunk's layers, the least of which count."""
-    layers = [list(layers_of_chunk(spec, chunk)) for chunk in chunks]
-    each = min(sum(_kept(spec, layer, grid, batch) for layer in chunk) for chunk in layers)
-    kept = pairs_in_flight(grid, index, batch.micro_batches) * each
-    again = 0
+    layers = [[_layer(rank, layer) for layer in layers_of_chunk(rank.spec, chunk)] for chunk in chunks]
+    again, batch = 0, rank.batch
     if batch.whole_layers:  # the layer that backward begins with is computed again beside all inputs
-        ends = [_layer(spec, chunk[-1], grid, batch) - _stream(spec, grid, batch) for chunk in layers if chunk]
-        again = min(ends, default=0)
+        again = min((sizes[-1] - rank.stream for sizes in layers if sizes), default=0)
+        layers = [[rank.stream] * len(sizes) for sizes in layers]
+    kept = pairs_in_flight(rank.grid, index, batch.micro_batches) * min(map(sum, layers))
     if not chunks[-1].ends:
         return kept + again
-    rows = round_up(spec.vocab_size, build.vocabulary_multiple * grid.tensor) // grid.tensor
-    logits = _tokens(grid, batch) * rows * (batch.element_bytes + 4 * batch.wide_logits)
-    return kept + max(again, logits)
+    return kept + max(again, rank.tokens * rank.words * (batch.element_bytes + 4 * batch.wide_logits))
 
 
-def _kept(spec: ModelSpec, layer: Layer, grid: Grid, batch: MegatronBatch) -> int:
-    """Return what a layer keeps of one micro-batch."""
-    return _stream(spec, grid, batch) if batch.whole_layers else _layer(spec, layer, grid, batch)
-
-
-def _tokens(grid: Grid, batch: MegatronBatch) -> int:
-    return batch.micro_batch_size * (batch.sequence_length // grid.context)
-
-
-def _stream(spec: ModelSpec, grid: Grid, batch: MegatronBatch) -> int:
-    """Return the residual stream of one micro-batch, or a rank's part of it."""
-    shared = grid.tensor if grid.sequence else 1
-    return _tokens(grid, batch) // shared * spec.hidden_size * batch.element_bytes
-
-
-def _layer(spec: ModelSpec, layer: Layer, grid: Grid, batch: MegatronBatch) -> int:
+def _layer(rank: RankSizes, layer: Layer) -> int:
     """Return what a layer keeps: inputs of both norms and their results, attention's operands and result, and what feed-forward
     products read; less what is computed again.
     """
-    tokens, stream, part, again = _tokens(grid, batch), _stream(spec, grid, batch), layer.feed_forward, batch.modules
+    stream, part, again = rank.stream, layer.feed_forward, rank.batch.modules
     kept = 2 * stream
     widths = _attention_widths(layer.attention, again)
     if "layernorm" not in again:
@@ -125,7 +76,7 @@ def _layer(spec: ModelSpec, layer: Layer, grid: Grid, batch: MegatronBatch) -> i
         widths += part.intermediate_size * (3 if part.gated else 2)
     elif isinstance(part, MixtureOfExperts) and not again & {"moe", "shared_experts"}:
         widths += part.shared_intermediate_size * (3 if part.gated else 2)
-    return kept + tokens * (widths // grid.tensor) * batch.element_bytes
+    return kept + rank.wide(widths)
 
 
 def _attention_widths(part: object, again: frozenset[str]) -> int:

@@ -16,34 +16,39 @@ from typing import NamedTuple
 
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import MegatronBatch
+from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS, column_sum_bytes
+from memplan.units import round_up
 from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronBatch:
+    """What a step is given, and how it keeps it."""
+
+    micro_batch_size: int  # Sequences of a micro-batch
+    sequence_length: int  # Tokens of each
+    micro_batches: int = 1  # Of a step
+    # Only layers' inputs are kept, and layers computed again (``--recompute-granularity full``).
+    whole_layers: bool = False
+    modules: frozenset[str] = frozenset()  # What of a layer is computed again otherwise (``--recompute-modules``)
+    element_bytes: int = 2  # Bytes of an element that products read
+    wide_logits: bool = True  # The loss copies logits to fp32
+
+
+@dataclass(frozen=True, slots=True)
 class MegatronKernels:
-    """What runs, where flags and installed packages decide.
+    """What runs, where flags and installed packages decide."""
 
-    Attributes:
-        engine: Transformer Engine's modules; else Megatron-LM's own.
-        fused_gradients: Products add weights' gradients to the buffer (``--no-gradient-accumulation-fusion`` not given).
-        fused_rotary: One kernel rotates (``--no-rope-fusion`` not given).
-        fused_attention: cuDNN's or flash attention; else scores are formed.
-        dropout: Of hidden states.
-        attention_dropout: Of scores.
-        masks: Sequences of a micro-batch that have a mask of attention of their own.
-        most: What was read and not run is taken at its most.
-    """
-
-    engine: bool = True
+    engine: bool = True  # Transformer Engine's modules; else Megatron-LM's own
+    # Products add weights' gradients to the buffer (``--no-gradient-accumulation-fusion`` not given).
     fused_gradients: bool = False
-    fused_rotary: bool = False
-    fused_attention: bool = True
-    dropout: bool = False
-    attention_dropout: bool = False
-    masks: int = 1
-    most: bool = False
+    fused_rotary: bool = False  # One kernel rotates (``--no-rope-fusion`` not given)
+    fused_attention: bool = True  # cuDNN's or flash attention; else scores are formed
+    dropout: bool = False  # Of hidden states
+    attention_dropout: bool = False  # Of scores
+    masks: int = 1  # Sequences of a micro-batch that have a mask of attention of their own
+    most: bool = False  # What was read and not run is taken at its most
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,9 @@ class RankSizes:
 
     spec: ModelSpec
     grid: Grid
+    build: MegatronBuild
     batch: MegatronBatch
-    kernels: MegatronKernels
+    kernels: MegatronKernels = MegatronKernels()
 
     @property
     def tokens(self) -> int:
@@ -64,6 +70,12 @@ class RankSizes:
     def rows(self) -> int:
         """Tokens of the residual stream that it has."""
         return self.tokens // (self.grid.tensor if self.grid.sequence else 1)
+
+    @property
+    def words(self) -> int:
+        """Words of the vocabulary that it has rows of."""
+        multiple = self.build.vocabulary_multiple * self.grid.tensor
+        return round_up(self.spec.vocab_size, multiple) // self.grid.tensor
 
     @property
     def whole(self) -> int:

@@ -16,11 +16,10 @@ from itertools import product
 
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import MegatronBatch, least_activations, pairs_in_flight
-from memplan.step.grids.megatron_layers import MegatronKernels, RankSizes, layer_sizes
-from memplan.step.grids.megatron_tensors import MegatronBuild, layers_of_chunk
+from memplan.step.grids.megatron_activations import least_activations, pairs_in_flight
+from memplan.step.grids.megatron_layers import RankSizes, layer_sizes
+from memplan.step.grids.megatron_tensors import layers_of_chunk
 from memplan.step.grids.pipeline_stages import Chunk
-from memplan.units import round_up
 from memplan.values import dataclass
 
 ENGINE_WORKSPACE, GROUPED_WORKSPACES = 32 * 1024 * 1024 + 1024, 4
@@ -29,80 +28,44 @@ ENGINE_WORKSPACE, GROUPED_WORKSPACES = 32 * 1024 * 1024 + 1024, 4
 
 @dataclass(frozen=True, slots=True)
 class StepInterval:
-    """What a step takes on the ranks of one stage beside what is kept between steps.
+    """What a step takes on the ranks of one stage beside what is kept between steps."""
 
-    Attributes:
-        least: What is there at once whatever kernels run.
-        expected: The peak with Megatron-LM's defaults.
-        most: The peak with what of its flags takes most.
-    """
-
-    least: int
-    expected: int
-    most: int
+    least: int  # What is there at once whatever kernels run
+    expected: int  # The peak with Megatron-LM's defaults
+    most: int  # The peak with what of its flags takes most
 
 
-def step_intervals(
-    spec: ModelSpec,
-    grid: Grid,
-    stages: Sequence[Sequence[Chunk]],
-    build: MegatronBuild,
-    batch: MegatronBatch,
-    kernels: MegatronKernels,
-) -> tuple[StepInterval, ...]:
+def step_intervals(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[StepInterval, ...]:
     """Return the interval of each stage.
 
     Args:
-        spec: The model.
-        grid: Degrees of parallelism.
+        rank: Sizes with what runs as far as it is known; fused gradients and rotation may be or not.
         stages: The chunks of every stage, the first stage first.
-        build: How the model is built.
-        batch: What a step is given.
-        kernels: What runs as far as it is known; fused gradients and rotation may be or not.
     """
-    given = (spec, grid, stages, build)
-    routed = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs)
+    batch, kernels = rank.batch, rank.kernels
+    routed = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in rank.spec.runs)
     workspace = ENGINE_WORKSPACE * (1 + GROUPED_WORKSPACES * routed) * kernels.engine
-    expected = step_peaks(*given, batch, kernels)
     widest = replace(batch, wide_logits=batch.element_bytes < 4)  # as a natively fused loss copies them
     # what else is computed again may not be less at the peak
     named = replace(widest, modules=batch.modules & {"core_attn"})
     taken = replace(kernels, attention_dropout=True, most=True)  # its default, whatever hidden states have
     apart = [
-        step_peaks(*given, modules, replace(taken, fused_gradients=fused, fused_rotary=rotary))
+        replace(rank, batch=modules, kernels=replace(taken, fused_gradients=fused, fused_rotary=rotary))
         for modules, fused, rotary in product((widest, named), (True, False), (True, False))
     ]
-    most = [max(each) for each in zip(*apart, strict=True)]
-    least = least_activations(*given, batch)
+    most = [max(each) for each in zip(*(step_peaks(one, stages) for one in apart), strict=True)]
     return tuple(
         StepInterval(low, max(low, mean) + workspace, max(low, mean, high) + workspace)
-        for low, mean, high in zip(least, expected, most, strict=True)
+        for low, mean, high in zip(least_activations(rank, stages), step_peaks(rank, stages), most, strict=True)
     )
 
 
-def step_peaks(
-    spec: ModelSpec,
-    grid: Grid,
-    stages: Sequence[Sequence[Chunk]],
-    build: MegatronBuild,
-    batch: MegatronBatch,
-    kernels: MegatronKernels,
-) -> tuple[int, ...]:
-    """Return the peak of a step on the ranks of each stage beyond weights, gradients' buffers and optimizer states.
-
-    Args:
-        spec: The model.
-        grid: Degrees of parallelism.
-        stages: The chunks of every stage, the first stage first.
-        build: How the model is built.
-        batch: What a step is given.
-        kernels: What runs.
-    """
-    rank = RankSizes(spec, grid, batch, kernels)
-    return tuple(_stage(rank, index, chunks, build) for index, chunks in enumerate(stages))
+def step_peaks(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[int, ...]:
+    """Return the peak of a step on the ranks of each stage beyond weights, gradients' buffers and optimizer states."""
+    return tuple(_stage(rank, index, chunks) for index, chunks in enumerate(stages))
 
 
-def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk], build: MegatronBuild) -> int:
+def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
     """Return one stage's peak: what pairs in flight keep, of chunks that keep most first, and the fullest instant on top."""
     layers = [list(layers_of_chunk(rank.spec, chunk)) for chunk in chunks]
     kept = [sum(layer_sizes(rank, layer)[0] for layer in chunk) for chunk in layers]
@@ -113,11 +76,11 @@ def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk], build: Megatron
     instants = [max((layer_sizes(rank, layer)[1] for layer in chunk), default=0) for chunk in layers]
     top = max(instants)
     size, hidden = rank.batch.element_bytes, rank.spec.hidden_size
-    table = _words(rank, build) * hidden * size
+    table = rank.words * hidden * size
     square = rank.square if rank.batch.whole_layers or "core_attn" in rank.batch.modules else 0
     if ends:
         tied = rank.spec.tie_word_embeddings and chunks[0].embeds and not rank.kernels.fused_gradients
-        top = max(top + table * tied, _head(rank, build))
+        top = max(top + table * tied, _head(rank))
     if chunks[0].embeds:
         below += per_chunk[0] * (rank.mask + 8 * rank.tokens)
         tables = table * (1 + (ends and rank.spec.tie_word_embeddings))
@@ -125,7 +88,7 @@ def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk], build: Megatron
     below += flying * square
     if rank.kernels.most:  # what is sent and received, and what an operation forms beside its result
         top += 4 * rank.stream + 2 * (rank.whole + rank.wide(_widest(rank.spec)) + rank.square) + 64 * rank.tokens
-    return below + top + _always(rank, chunks, build)
+    return below + top + _always(rank, chunks)
 
 
 def _widest(spec: ModelSpec) -> int:
@@ -142,7 +105,7 @@ def _pairs_of_chunks(grid: Grid, flying: int, chunks: int) -> list[int]:
     return counts
 
 
-def _always(rank: RankSizes, chunks: Sequence[Chunk], build: MegatronBuild) -> int:
+def _always(rank: RankSizes, chunks: Sequence[Chunk]) -> int:
     """Return what stays from step to step: rotation's table, the buffer that sequences are gathered in, what stages received last."""
     spec, kernels = rank.spec, rank.kernels
     size = 0
@@ -166,7 +129,7 @@ def _always(rank: RankSizes, chunks: Sequence[Chunk], build: MegatronBuild) -> i
         shapes = {
             shape for chunk in chunks for layer in layers_of_chunk(spec, chunk) for shape in _matrices(rank, layer)
         }
-        shapes |= {(_words(rank, build), spec.hidden_size) for chunk in chunks if chunk.ends}
+        shapes |= {(rank.words, spec.hidden_size) for chunk in chunks if chunk.ends}
         size += sum(rows * columns * rank.batch.element_bytes for rows, columns in shapes)
     return size
 
@@ -183,17 +146,11 @@ def _matrices(rank: RankSizes, layer: Layer) -> list[tuple[int, int]]:
     return shapes
 
 
-def _words(rank: RankSizes, build: MegatronBuild) -> int:
-    """Return how many words a rank has rows of."""
-    return round_up(rank.spec.vocab_size, build.vocabulary_multiple * rank.grid.tensor) // rank.grid.tensor
-
-
-def _head(rank: RankSizes, build: MegatronBuild) -> int:
+def _head(rank: RankSizes) -> int:
     """Return the most that the final norm, the head and its loss take, forward and backward."""
     spec, size = rank.spec, rank.batch.element_bytes
-    rows = _words(rank, build)
-    logits, own = rank.tokens * rows * size, rank.product_gradient(spec.hidden_size, rows, shared=False)
-    wide = rank.tokens * rows * 4 if rank.batch.wide_logits else 0
+    logits, own = rank.tokens * rank.words * size, rank.product_gradient(spec.hidden_size, rank.words, shared=False)
+    wide = rank.tokens * rank.words * 4 if rank.batch.wide_logits else 0
     norm = 2 * rank.stream + 4 * rank.rows * (1 + (spec.final_norm.kind == "layer"))
     forming = (
         logits

@@ -27,48 +27,32 @@ LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MegatronPrecision:
-    """Bytes of one element of what is kept.
+    """Bytes of one element of what is kept."""
 
-    Attributes:
-        weight_bytes: Weights, 2 or 4.
-        gradient_bytes: The buffer that gradients are summed in, 2 or 4.
-        master_bytes: What the optimizer keeps of a weight: 4, 2 where it keeps only the half that a bf16 weight lacks,
-            0 where weights are fp32.
-        state_bytes: Both moments of Adam together.
-    """
-
-    weight_bytes: int = 2
-    gradient_bytes: int = 4
+    weight_bytes: int = 2  # Weights, 2 or 4
+    gradient_bytes: int = 4  # The buffer that gradients are summed in, 2 or 4
+    # What the optimizer keeps of a weight: 4, 2 where it keeps only the half that a bf16 weight lacks, 0 where weights
+    # are fp32.
     master_bytes: int = 4
-    state_bytes: int = 8
+    state_bytes: int = 8  # Both moments of Adam together
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronSettings:
-    """What is told beyond degrees.
+    """What is told beyond degrees."""
 
-    Attributes:
-        split: Which layers stages have.
-        build: How the model is built.
-        precision: Bytes of what is kept.
-        overlap: ``--overlap-grad-reduce``: buffers are cut into buckets.
-        busy: ``--pad-buckets-for-high-nccl-busbw``.
-    """
-
-    split: StageSplit = StageSplit()
-    build: MegatronBuild = MegatronBuild()
-    precision: MegatronPrecision = MegatronPrecision()
-    overlap: bool = False
-    busy: bool = False
+    split: StageSplit = StageSplit()  # Which layers stages have
+    build: MegatronBuild = MegatronBuild()  # How the model is built
+    precision: MegatronPrecision = MegatronPrecision()  # Bytes of what is kept
+    overlap: bool = False  # ``--overlap-grad-reduce``: buffers are cut into buckets
+    busy: bool = False  # ``--pad-buckets-for-high-nccl-busbw``
 
 
 def megatron_states(spec: ModelSpec, grid: Grid, settings: MegatronSettings) -> tuple[StageStates, ...]:
     """Return what the ranks of every stage keep, the first stage first.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism; stage 1 is the distributed optimizer.
-        settings: What is told beyond degrees.
 
     Raises:
         CannotAnswerError: Megatron-LM has no such model or division, or it is not modelled.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from memplan.catalog.training_config import TransformerImplementation
+from memplan.catalog.config_keys.parallel_keys import TransformerImplementation
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm
@@ -31,19 +31,12 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class RankTensor:
-    """A parameter as one rank has it.
+    """A parameter as one rank has it."""
 
-    Attributes:
-        name: Its name in the rank's chunk of the model.
-        shape: Dimensions of what the rank has.
-        expert: It is a routed expert's, whose gradients are reduced over a group of its own.
-        shared: It is a copy of the embedding on the first or last of several stages.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    expert: bool = False
-    shared: bool = False
+    name: str  # Its name in the rank's chunk of the model
+    shape: tuple[int, ...]  # Dimensions of what the rank has
+    expert: bool = False  # It is a routed expert's, whose gradients are reduced over a group of its own
+    shared: bool = False  # It is a copy of the embedding on the first or last of several stages
 
     @property
     def elements(self) -> int:
@@ -53,25 +46,17 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True)
 class MegatronBuild:
-    """How Megatron-LM builds a model.
+    """How Megatron-LM builds a model."""
 
-    Attributes:
-        implementation: ``--transformer-impl``.
-        vocabulary_multiple: ``--make-vocab-size-divisible-by``.
-    """
-
-    implementation: TransformerImplementation = "transformer_engine"
-    vocabulary_multiple: int = VOCABULARY_MULTIPLE
+    implementation: TransformerImplementation = "transformer_engine"  # ``--transformer-impl``
+    vocabulary_multiple: int = VOCABULARY_MULTIPLE  # ``--make-vocab-size-divisible-by``
 
 
 def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuild) -> tuple[RankTensor, ...]:
     """Return the parameters of one chunk of layers on one rank.
 
     Args:
-        spec: The model.
         grid: Degrees of parallelism.
-        chunk: The chunk.
-        build: How the model is built.
 
     Raises:
         CannotAnswerError: Megatron-LM has no such part, or it is not modelled.

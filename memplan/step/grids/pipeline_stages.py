@@ -16,21 +16,14 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """What is told about stages beyond their number.
+    """What is told about stages beyond their number."""
 
-    Attributes:
-        first: Layers of the first stage; None for as many as of the others.
-        last: Layers of the last stage; None for as many as of the others.
-        embedding: The embedding counts as a layer of the first stage.
-        loss: The loss counts as a layer of the last stage.
-        layout: Every chunk's layers one by one, over all stages: ``E`` the embedding, ``t`` a layer, ``L`` the head and loss,
-            ``|`` between chunks, ``*`` repeats; None where the rest says it.
-    """
-
-    first: int | None = None
-    last: int | None = None
-    embedding: bool = False
-    loss: bool = False
+    first: int | None = None  # Layers of the first stage; None for as many as of the others
+    last: int | None = None  # Layers of the last stage; None for as many as of the others
+    embedding: bool = False  # The embedding counts as a layer of the first stage
+    loss: bool = False  # The loss counts as a layer of the last stage
+    # Every chunk's layers one by one, over all stages: ``E`` the embedding, ``t`` a layer, ``L`` the head and loss,
+    # ``|`` between chunks, ``*`` repeats; None where the rest says it.
     layout: str | None = None
 
 
@@ -39,28 +32,19 @@ EVEN = StageSplit()
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Layers in a row that one stage computes at once.
+    """Layers in a row that one stage computes at once."""
 
-    Attributes:
-        first: Index of the first of its layers.
-        count: How many layers it has.
-        embeds: It begins with the embedding.
-        ends: It ends with the final norm and the head.
-    """
-
-    first: int
-    count: int
-    embeds: bool
-    ends: bool
+    first: int  # Index of the first of its layers
+    count: int  # How many layers it has
+    embeds: bool  # It begins with the embedding
+    ends: bool  # It ends with the final norm and the head
 
 
 def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[Chunk, ...], ...]:
     """Return the chunks of every stage, the first stage first.
 
     Args:
-        layers: Layers of the model.
         grid: Degrees of parallelism.
-        split: What is told about stages.
 
     Raises:
         InvalidFileError: Layers do not divide; the message names the nearest number of stages that does.

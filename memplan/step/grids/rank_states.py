@@ -7,21 +7,13 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
-    """Bytes that a rank keeps between steps.
+    """Bytes that a rank keeps between steps."""
 
-    Attributes:
-        weights: What products read, paddings of buffers included.
-        gradients: What gradients are summed in, paddings included; 0 where they are freed between steps.
-        master_weights: What the optimizer keeps of weights besides them.
-        optimizer_states: Moments.
-        buffers: What is neither: numbers that steer the choice of experts.
-    """
-
-    weights: int
-    gradients: int
-    master_weights: int
-    optimizer_states: int
-    buffers: int = 0
+    weights: int  # What products read, paddings of buffers included
+    gradients: int  # What gradients are summed in, paddings included; 0 where they are freed between steps
+    master_weights: int  # What the optimizer keeps of weights besides them
+    optimizer_states: int  # Moments
+    buffers: int = 0  # What is neither: numbers that steer the choice of experts
 
     @property
     def total(self) -> int:
@@ -31,25 +23,16 @@ class RankStates:
 
 @dataclass(frozen=True, slots=True)
 class StageStates:
-    """A pipeline stage and what its ranks keep.
+    """A pipeline stage and what its ranks keep."""
 
-    Attributes:
-        index: The stage, from 0.
-        layers: How many layers it has.
-        embeds: It has the embedding.
-        ends: It has the final norm and the head.
-        parameters: Elements of parameters that each of its ranks has, before they are divided among data parallel ranks.
-        states: What its ranks keep, each amount once, the least first.
-        places: For each of its ranks, which of ``states`` it keeps.
-    """
-
-    index: int
-    layers: int
-    embeds: bool
-    ends: bool
+    index: int  # The stage, from 0
+    layers: int  # How many layers it has
+    embeds: bool  # It has the embedding
+    ends: bool  # It has the final norm and the head
+    # Elements of parameters that each of its ranks has, before they are divided among data parallel ranks.
     parameters: int
-    states: tuple[RankStates, ...]
-    places: tuple[int, ...]
+    states: tuple[RankStates, ...]  # What its ranks keep, each amount once, the least first
+    places: tuple[int, ...]  # For each of its ranks, which of ``states`` it keeps
 
     @property
     def fullest(self) -> RankStates:

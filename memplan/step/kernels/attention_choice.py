@@ -20,29 +20,18 @@ CUDNN_SINCE = 8
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What the choice depends on.
+    """What the choice depends on."""
 
-    Attributes:
-        dtype: Of query, key and value: ``fp32``, ``bf16`` or ``fp16``.
-        width: Of a head of query and key.
-        value_width: Of a head of the value.
-        masked: Whether a mask is given, and not only the flag of causal attention.
-        grouped: Whether key and value have fewer heads than the query, which is asked for by ``enable_gqa``.
-        unequal: Whether they have fewer and it is not asked for, which only cuDNN and the steps of math put up with.
-        dropout: Probability.
-        tokens: Keys of a sequence.
-        trained: Whether any of the three needs a gradient.
-    """
-
-    dtype: str
-    width: int
-    value_width: int
-    masked: bool = False
-    grouped: bool = False
+    dtype: str  # Of query, key and value: ``fp32``, ``bf16`` or ``fp16``
+    width: int  # Of a head of query and key
+    value_width: int  # Of a head of the value
+    masked: bool = False  # Whether a mask is given, and not only the flag of causal attention
+    grouped: bool = False  # Whether key and value have fewer heads than the query, which is asked for by ``enable_gqa``
+    # Whether they have fewer and it is not asked for, which only cuDNN and the steps of math put up with.
     unequal: bool = False
-    dropout: float = 0.0
-    tokens: int = 2
-    trained: bool = True
+    dropout: float = 0.0  # Probability
+    tokens: int = 2  # Keys of a sequence
+    trained: bool = True  # Whether any of the three needs a gradient
 
 
 def chosen_kernel(call: AttentionCall, compute_capability: str, order: Sequence[str] = ()) -> ChosenKernel:
@@ -79,9 +68,7 @@ def kernel_on(call: AttentionCall, gpu: Gpu, tables: HardwareTables, order: Sequ
     """Return the kernel that torch takes on a card of any vendor.
 
     Args:
-        call: What is asked for.
         gpu: The card; of one of NVIDIA, the compute capability has to be known.
-        tables: What cards can do.
         order: Kernels among which a card of NVIDIA chooses, the one that comes first first; nothing is torch's own order.
 
     Source:

@@ -17,8 +17,6 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept
     """Return what a forward makes for its layers, and lets go of where nothing else keeps it; the tables apart.
 
     Args:
-        spec: The model.
-        setup: The training setup.
         masked: Whether scaled-dot-product attention is given a mask of booleans.
         kept: Only what some layer is given.
     """

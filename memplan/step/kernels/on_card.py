@@ -23,7 +23,6 @@ TORCH_CHOOSES = "auto"
 Need = tuple[str, str, str]
 """Key of a training config, its value, and what a card has to be able to do for it."""
 
-
 TRITON = {
     "norm": ("in-place",),
     "rotary": ("in-place",),
@@ -38,11 +37,6 @@ ALWAYS: tuple[Need, ...] = (("torch", "2.13", "torch-wheels"),)
 
 def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     """Return a setup as it runs on a card: the kernels that torch takes there, and what is done in another way.
-
-    Args:
-        setup: The training setup.
-        model: What it trains.
-        gpu: The card.
 
     Raises:
         CannotAnswerError: The card cannot do something that the setup says; the message has what to set instead.

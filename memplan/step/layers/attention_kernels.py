@@ -26,18 +26,13 @@ FLASH_WIDTH_MULTIPLE = 8
 
 
 class Heads(NamedTuple):
-    """Query, key and value, and how many heads they have.
-
-    Attributes:
-        number: Heads of the query.
-        groups: Heads of key and value.
-    """
+    """Query, key and value, and how many heads they have."""
 
     query: Value
     key: Value
     value: Value
-    number: int
-    groups: int
+    number: int  # Heads of the query
+    groups: int  # Heads of key and value
 
     @property
     def tensors(self) -> tuple[Value, Value, Value]:
@@ -60,10 +55,8 @@ def attention_kernel(
     """Return attention by one kernel, which saves its inputs, its result and one number per row of scores.
 
     Args:
-        builder: Writes on the tape.
         heads: Query, key and value.
         scratch: What the kernel of backward allocates inside itself.
-        forward: What that of forward does.
         masks: A mask that is added to scores, where one is given.
     """
     tape, kernel = builder.tape, builder.profile.attention

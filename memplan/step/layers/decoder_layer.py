@@ -40,7 +40,6 @@ def layer_section(
     """Return a layer on tape, the same one each time.
 
     Args:
-        settings: What its operations depend on.
         layer: Its shape.
         weights: Its parameters, by name relative to it.
         needs_gradient: Whether its input needs a gradient.

@@ -23,7 +23,6 @@ def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes:
     """Record cross-entropy over whole logits; return the loss.
 
     Args:
-        builder: Writes on the tape.
         logits: In the dtype that the loss is formed in.
         shifted: Whether it is given a shifted copy of the labels, which is saved.
         loss_bytes: What the loss takes besides.
@@ -51,7 +50,6 @@ def cross_entropy_in_pieces(builder: Builder, logits: Value) -> Value:
     The loop that forms it has the name of the logits, and counts them; what is cut out of them is without bytes here.
 
     Args:
-        builder: Writes on the tape.
         logits: In fp32, as the model returns them.
 
     Source:
@@ -90,8 +88,6 @@ def tiled_cross_entropy(
     gradients in fp32, which are cast at its end.
 
     Args:
-        builder: Writes on the tape.
-        x: What the head is given.
         weights: The head's weight, and its bias where it has one.
         vocab_size: Rows of the head.
         answers: Whether only the tokens that were generated have labels, whose log-probabilities a policy's loss compares.
@@ -136,8 +132,6 @@ def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, *, several: b
     In backward a stretch has a name until the next one has been copied, and so has a tile's rows in either direction.
 
     Args:
-        x: What the head is given.
-        weight: The head's weight.
         compute: Bytes of an element in products.
         vocab_size: Rows of the head.
         several: Whether there is a second tile of tokens, the first being full then.

@@ -40,8 +40,6 @@ def linear_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], 
     """Record head and cross-entropy of all tokens, chunk by chunk; return the loss.
 
     Args:
-        builder: Writes on the tape.
-        x: What the head is given.
         weights: The head's weight, and its bias where it has one.
         vocab_size: Rows of the head.
 
@@ -74,7 +72,6 @@ def cut_cross_entropy(builder: Builder, x: Value, weights: Sequence[Weight], voc
     head's rows by theirs and forms both gradients as they are stored, each with locks, 4 bytes for each token and row.
 
     Args:
-        builder: Writes on the tape.
         x: What the head is given, in 16 bits like the head's weight.
         weights: The head's weight, and its bias where it has one.
         vocab_size: Rows of the head.

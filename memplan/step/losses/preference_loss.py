@@ -18,7 +18,6 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
     The exponentials of one row at a time are never more than what is formed for all rows, but where there is one row.
 
     Args:
-        builder: Writes on the tape.
         logits: In fp32, as the model returns them.
         metrics: Says whether they are copied without each row's last token, or looked at where they are, by one kernel
             or by several.
@@ -74,7 +73,6 @@ def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, 
     """Record log-probabilities of chosen and rejected answers, compared with each other; return the loss.
 
     Args:
-        builder: Writes on the tape.
         logits: In fp32, as the model returns them: of the chosen answers, then of the rejected ones.
         kernel: How it looks at them where they are.
         nll: Whether the likelihood of the chosen answers is a second loss.

@@ -24,21 +24,13 @@ CHUNK = Quantity.CHUNK
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What one chunk takes at its widest moments.
+    """What one chunk takes at its widest moments."""
 
-    Attributes:
-        product: Copies of its rows and of the head, and its logits.
-        entropy: Log-probabilities, their exponentials and the product of both, beside logits.
-        kept: Copies that the product's backward reads.
-        formed: What else the head's gradient of one chunk takes until it has the weight's dtype.
-        formed_again: The same beside the sum of those of other chunks.
-    """
-
-    product: Sizes
-    entropy: Sizes
-    kept: Sizes
-    formed: int
-    formed_again: int
+    product: Sizes  # Copies of its rows and of the head, and its logits
+    entropy: Sizes  # Log-probabilities, their exponentials and the product of both, beside logits
+    kept: Sizes  # Copies that the product's backward reads
+    formed: int  # What else the head's gradient of one chunk takes until it has the weight's dtype
+    formed_again: int  # The same beside the sum of those of other chunks
 
 
 def token_chunk_cross_entropy(
@@ -50,8 +42,6 @@ def token_chunk_cross_entropy(
     whose gradient nobody asks for, and adds the head's gradients of all chunks up.
 
     Args:
-        builder: Writes on the tape.
-        x: What the head is given.
         weights: The head's weight, and its bias where it has one.
         vocab_size: Rows of the head.
         wide: Whether rows and head are copied in fp32 before autocast casts them, chunk by chunk.

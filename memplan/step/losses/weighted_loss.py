@@ -16,10 +16,6 @@ def model_loss(builder: Builder, logits: Value) -> tuple[Value, ...]:
 
     Its graph, with the log-softmax that it saves, is there until the trainer has formed its own loss.
 
-    Args:
-        builder: Writes on the tape.
-        logits: As the model returns them.
-
     Source:
         ``ForCausalLMLoss`` in transformers/loss/loss_utils.py (5.23.0).
     """
@@ -35,11 +31,6 @@ def model_loss(builder: Builder, logits: Value) -> tuple[Value, ...]:
 
 def weighted_cross_entropy(builder: Builder, logits: Value, kept: tuple[Value, ...]) -> Value:
     """Record the trainer's loss over whole logits; return it.
-
-    Args:
-        builder: Writes on the tape.
-        logits: As the model returns them.
-        kept: Of the model's own loss.
 
     Source:
         ``compute_log_probs`` in llamafactory/v1/core/base_trainer.py and ``compute_loss`` in v1/trainers/sft_trainer.py (0.9.5).

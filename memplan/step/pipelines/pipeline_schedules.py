@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from memplan.catalog.training_config import Parallel, Schedule
+from memplan.catalog.config_keys.parallel_keys import Parallel, Schedule
 from memplan.errors import InvalidFileError
 from memplan.values import dataclass
 
@@ -27,18 +27,13 @@ MOST_GATHERED = 3
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does.
+    """One thing that a rank does."""
 
-    Attributes:
-        kind: ``input`` is the part of backward that forms the gradient of a stage's input, ``weight`` the rest;
-            ``gather``, ``release`` and ``reduce`` are of a stage's weights and gradients.
-        stage: Of the pipeline, from 0.
-        micro_batch: From 0; -1 where it is of none.
-    """
-
+    # ``input`` is the part of backward that forms the gradient of a stage's input, ``weight`` the rest; ``gather``,
+    # ``release`` and ``reduce`` are of a stage's weights and gradients.
     kind: Kind
-    stage: int
-    micro_batch: int = -1
+    stage: int  # Of the pipeline, from 0
+    micro_batch: int = -1  # From 0; -1 where it is of none
 
 
 def stages_of(rank: int, parallel: Parallel) -> tuple[int, ...]:
@@ -51,10 +46,6 @@ def stages_of(rank: int, parallel: Parallel) -> tuple[int, ...]:
 
 def actions_of(rank: int, parallel: Parallel) -> tuple[Action, ...]:
     """Return what a rank does in a step, in order.
-
-    Args:
-        rank: Of the pipeline.
-        parallel: Degrees, schedule and number of micro-batches.
 
     Raises:
         InvalidFileError: A schedule that does not suit the numbers of stages and micro-batches.
@@ -117,8 +108,6 @@ def _in_rounds(rank: int, parallel: Parallel, hop: int, late: int | None) -> Ite
     """Yield rounds of micro-batches that pass a rank's stages one after another.
 
     Args:
-        rank: Of the pipeline.
-        parallel: Degrees.
         hop: Forwards that a rank is ahead of the next one.
         late: Gradients of weights that wait until later; None where a backward is one.
     """

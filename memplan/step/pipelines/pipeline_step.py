@@ -47,7 +47,6 @@ def compile_pipeline_step(
         setup: The training setup, whose ``parallel.stage`` is the rank.
         states: What the rank stores.
         regime: Which operations run.
-        layers: Of the whole model.
     """
     whole = replace(model, inventory=inventory_of(model.spec))
     step = sharded_step(whole, setup, states, regime)

@@ -27,17 +27,11 @@ VALID_TOKENS_BYTES = 8
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank of a pipeline.
+    """One rank of a pipeline."""
 
-    Attributes:
-        step: Tapes of gathered weights, and the units that weights are gathered in.
-        setup: The training setup.
-        sizes: Layers of every stage.
-    """
-
-    step: ShardedStep
+    step: ShardedStep  # Tapes of gathered weights, and the units that weights are gathered in
     setup: TrainingSetup
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # Layers of every stage
 
     @property
     def own(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.pipelines.pipeline_schedules import stages_of
 from memplan.step.pipelines.rank_timeline import most_pairs
 from memplan.step.pipelines.stage_layers import layers_of_stages
@@ -11,31 +11,18 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank of a pipeline.
+    """One rank of a pipeline."""
 
-    Attributes:
-        rank: From 0.
-        stages: Of the pipeline that it has.
-        layers: Of each of these.
-        embedding: Whether it has the embedding.
-        head: Whether it has final norm and head.
-        pairs: Most micro-batches in flight at a time, counted for each of its stages.
-        persistent_bytes: What it keeps between steps.
-        instant: When it needs most.
-        requested_bytes: What it requests then.
-        device_bytes: What its GPU holds then.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    layers: tuple[int, ...]
-    embedding: bool
-    head: bool
-    pairs: int
-    persistent_bytes: int
-    instant: str
-    requested_bytes: int
-    device_bytes: int
+    rank: int  # From 0
+    stages: tuple[int, ...]  # Of the pipeline that it has
+    layers: tuple[int, ...]  # Of each of these
+    embedding: bool  # Whether it has the embedding
+    head: bool  # Whether it has final norm and head
+    pairs: int  # Most micro-batches in flight at a time, counted for each of its stages
+    persistent_bytes: int  # What it keeps between steps
+    instant: str  # When it needs most
+    requested_bytes: int  # What it requests then
+    device_bytes: int  # What its GPU holds then
 
 
 def rank_row(
@@ -45,8 +32,6 @@ def rank_row(
 
     Args:
         rank: From 0.
-        parallel: Degrees, schedule and number of micro-batches.
-        layers: Of the whole model.
         persistent_bytes: What it keeps between steps.
         instant: When it needs most.
         requested: Bytes that it requests then.

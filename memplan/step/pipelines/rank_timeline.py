@@ -13,28 +13,20 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import ge
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, stages_of
 from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Norm and head of the last stage, where chunks of the loss run backward within forward and reduce their gradients.
+    """Norm and head of the last stage, where chunks of the loss run backward within forward and reduce gradients."""
 
-    Attributes:
-        gathered: Whether their weights are gathered: the loss lets go of them.
-        summed: Whether whole gradients of the norm wait to be reduced.
-        head: Whether the head's have been reduced, by themselves.
-        both: Whether both have been reduced together, into a tensor that stays for the norm's.
-        pending: Whether the buffer of a reduction is still there: 1 of the head's, 2 of both.
-    """
-
-    gathered: bool = False
-    summed: bool = False
-    head: bool = False
-    both: bool = False
-    pending: int = 0
+    gathered: bool = False  # Whether their weights are gathered: the loss lets go of them
+    summed: bool = False  # Whether whole gradients of the norm wait to be reduced
+    head: bool = False  # Whether the head's have been reduced, by themselves
+    both: bool = False  # Whether both have been reduced together, into a tensor that stays for the norm's
+    pending: int = 0  # Whether the buffer of a reduction is still there: 1 of the head's, 2 of both
 
     def behind_loss(self) -> Tail:
         """Return what there is when a loss is known."""
@@ -43,37 +35,21 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What there is before an action; tuples have one number for each of a rank's stages.
+    """What there is before an action; tuples have one number for each of a rank's stages."""
 
-    Attributes:
-        pairs: Micro-batches that have run forward and not backward.
-        waiting: Those whose gradients of weights are still to be formed.
-        gathered: Whether the stage's weights are gathered.
-        summed: Whether it has formed whole gradients.
-        reduced: Whether these have been reduced.
-        outputs: Outputs of micro-batches that are done, which still have a name.
-        gradients: Gradients of inputs that have been sent, likewise.
-        tail: Norm and head.
-    """
-
-    pairs: tuple[int, ...]
-    waiting: tuple[int, ...]
-    gathered: tuple[bool, ...]
-    summed: tuple[bool, ...]
-    reduced: tuple[bool, ...]
-    outputs: int
-    gradients: int
-    tail: Tail
+    pairs: tuple[int, ...]  # Micro-batches that have run forward and not backward
+    waiting: tuple[int, ...]  # Those whose gradients of weights are still to be formed
+    gathered: tuple[bool, ...]  # Whether the stage's weights are gathered
+    summed: tuple[bool, ...]  # Whether it has formed whole gradients
+    reduced: tuple[bool, ...]  # Whether these have been reduced
+    outputs: int  # Outputs of micro-batches that are done, which still have a name
+    gradients: int  # Gradients of inputs that have been sent, likewise
+    tail: Tail  # Norm and head
 
 
 @lru_cache(maxsize=256)
 def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, Held], ...]:
-    """Return what a rank does with what there is before: of what is done alike, where no stage has fewer micro-batches in flight.
-
-    Args:
-        rank: Of the pipeline.
-        parallel: Degrees, schedule and number of micro-batches.
-    """
+    """Return what a rank does with what there is before: of what is done alike, where no stage has fewer in flight."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, Held]]] = {}
     for action, held in _all_moments(rank, parallel):
         rest = (action.kind, action.stage, replace(held, pairs=(), waiting=()))

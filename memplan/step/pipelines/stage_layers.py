@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
@@ -14,10 +14,6 @@ from memplan.training.resolved import TrainingSetup
 
 def layers_of_stages(layers: int, parallel: Parallel) -> tuple[int, ...]:
     """Return how many layers each stage has, the first stage first: the embedding counts as some, and so does the head.
-
-    Args:
-        layers: Of the model.
-        parallel: Degrees.
 
     Raises:
         InvalidFileError: More stages than layers.

@@ -20,7 +20,6 @@ def play_backward(player: Player, output: Value) -> int:
 
     Args:
         player: What has played forward; it notes the moments, and has the gradients of what the tape was given.
-        output: What the tape returned.
     """
     return _Backward(player).play(output)
 

@@ -45,21 +45,13 @@ def layer_counts(runs: Iterable[tuple[int, LayerRun]]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A layer whose backward may be the peak.
+    """A layer whose backward may be the peak."""
 
-    Attributes:
-        kind: The kind of its layer, the length of its run, and its place in that.
-        layer: Its number.
-        below: Layers of each kind that have not run backward yet.
-        formed: Gradients that those above have left.
-        tables: Whether rotary tables are still there, which the layer or one below it needs.
-    """
-
-    kind: tuple[int, int, int]
-    layer: int
-    below: Mapping[int, int]
-    formed: int
-    tables: bool = True
+    kind: tuple[int, int, int]  # The kind of its layer, the length of its run, and its place in that
+    layer: int  # Its number
+    below: Mapping[int, int]  # Layers of each kind that have not run backward yet
+    formed: int  # Gradients that those above have left
+    tables: bool = True  # Whether rotary tables are still there, which the layer or one below it needs
 
 
 def ends(places: Sequence[Place], around_of: Callable[[Place], Form]) -> Iterator[Place]:

@@ -25,7 +25,6 @@ class Player:
     """Plays a tape: forward, and what checkpointing computes again; :func:`play_backward` plays backward.
 
     Args:
-        tape: The operations.
         mode: What becomes of weight gradients.
         entry: What the part is given; checkpointing saves it until backward is done.
         recomputation: What forward saves, and what is computed again.

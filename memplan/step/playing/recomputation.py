@@ -10,20 +10,17 @@ Checkpointing = Literal["none", "selective", "full"]
 
 
 class Recomputation(NamedTuple):
-    """What forward saves of a part, and how the rest is computed again.
+    """What forward saves of a part, and how the rest is computed again."""
 
-    Attributes:
-        kind: ``none`` saves what backward needs, ``full`` the part's input, ``selective`` results of products besides.
-        alternate: Whether ``selective`` leaves out every second product of two matrices, and those of stacked matrices.
-        whole: Whether the part is computed again to its end, and not only as far as backward needs it
-            (``early_stop=False`` of torch/utils/checkpoint.py).
-        reentrant: Whether it is computed again, whole, before a backward of its own (``CheckpointFunction`` in
-            torch/utils/checkpoint.py), which has names for the part's input, its output and the gradient of that.
-    """
-
+    # ``none`` saves what backward needs, ``full`` the part's input, ``selective`` results of products besides.
     kind: Checkpointing
+    # Whether ``selective`` leaves out every second product of two matrices, and those of stacked matrices.
     alternate: bool = False
+    # Whether the part is computed again to its end, and not only as far as backward needs it (``early_stop=False`` of
+    # torch/utils/checkpoint.py).
     whole: bool = False
+    # Whether it is computed again, whole, before a backward of its own (``CheckpointFunction`` in
+    # torch/utils/checkpoint.py), which has names for the part's input, its output and the gradient of that.
     reentrant: bool = False
 
 
@@ -31,18 +28,13 @@ NOTHING_AGAIN = Recomputation("none")
 
 
 class Mark(NamedTuple):
-    """Something that happens beside the operations of a part, for whom others have to follow it.
+    """Something that happens beside the operations of a part, for whom others have to follow it."""
 
-    Attributes:
-        place: The moment, among those that are noted.
-        kind: A weight's gradient leaves; a module begins, or has ended, in forward, in what is computed again, in backward;
-            what is computed again has saved a module's weights.
-        name: The weight, or the module.
-    """
-
-    place: int
+    place: int  # The moment, among those that are noted
+    # A weight's gradient leaves; a module begins, or has ended, in forward, in what is computed again, in backward;
+    # what is computed again has saved a module's weights.
     kind: Literal["gradient", "forward", "again", "backward", "saved", "left forward", "left again", "left backward"]
-    name: str
+    name: str  # The weight, or the module
 
 
 Way = Literal["forward", "again", "backward"]

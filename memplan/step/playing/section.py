@@ -28,8 +28,6 @@ def play(
     """Return what is alive while a part runs forward, then backward from the gradient of ``output``.
 
     Args:
-        tape: The operations.
-        output: The value whose gradient comes in.
         mode: What becomes of weight gradients.
         entry: What the part is given; checkpointing saves it until backward is done.
         recomputation: What forward saves, and what is computed again.

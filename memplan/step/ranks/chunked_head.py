@@ -29,7 +29,6 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     Args:
         step: The rank's step.
         around: What lies around, with what layers have saved.
-        played: The parts of the model, played.
 
     Raises:
         CannotAnswerError: The head is the embedding.
@@ -58,7 +57,6 @@ def chunk_losses(
     Args:
         step: The rank's step.
         around: What lies around, with what layers have saved.
-        played: The parts of the model, played.
         reduced: What is reduced: the head, or the norm besides, whose gradients of an earlier micro-batch wait for it.
         pending: The buffer of an earlier reduction, which is there until this one.
         keeps: Whether what comes out stays, and is not added to what is there.

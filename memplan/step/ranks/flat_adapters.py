@@ -79,21 +79,13 @@ def _without_casts(part: Segments) -> Segments:
 
 @dataclass(slots=True)
 class _Handle:
-    """A unit as FSDP1 follows it through a step.
+    """A unit as FSDP1 follows it through a step."""
 
-    Attributes:
-        unit: What it takes.
-        place: Its place among the units whose forward has ended; -1 before that.
-        gathered: Whether it is whole.
-        ahead: Whether it was gathered before it was asked for.
-        awaited: Whether a result of it has a hook that backward will reach.
-    """
-
-    unit: Unit
-    place: int = -1
-    gathered: bool = False
-    ahead: bool = False
-    awaited: bool = False
+    unit: Unit  # What it takes
+    place: int = -1  # Its place among the units whose forward has ended; -1 before that
+    gathered: bool = False  # Whether it is whole
+    ahead: bool = False  # Whether it was gathered before it was asked for
+    awaited: bool = False  # Whether a result of it has a hook that backward will reach
 
 
 class FlatGathers:

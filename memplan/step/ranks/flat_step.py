@@ -33,7 +33,6 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
         step: The rank's step.
         bare: What is there throughout it.
         base: The same with what layers were given besides their input.
-        played: The parts of the model, played.
         of: What becomes of gradients.
     """
     head, root = step.taped.head, step.first.gathered_bytes
@@ -109,7 +108,6 @@ def _put_together(
     """Yield a unit's gradients as they become one tensor, and its reduction.
 
     Args:
-        own: The unit.
         at: The instant, what lies around, and the gradients as they were formed.
         held: What is gathered meanwhile.
         kept: What stays gathered when the unit is let go of.

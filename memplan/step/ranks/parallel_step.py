@@ -22,7 +22,8 @@ from functools import partial
 from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
-from memplan.step.instants import StepForms, embedded_leaf, saved_by_layers, step_instants
+from memplan.step.instants import StepForms, saved_by_layers, step_instants
+from memplan.step.kept_by_loop import embedded_leaf
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
@@ -52,7 +53,6 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     """Return the closed forms of one rank's training step.
 
     Args:
-        model: The model.
         setup: The training setup, with ``zero_stage: 3``.
         states: What the rank stores.
         regime: Which operations run.
@@ -188,7 +188,6 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
         step: The rank's step.
         base: What is there throughout.
         above: Gradients that the head has left.
-        model: The parts of the model, played.
         of: What becomes of gradients.
     """
     saved = model.saved
@@ -211,7 +210,6 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
         step: The rank's step.
         place: Its run, and its place in that.
         around: What lies around it.
-        played: It, played.
         of: What becomes of gradients.
     """
     index, position = place
@@ -256,7 +254,6 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
         step: The rank's step.
         around: What lies around it.
         whole: Gradients that the head has left, where they wait for those of the embedding.
-        played: The parts of the model, played.
         of: What becomes of gradients.
     """
     communication = step.first.gathered_bytes + (step.units[0].reduced_bytes if of.reduces else 0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from memplan.step.behind_forward import behind_forward
 from memplan.step.divided.divided_ends import FORWARD_BYTES
-from memplan.step.ends_on_tape import evaluated_head
+from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
-from memplan.step.instants import embedded_leaf, named_embeddings, saves_leaf
+from memplan.step.kept_by_loop import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import kept_arguments, tables_of_graph

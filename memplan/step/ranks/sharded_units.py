@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memplan.catalog.training_config import FlatShards
+from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
@@ -23,32 +23,19 @@ from memplan.training.resolved import TrainingSetup
 
 @dataclass(frozen=True, slots=True)
 class ShardedStep:
-    """One rank's step: tapes of gathered weights, and the units that weights are gathered in.
+    """One rank's step: tapes of gathered weights, and the units that weights are gathered in."""
 
-    Attributes:
-        inputs: What is compiled; its states are those of whole weights.
-        taped: The model on tape.
-        played: Its parts played; whole gradients are always new ones.
-        first: The unit of the embedding, or of all that no layer has.
-        tail: The unit of final norm and head; the same one, or one apart.
-        units: For each run of layers, the unit that one of them is.
-        rest: The root's own unit besides those of the ends, where there is one.
-        head: What the head alone is in the unit of norm and head, where that is one.
-        reduced_width: Bytes of an element of a gradient as it is reduced.
-        flat: What FullyShardedDataParallel is told, where units are its flat tensors.
-        adapters: The units of adapters there, each matrix one alone, by name.
-    """
-
-    inputs: StepInputs
-    taped: ModelOnTape
-    played: PlayedModel
-    first: Unit
-    tail: Unit
-    units: tuple[Unit, ...]
-    rest: Unit | None
-    head: Unit | None
-    reduced_width: int
-    flat: FlatShards | None = None
+    inputs: StepInputs  # What is compiled; its states are those of whole weights
+    taped: ModelOnTape  # The model on tape
+    played: PlayedModel  # Its parts played; whole gradients are always new ones
+    first: Unit  # The unit of the embedding, or of all that no layer has
+    tail: Unit  # The unit of final norm and head; the same one, or one apart
+    units: tuple[Unit, ...]  # For each run of layers, the unit that one of them is
+    rest: Unit | None  # The root's own unit besides those of the ends, where there is one
+    head: Unit | None  # What the head alone is in the unit of norm and head, where that is one
+    reduced_width: int  # Bytes of an element of a gradient as it is reduced
+    flat: FlatShards | None = None  # What FullyShardedDataParallel is told, where units are its flat tensors
+    # The units of adapters there, each matrix one alone, by name.
     adapters: Mapping[str, Unit] = field(default_factory=dict)
 
     @property
@@ -219,17 +206,11 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What becomes of gradients in one forward and backward.
+    """What becomes of gradients in one forward and backward."""
 
-    Attributes:
-        mode: What becomes of those that are kept; ``again`` adds to them.
-        reduces: Whether whole gradients are reduced, and not kept whole until a later micro-step's are.
-        beside: Whether there are whole gradients of earlier micro-steps, which are added to.
-    """
-
-    mode: Mode
-    reduces: bool = True
-    beside: bool = False
+    mode: Mode  # What becomes of those that are kept; ``again`` adds to them
+    reduces: bool = True  # Whether whole gradients are reduced, and not kept whole until a later micro-step's are
+    beside: bool = False  # Whether there are whole gradients of earlier micro-steps, which are added to
 
     def formed(self, whole: int) -> int:
         """Return the gradients that there are once a unit has formed its own, besides those from before."""

@@ -28,17 +28,11 @@ Tapes = Callable[[int, int], tuple[StepInputs, ModelOnTape, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """What is generated together.
+    """What is generated together."""
 
-    Attributes:
-        rows: Completions.
-        prompt: Tokens of each prompt.
-        length: Tokens of prompt and completion.
-    """
-
-    rows: int
-    prompt: int
-    length: int
+    rows: int  # Completions
+    prompt: int  # Tokens of each prompt
+    length: int  # Tokens of prompt and completion
 
 
 def refuse_generation(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -102,7 +96,6 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     """Yield the moments of a forward of prompts or of a token.
 
     Args:
-        tapes: The model on tape.
         shape: Rows and tokens of each.
         cached: Keys and values of all layers.
         own: Those of the layer that runs which its own operations have already, or less than nothing for what is there besides.

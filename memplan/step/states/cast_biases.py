@@ -17,7 +17,6 @@ def with_cast_biases(states: ModelStates, casts: Iterable[CastBias], narrow: str
 
     Args:
         states: Those of a model as it is loaded.
-        casts: What its layers cast.
         narrow: Name of the dtype of 16 bits.
 
     Source:

@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Offload, Parallel
+from memplan.catalog.training_config import Offload
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.step.states.model_states import ModelStates, model_states
@@ -48,17 +49,11 @@ Piece = tuple[int, int]
 
 @dataclass(frozen=True, slots=False)
 class FlatGroup:
-    """A group of an optimizer's parameters in a flat tensor.
+    """A group of an optimizer's parameters in a flat tensor."""
 
-    Attributes:
-        names: The parameters, in the order in which they lie there.
-        sizes: Their elements.
-        ranks: Ranks that share it.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    ranks: int
+    names: tuple[str, ...]  # The parameters, in the order in which they lie there
+    sizes: tuple[int, ...]  # Their elements
+    ranks: int  # Ranks that share it
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -100,7 +95,6 @@ def flat_groups(setup: TrainingSetup, trained: Iterable[Named]) -> tuple[FlatGro
     """Return the flat tensors of a setup's trained parameters, in the order of the optimizer's groups.
 
     Args:
-        setup: The training setup.
         trained: The parameters, single and in the order of the model.
     """
     parallel = setup.config.parallel
@@ -151,17 +145,11 @@ def _dealt(group: Sequence[Single], ranks: int) -> list[Single]:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank has of the gradients of one step.
+    """What a rank has of the gradients of one step."""
 
-    Attributes:
-        gradient_bytes: The buffer that its parameters' gradients are copied into, each of them whole.
-        names: These parameters.
-        step_bytes: Most that its step takes besides what stays, that buffer included.
-    """
-
-    gradient_bytes: int
+    gradient_bytes: int  # The buffer that its parameters' gradients are copied into, each of them whole
     names: frozenset[str]
-    step_bytes: int
+    step_bytes: int  # Most that its step takes besides what stays, that buffer included
 
 
 def gradient_width(setup: TrainingSetup) -> int:

@@ -19,15 +19,10 @@ Alike = tuple[tuple[int, ...], str, str]
 
 @dataclass(frozen=True, slots=True)
 class MuonBatch:
-    """Matrices of one kind, and how they are updated.
+    """Matrices of one kind, and how they are updated."""
 
-    Attributes:
-        together: How many are updated together; 1 where each is updated by itself.
-        some_alone: Whether one is left over, which is updated by itself.
-    """
-
-    together: int
-    some_alone: bool
+    together: int  # How many are updated together; 1 where each is updated by itself
+    some_alone: bool  # Whether one is left over, which is updated by itself
 
 
 ALONE = MuonBatch(1, True)
@@ -39,7 +34,6 @@ def muon_batches(
     """Return how the matrices of an optimizer's group are updated, by what makes them alike; ``ALONE`` are left out.
 
     Args:
-        setup: The training setup.
         group: All tensors of the optimizer, each with how often it is there.
         stored: Names of those whose gradients stand in a store, which are updated one by one.
     """
@@ -72,21 +66,14 @@ def _can_share(setup: TrainingSetup, entry: TensorStates) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BatchPhases:
-    """Bytes of the tensors that updating a batch allocates, in order, phase by phase; each phase gives all of its own back.
+    """Bytes of the tensors that updating a batch allocates, in order; each phase gives all of its own back."""
 
-    Attributes:
-        update: What is orthogonalised, in bf16; it lives through all phases.
-        momentum: Codes of all; their codec's scratch; gradients in fp32; values in fp32 of a bf16 momentum.
-        norms: Of rows, in bf16 and in fp32, and of matrices.
-        workspace: Of Newton-Schulz.
-        weights: Updates in fp32, and weights that are not fp32.
-    """
-
-    update: int
+    update: int  # What is orthogonalised, in bf16; it lives through all phases
+    # Codes of all; their codec's scratch; gradients in fp32; values in fp32 of a bf16 momentum.
     momentum: tuple[int, ...]
-    norms: tuple[int, ...]
-    workspace: tuple[int, ...]
-    weights: tuple[int, ...]
+    norms: tuple[int, ...]  # Of rows, in bf16 and in fp32, and of matrices
+    workspace: tuple[int, ...]  # Of Newton-Schulz
+    weights: tuple[int, ...]  # Updates in fp32, and weights that are not fp32
 
 
 def batch_phases(setup: TrainingSetup, entry: TensorStates, count: int) -> BatchPhases:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
-from memplan.catalog.training_config import Offload, Parallel
+from memplan.catalog.training_config import Offload
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -197,10 +198,6 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
 
     Formula:
         ``ranks * elements of the shards * bytes of an element``.
-
-    Args:
-        tensors: Its tensors, whole.
-        setup: The training setup.
 
     Source:
         ``foreach_all_gather`` and ``foreach_reduce`` in

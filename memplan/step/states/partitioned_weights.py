@@ -30,45 +30,25 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """What each rank keeps between steps, and the sizes that it gathers and reduces by.
+    """What each rank keeps between steps, and the sizes that it gathers and reduces by."""
 
-    Attributes:
-        ranks: Ranks.
-        width: Bytes of an element of weights and gradients.
-        threshold: Elements up to which a parameter stays gathered.
-        bucket: Elements of gradients that are reduced together.
-        ahead: Elements that are gathered ahead at once.
-        live: Elements that are gathered before nothing is gathered ahead.
-        distance: Elements among which a module that needs a parameter again keeps it.
-        copies: Whether gradients are interleaved in a tensor of their own before they are reduced.
-        weight_bytes: Pieces of all parameters, and those that stay gathered.
-        whole_bytes: The latter alone.
-        master_bytes: Pieces of trained ones in fp32.
-        gradient_bytes: Their gradients, which are there always.
-        state_bytes: The optimizer's states of them.
-        host: What lies in host memory.
-        offloads: Whether gradients go there, and all that is stepped.
-        moved: Whether pieces of weights come from there to be gathered.
-        step_bytes: Most that the step takes besides, once all parameters have been let go of.
-    """
-
-    ranks: int
-    width: int
-    threshold: int
-    bucket: int
-    ahead: int
-    live: int
-    distance: int
-    copies: bool
-    weight_bytes: int
-    whole_bytes: int
-    master_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    host: HostMemory
-    offloads: bool
-    moved: bool
-    step_bytes: int
+    ranks: int  # Ranks
+    width: int  # Bytes of an element of weights and gradients
+    threshold: int  # Elements up to which a parameter stays gathered
+    bucket: int  # Elements of gradients that are reduced together
+    ahead: int  # Elements that are gathered ahead at once
+    live: int  # Elements that are gathered before nothing is gathered ahead
+    distance: int  # Elements among which a module that needs a parameter again keeps it
+    copies: bool  # Whether gradients are interleaved in a tensor of their own before they are reduced
+    weight_bytes: int  # Pieces of all parameters, and those that stay gathered
+    whole_bytes: int  # The latter alone
+    master_bytes: int  # Pieces of trained ones in fp32
+    gradient_bytes: int  # Their gradients, which are there always
+    state_bytes: int  # The optimizer's states of them
+    host: HostMemory  # What lies in host memory
+    offloads: bool  # Whether gradients go there, and all that is stepped
+    moved: bool  # Whether pieces of weights come from there to be gathered
+    step_bytes: int  # Most that the step takes besides, once all parameters have been let go of
 
 
 def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> Partitions:
@@ -76,7 +56,6 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
 
     Args:
         setup: The training setup, with ``zero_stage: 3``.
-        states: Those of whole tensors.
         hidden_size: What ``auto`` values are multiples of.
 
     Formula:

@@ -164,7 +164,6 @@ def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kerne
     Args:
         entry: What the tensors' optimizer is in the catalog.
         kind: The class, which is another than the entry's where that cannot step.
-        group: The tensors.
         kernel: Which of its kernels a config asks for.
 
     Raises:

@@ -28,7 +28,6 @@ class EventRecorder:
     """Writes down when storages are allocated and freed, where ``LiveBytes`` counts.
 
     Args:
-        storages: Those of a tape.
         entry: One that is there before.
         output: One that is handed on when forward ends.
     """
@@ -139,9 +138,7 @@ class EventRecorder:
         Autograd casts the gradient of autocast's copy to the weight's dtype first.
 
         Args:
-            weight: The weight.
             mode: What becomes of its gradient.
-            formed: The gradient's storage.
         """
         if weight.summed:
             self.hand_on(weight.name, formed)

@@ -98,7 +98,6 @@ EMBEDDING_DIRECT_INDICES = 3072
 EMBEDDING_ROWS_PER_PART = 10
 """Limits in aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
 
-
 LATE_CHUNKS = 3
 """Chunks of a gated delta network at the end of a sequence that are told one by one, as the first is; those between are alike."""
 
@@ -237,7 +236,6 @@ def quantities(
     Args:
         batch: Sequences.
         length: Tokens of each.
-        chunks: Chunks of a chunked loss.
         vocab: Rows of the embedding.
         chunk: Tokens of a chunk, where that does not follow from their number.
         row: Tokens of one sequence in a chunk, likewise.

@@ -16,19 +16,14 @@ BEHIND_REGION = "behind the region"
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A point of a step: the bytes alive there, as far as the tape knows them.
-
-    Attributes:
-        communication: How many of the form's constant temporaries are gathered weights and reduced
-            gradients of several GPUs.
-        reduces: A sum over rows that runs there, whose partial sums are no linear form.
-    """
+    """A point of a step: the bytes alive there, as far as the tape knows them."""
 
     name: str
     operation: str
     form: Form
+    # How many of the form's constant temporaries are gathered weights and reduced gradients of several GPUs.
     communication: int = 0
-    reduces: Reduction | None = None
+    reduces: Reduction | None = None  # A sum over rows that runs there, whose partial sums are no linear form
 
     def around(self, form: Form, name: str = "", operation: str = "") -> Instant:
         """Return the point with ``form`` alive besides, under another name where one is given."""
@@ -45,22 +40,15 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a part of the model has alive in forward and in backward.
+    """What a part of the model has alive in forward and in backward."""
 
-    Attributes:
-        forward: Moments of its forward, with what it is given.
-        saved: What forward leaves for backward.
-        carried: What stays besides until the whole forward ends: weights that autocast has cast.
-        backward: Moments of its backward, what is computed again for it included; the first one has the
-            gradient of its output, and all that forward left.
-        escaped: What of that stays until the graph of the loss goes, whatever backward has done.
-    """
-
-    forward: list[Instant]
-    saved: Form
-    carried: Form
+    forward: list[Instant]  # Moments of its forward, with what it is given
+    saved: Form  # What forward leaves for backward
+    carried: Form  # What stays besides until the whole forward ends: weights that autocast has cast
+    # Moments of its backward, what is computed again for it included; the first one has the gradient of its output, and
+    # all that forward left.
     backward: list[Instant]
-    escaped: Form = ZERO
+    escaped: Form = ZERO  # What of that stays until the graph of the loss goes, whatever backward has done
 
 
 def dominant(instants: Sequence[Instant]) -> list[Instant]:

@@ -25,41 +25,32 @@ FOREVER = 2**62
 
 @dataclass(slots=True)
 class Tape:
-    """Operations in the order of forward.
+    """Operations in the order of forward."""
 
-    Attributes:
-        storages: What is allocated, each once.
-        nodes: Operations that have a backward.
-        operations: All operations.
-        instant: Instant that operations added from now on belong to in backward.
-        last_use: Storage -> index of the operation after which forward's own names for it are gone.
-        regional: Storages that stay until a region of autocast ends.
-        cast_weights: Weight's name -> the copy that such a region makes of it, once.
-        graph_use: Storage -> index of the operation after which a graph that is cut off lets it go; forward under
-            checkpointing, or without gradients, has no such graph.
-        given_until: Storages that are there before the first operation, and not as long as forward runs.
-        entered: Index of an operation -> the module that begins with it, where that is not the operation's own.
-        cast_biases: Name of a bias that a product casts for good -> the bytes of an element that it has from then on.
-        region_end: Index of the first operation behind the region of autocast, where that ends before the tape does.
-        leaf: A result that a library asks for a gradient of, with which it stays as long as the graph of the loss.
-        named: Results that the model has names for until all layers have run.
-        waits: Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
-    """
-
-    storages: list[Storage] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
-    instant: str = ""
+    storages: list[Storage] = field(default_factory=list)  # What is allocated, each once
+    nodes: list[Node] = field(default_factory=list)  # Operations that have a backward
+    operations: list[Operation] = field(default_factory=list)  # All operations
+    instant: str = ""  # Instant that operations added from now on belong to in backward
+    # Storage -> index of the operation after which forward's own names for it are gone.
     last_use: dict[int, int] = field(default_factory=dict)
-    regional: set[int] = field(default_factory=set)
+    regional: set[int] = field(default_factory=set)  # Storages that stay until a region of autocast ends
+    # Weight's name -> the copy that such a region makes of it, once.
     cast_weights: dict[str, Value] = field(default_factory=dict)
+    # Storage -> index of the operation after which a graph that is cut off lets it go; forward under checkpointing, or
+    # without gradients, has no such graph.
     graph_use: dict[int, int] = field(default_factory=dict)
+    # Storages that are there before the first operation, and not as long as forward runs.
     given_until: set[int] = field(default_factory=set)
+    # Index of an operation -> the module that begins with it, where that is not the operation's own.
     entered: dict[int, str] = field(default_factory=dict)
+    # Name of a bias that a product casts for good -> the bytes of an element that it has from then on.
     cast_biases: dict[str, int] = field(default_factory=dict)
+    # Index of the first operation behind the region of autocast, where that ends before the tape does.
     region_end: int = FOREVER
+    # A result that a library asks for a gradient of, with which it stays as long as the graph of the loss.
     leaf: Value | None = None
-    named: tuple[Value, ...] = ()
+    named: tuple[Value, ...] = ()  # Results that the model has names for until all layers have run
+    # Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
     waits: bool = False
 
     def value(
@@ -103,7 +94,6 @@ class Tape:
             inputs: Inputs with the way their gradients are made.
             outputs: Outputs, made by :meth:`value` or :meth:`view`.
             saves: Tensors that stay until this operation's backward is done.
-            weights: Parameters that it reads.
             traits: What else it does.
         """
         made = (outputs,) if isinstance(outputs, Value) else tuple(outputs)

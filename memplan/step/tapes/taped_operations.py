@@ -16,23 +16,20 @@ Sizes = Sequence[tuple[Quantity, int]]
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A tensor of a tape; views share a storage.
-
-    Attributes:
-        foreign: Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
-        gradient_coefficient: Bytes of its gradient for each unit of the quantity, where they are more than its own.
-        leaf: Whether autograd has it for a parameter: autocast casts it once in a region, where it is in fp32.
-        apart: Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
-    """
+    """A tensor of a tape; views share a storage."""
 
     storage: int
     quantity: Quantity
     coefficient: int
     element_bytes: int
     needs_gradient: bool = True
+    # Whether it is in the 16-bit dtype that products are not computed in: as wide, and yet to be cast.
     foreign: bool = False
+    # Bytes of its gradient for each unit of the quantity, where they are more than its own.
     gradient_coefficient: int = 0
+    # Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
     apart: bool = False
+    # Whether autograd has it for a parameter: autocast casts it once in a region, where it is in fp32.
     leaf: bool = False
 
     @property
@@ -54,52 +51,33 @@ NEW, SAME, VIEW, OVER = Pass.NEW, Pass.SAME, Pass.VIEW, Pass.OVER
 
 
 class Reduction(NamedTuple):
-    """A sum over the rows of a matrix, for which CUDA's blocks keep partial sums (memplan.step.tapes.reduction_workspaces).
+    """A sum over the rows of a matrix, for which CUDA's blocks keep partial sums (``reduction_workspaces``)."""
 
-    Attributes:
-        quantity: What rows are proportional to.
-        times: Rows for each unit of it.
-        columns: Length of the result.
-    """
-
-    quantity: Quantity
-    times: int
-    columns: int
+    quantity: Quantity  # What rows are proportional to
+    times: int  # Rows for each unit of it
+    columns: int  # Length of the result
 
 
 class Traits(NamedTuple):
-    """What an operation does besides reading its inputs and forming its outputs.
+    """What an operation does besides reading its inputs and forming its outputs."""
 
-    Attributes:
-        packs: Whether backward saves anything, be it a table or a number; by default, what is saved and
-            parameters that are no codes.
-        scratch: Scratch memory of its forward.
-        workspace: Scratch memory of its backward.
-        casts: Gradients that are cast from wider ones in the workspace, when the operation's own backward is done.
-        reduces: The sum over rows that forms a weight's gradient.
-        product: Whether selective checkpointing saves its results.
-        matrices: Whether it is the product of two matrices and nothing else (``aten.mm``).
-        adds_bias: Whether the kernel of its product adds a bias that is not among its weights.
-        batched: Whether it is products of stacked matrices (``aten.bmm``).
-        custom: Whether it is a function written in Python, which saves its tensors when it is done.
-        escapes: Whether what it saves are attributes of its node, which hooks of checkpointing do not see.
-        forms_last: Whether its backward forms gradients when all else that it takes is there.
-        made: Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
-    """
-
+    # Whether backward saves anything, be it a table or a number; by default, what is saved and parameters that are no
+    # codes.
     packs: bool | None = None
-    scratch: Sizes = ()
-    workspace: Sizes = ()
+    scratch: Sizes = ()  # Scratch memory of its forward
+    workspace: Sizes = ()  # Scratch memory of its backward
+    # Gradients that are cast from wider ones in the workspace, when the operation's own backward is done.
     casts: Sizes = ()
-    reduces: Reduction | None = None
-    product: bool = False
-    custom: bool = False
-    matrices: bool = False
-    adds_bias: bool = False
-    batched: bool = False
-    forms_last: bool = False
+    reduces: Reduction | None = None  # The sum over rows that forms a weight's gradient
+    product: bool = False  # Whether selective checkpointing saves its results
+    custom: bool = False  # Whether it is a function written in Python, which saves its tensors when it is done
+    matrices: bool = False  # Whether it is the product of two matrices and nothing else (``aten.mm``)
+    adds_bias: bool = False  # Whether the kernel of its product adds a bias that is not among its weights
+    batched: bool = False  # Whether it is products of stacked matrices (``aten.bmm``)
+    forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
+    # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     made: tuple[Value, ...] = ()
-    escapes: bool = False
+    escapes: bool = False  # Whether what it saves are attributes of its node, which hooks of checkpointing do not see
 
 
 PLAIN = Traits()
@@ -108,22 +86,17 @@ SAVES_NOTHING = Traits(packs=False)
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """The backward of one operation.
-
-    Attributes:
-        inputs: Inputs that need a gradient, with the way it is made.
-        saved: Storages that stay until it has run.
-        packs: Whether it saves any tensor, weights and tables included: under checkpointing, the first such node that
-            backward reaches has the part computed again.
-    """
+    """The backward of one operation."""
 
     name: str
-    inputs: tuple[tuple[Value, Pass], ...]
+    inputs: tuple[tuple[Value, Pass], ...]  # Inputs that need a gradient, with the way it is made
     outputs: tuple[Value, ...]
-    saved: tuple[int, ...]
+    saved: tuple[int, ...]  # Storages that stay until it has run
     weights: tuple[Weight, ...]
     traits: Traits
     instant: str
+    # Whether it saves any tensor, weights and tables included: under checkpointing, the first such node that backward
+    # reaches has the part computed again.
     packs: bool
 
     @property
@@ -140,20 +113,13 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation of forward.
-
-    Attributes:
-        makes: Storages that it allocates.
-        weights: Parameters that it reads, decoded first where they are codes.
-        traits: What else it does.
-        node: Its backward, or None.
-        saves_last: Whether its node packs its tensors when the results are there, and not before: results that it
-            saves, and functions written in Python.
-    """
+    """One operation of forward."""
 
     name: str
-    makes: tuple[int, ...]
-    weights: tuple[Weight, ...]
-    traits: Traits
-    node: Node | None
+    makes: tuple[int, ...]  # Storages that it allocates
+    weights: tuple[Weight, ...]  # Parameters that it reads, decoded first where they are codes
+    traits: Traits  # What else it does
+    node: Node | None  # Its backward, or None
+    # Whether its node packs its tensors when the results are there, and not before: results that it saves, and
+    # functions written in Python.
     saves_last: bool

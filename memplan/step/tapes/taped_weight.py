@@ -18,73 +18,47 @@ or used at once."""
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter tensor as an operation of a tape sees it.
+    """A parameter tensor as an operation of a tape sees it."""
 
-    Attributes:
-        name: Its name, for explanations.
-        trainable: Whether backward forms a gradient for it.
-        element_bytes: Bytes of an element as products and norms read it.
-        copy_bytes: A copy in the compute dtype made for the product: dequantised, and made
-            again for backward; or cast by autocast, and saved from forward to backward.
-        decoding_bytes: What making a dequantised copy takes besides.
-        decoding_rows_bytes: How much of that is one tensor: rows in fp32.
-        copy_saved: Whether that copy is saved (autocast) or made anew (dequantised).
-        own_bytes: The weight in its own dtype.
-        formed_bytes: Its gradient as backward forms it, in the compute dtype.
-        gradient_bytes: Its gradient as it is stored; the formed one itself where ``converted`` is false.
-        gradient_scale_bytes: Of the stored gradient, the scale of FP8: a tensor of its own.
-        converted: Whether storing makes another tensor.
-        add_bytes: Temporaries of rounding into, and of adding to, a gradient store.
-        coded: Whether the weight is no float parameter; its gradient is stored while the
-            operation that formed it still holds its inputs.
-        delayed: Whether its gradient waits for another to be added (a tied head), whatever the mode.
-        joins_as_stored: Whether what waits, with the other gradient added in place, is then the gradient as it is stored.
-        shared: Whether a gradient of it has been stored before, to which this one is added.
-        handed_over: Whether the bundled optimizer has moved the gradient into its store, and the one
-            that was formed is gone, before an update inside backward.
-        update_bytes: Temporaries of updating this tensor alone, for updates inside backward.
-        rows: Its first dimension.
-        columns: Its last dimension.
-        foreign: Whether it is stored in the 16-bit dtype that products are not computed in.
-        emptied: Whether a step takes its gradient away even where gradients are filled with zeros.
-        scales_bytes: Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean,
-            for a product, and formed alone for backward.
-        decoded_bytes: The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
-        decoding_parts: Temporaries of forming that copy by operators of torch.
-        decoded_alike: Whether a product of forward decodes it as one of backward does.
-        integers: Whether a product multiplies its codes, and not a decoded copy.
-        summed: Whether autograd adds up several gradients of it before it is stored.
-    """
-
-    name: str
-    trainable: bool = True
-    element_bytes: int = 2
+    name: str  # Its name, for explanations
+    trainable: bool = True  # Whether backward forms a gradient for it
+    element_bytes: int = 2  # Bytes of an element as products and norms read it
+    # A copy in the compute dtype made for the product: dequantised, and made again for backward; or cast by autocast,
+    # and saved from forward to backward.
     copy_bytes: int = 0
-    copy_saved: bool = False
-    own_bytes: int = 0
-    formed_bytes: int = 0
-    gradient_bytes: int = 0
-    gradient_scale_bytes: int = 0
-    converted: bool = False
+    copy_saved: bool = False  # Whether that copy is saved (autocast) or made anew (dequantised)
+    own_bytes: int = 0  # The weight in its own dtype
+    formed_bytes: int = 0  # Its gradient as backward forms it, in the compute dtype
+    gradient_bytes: int = 0  # Its gradient as it is stored; the formed one itself where ``converted`` is false
+    gradient_scale_bytes: int = 0  # Of the stored gradient, the scale of FP8: a tensor of its own
+    converted: bool = False  # Whether storing makes another tensor
+    # Whether the weight is no float parameter; its gradient is stored while the operation that formed it still holds
+    # its inputs.
     coded: bool = False
-    add_bytes: int = 0
-    delayed: bool = False
+    add_bytes: int = 0  # Temporaries of rounding into, and of adding to, a gradient store
+    delayed: bool = False  # Whether its gradient waits for another to be added (a tied head), whatever the mode
+    # Whether what waits, with the other gradient added in place, is then the gradient as it is stored.
     joins_as_stored: bool = False
-    shared: bool = False
+    shared: bool = False  # Whether a gradient of it has been stored before, to which this one is added
+    # Whether the bundled optimizer has moved the gradient into its store, and the one that was formed is gone, before
+    # an update inside backward.
     handed_over: bool = False
-    update_bytes: int = 0
-    rows: int = 0
-    columns: int = 0
-    foreign: bool = False
-    emptied: bool = False
-    summed: bool = False
-    decoding_bytes: int = 0
+    update_bytes: int = 0  # Temporaries of updating this tensor alone, for updates inside backward
+    rows: int = 0  # Its first dimension
+    columns: int = 0  # Its last dimension
+    foreign: bool = False  # Whether it is stored in the 16-bit dtype that products are not computed in
+    emptied: bool = False  # Whether a step takes its gradient away even where gradients are filled with zeros
+    summed: bool = False  # Whether autograd adds up several gradients of it before it is stored
+    decoding_bytes: int = 0  # What making a dequantised copy takes besides
+    # Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean, for a product,
+    # and formed alone for backward.
     scales_bytes: int = 0
+    # The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
     decoded_bytes: int = 0
-    decoding_rows_bytes: int = 0
-    decoding_parts: tuple[int, ...] = ()
-    decoded_alike: bool = False
-    integers: bool = False
+    decoding_rows_bytes: int = 0  # How much of that is one tensor: rows in fp32
+    decoding_parts: tuple[int, ...] = ()  # Temporaries of forming that copy by operators of torch
+    decoded_alike: bool = False  # Whether a product of forward decodes it as one of backward does
+    integers: bool = False  # Whether a product multiplies its codes, and not a decoded copy
 
     @property
     def gradient_codes_bytes(self) -> int:

@@ -32,8 +32,6 @@ def state_bytes(
     """Return the optimizer's state bytes for one tensor: (on the device, on the host).
 
     Args:
-        optimizer: Catalog entry.
-        kind: The class that updates the tensor.
         shape: Dimensions of the tensor.
         own_bytes: Bytes of an element of the tensor that is updated, for slots stored like it.
         fused: Whether a fused kernel keeps step counters on the device.

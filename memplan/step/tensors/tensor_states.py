@@ -15,7 +15,6 @@ class TensorStates:
     """What training keeps for one parameter tensor; times ``tensor.count`` for all layers.
 
     Attributes:
-        tensor: The parameter.
         format_name: How its weight is stored.
         trainable: Whether it has a gradient.
         weight_bytes: Stored weight.
@@ -27,7 +26,6 @@ class TensorStates:
         element_bytes: Bytes of an element as operations read it: its own, or decoded.
         copy_bytes: Copy of the weight in the compute dtype that a product needs; 0 for none.
         optimizer_name: Optimizer that takes it.
-        optimizer: The same, as its catalog entry.
         gradient_name: Dtype of its gradient as it is kept.
         stepper: The class that updates it; None where it is frozen, or no optimizer has it.
         coded_as: Format whose codec codes its weight again; None for floats, and for codes that stay.
@@ -112,8 +110,6 @@ def tensor_states(
     """Return the bytes that training keeps for one tensor.
 
     Args:
-        setup: The training setup.
-        tensor: The parameter.
         frozen: Whether it is not trained.
         together: The class that updates it together with others; by default what updates it alone.
 

@@ -31,30 +31,20 @@ STORED_GRADIENTS = ("fp32", "bf16", "fp8-e4m3", "fp8-e5m2")
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A tensor as an update is given it.
+    """A tensor as an update is given it."""
 
-    Attributes:
-        format_name: How it is stored.
-        gradient: Dtype of its gradient as it is kept.
-        dimensions: How many it has.
-        coded: Whether it is stored as codes.
-        codec: What codes it again; None where nothing does.
-    """
-
-    format_name: str
-    gradient: str
-    dimensions: int
-    coded: bool = False
-    codec: str | None = None
+    format_name: str  # How it is stored
+    gradient: str  # Dtype of its gradient as it is kept
+    dimensions: int  # How many it has
+    coded: bool = False  # Whether it is stored as codes
+    codec: str | None = None  # What codes it again; None where nothing does
 
 
 def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection[Updated]) -> Stepper:
     """Return the class that updates a group of tensors.
 
     Args:
-        setup: The training setup.
         name: Catalog name of the optimizer, for messages.
-        entry: Its catalog entry.
         group: What its tensors are, each kind once.
 
     Raises:

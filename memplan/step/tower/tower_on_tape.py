@@ -211,7 +211,6 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight],
     """Return a tower on tape, its parts the same ones each time; None for rows of text.
 
     Args:
-        settings: What its parts depend on.
         weights: Its parameters, by name relative to the model.
         again: Whether checkpointing is of its blocks.
     """

@@ -88,7 +88,6 @@ def tower_block(settings: TowerSettings, weights: Named, full: bool, needs_gradi
     """Return a block: attention within windows or over whole images, and a gated feed-forward part.
 
     Args:
-        settings: What it depends on.
         weights: Its parameters, by name relative to it.
         full: Whether attention is over whole images.
         needs_gradient: Whether what it is given needs a gradient.
@@ -146,7 +145,6 @@ def closing_section(
     """Return the projector, and what puts its result in the places of tokens.
 
     Args:
-        settings: What it depends on.
         weights: Parameters of the projector, by name relative to it.
         needs_gradient: Whether what the last block returns needs a gradient.
         width: Bytes of an element of that.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.inventory import ParameterTensor, Role
 from memplan.units import ceil_div, round_up
 
@@ -48,7 +48,6 @@ def adapter_pieces(adapters: Iterable[ParameterTensor], parallel: Parallel, widt
     """Yield what the first rank holds of adapters, each matrix of which is a unit alone.
 
     Args:
-        adapters: Their tensors, whole.
         parallel: Ranks, and whether parameters stay apart.
         width: Bytes of an element as it is gathered.
 
@@ -67,7 +66,6 @@ def flat_pieces(
     A layer is a unit; embedding, final norm and head are another. Padding between parameters counts to the one before it.
 
     Args:
-        inventory: The model's tensors, whole.
         parallel: Ranks, and whether parameters stay apart.
         width: Bytes of an element as it is gathered.
         role: Of the tensors that units are where parameters do not stay apart.

@@ -10,19 +10,12 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostTensors:
-    """Tensors alike that one rank has in host memory.
+    """Tensors alike that one rank has in host memory."""
 
-    Attributes:
-        component: What they are: ``weights``, ``gradients``, ``optimizer_states`` ...
-        tensor_bytes: Bytes of one of them.
-        count: How many there are.
-        pinned: Whether they are pinned, so that the GPU copies them while it computes.
-    """
-
-    component: str
-    tensor_bytes: int
-    count: int
-    pinned: bool
+    component: str  # What they are: ``weights``, ``gradients``, ``optimizer_states`` ..
+    tensor_bytes: int  # Bytes of one of them
+    count: int  # How many there are
+    pinned: bool  # Whether they are pinned, so that the GPU copies them while it computes
 
     @property
     def bytes(self) -> int:
@@ -55,13 +48,9 @@ def rounded_to_power(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What one rank has in host memory, beside what every process takes.
+    """What one rank has in host memory, beside what every process takes."""
 
-    Attributes:
-        tensors: All tensors there.
-    """
-
-    tensors: tuple[HostTensors, ...] = ()
+    tensors: tuple[HostTensors, ...] = ()  # All tensors there
 
     @property
     def bytes(self) -> int:

@@ -24,29 +24,17 @@ class Marks(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Trained:
-    """One weight that is trained, and its gradient as it is stored.
+    """One weight that is trained, and its gradient as it is stored."""
 
-    Attributes:
-        name: Its name in the model.
-        role: What decides its optimizer.
-        shape: Its dimensions.
-        tensor: The parameter, or the codes of a coded weight.
-        weight: The coded weight, or None for a parameter.
-        keeps: Dtype of stored gradients, or None for the dtype that autograd forms.
-        gradient: The stored gradient where ``keeps`` is given.
-        store: The gradient store of the bundled library, or None.
-        fills_store: Whether the job fills the store itself, as beside master weights.
-    """
-
-    name: str
-    role: Role
-    shape: tuple[int, ...]
-    tensor: Tensor
-    weight: Weight | None
-    keeps: torch.dtype | None
-    gradient: Tensor | None = None
-    store: GradientStore | None = None
-    fills_store: bool = False
+    name: str  # Its name in the model
+    role: Role  # What decides its optimizer
+    shape: tuple[int, ...]  # Its dimensions
+    tensor: Tensor  # The parameter, or the codes of a coded weight
+    weight: Weight | None  # The coded weight, or None for a parameter
+    keeps: torch.dtype | None  # Dtype of stored gradients, or None for the dtype that autograd forms
+    gradient: Tensor | None = None  # The stored gradient where ``keeps`` is given
+    store: GradientStore | None = None  # The gradient store of the bundled library, or None
+    fills_store: bool = False  # Whether the job fills the store itself, as beside master weights
 
     def keep_narrow_gradients(self) -> None:
         """Keep 8-bit gradients in a store of the bundled library; torch adds to none."""
@@ -58,7 +46,6 @@ class Trained:
         """Keep each gradient as it is formed, then call ``finished``, which updates at once.
 
         Args:
-            marks: What books the gradient.
             finished: Updates the weight inside backward; None leaves that to the step.
         """
 

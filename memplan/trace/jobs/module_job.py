@@ -23,8 +23,6 @@ class ModuleJob(Job):
 
     Args:
         module: On ``meta``.
-        setup: The training setup.
-        inputs: Keyword arguments of its forward.
         targets: Tokens to predict, for modules that return logits.
         vocab_size: Width of tensors that count as logits; 0 to learn it from the output.
     """

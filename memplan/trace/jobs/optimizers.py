@@ -33,15 +33,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Update(Protocol):
-    """What steps some of the weights.
+    """What steps some of the weights."""
 
-    Attributes:
-        note: What is not traced, in a sentence.
-        on_host: Whether all its states are in host memory, whatever device their tensors name.
-    """
-
-    note: str
-    on_host: bool
+    note: str  # What is not traced, in a sentence
+    on_host: bool  # Whether all its states are in host memory, whatever device their tensors name
 
     def step(self) -> None:
         """Update the weights from their gradients."""
@@ -152,10 +147,6 @@ def update_of(
     """Return what steps ``weights`` under the optimizer called ``name``.
 
     Args:
-        name: Catalog name.
-        entry: Catalog entry.
-        weights: The weights that it takes.
-        setup: Says which of torch's implementations runs.
         masters: Master weights, which are updated in the weights' place; empty for none.
         staged: Buffers that states in host memory pass through, stretch by stretch; 0 where they are on the device.
 

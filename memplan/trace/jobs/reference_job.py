@@ -49,10 +49,7 @@ class Session(Job):
     """A reference model in training.
 
     Args:
-        spec: The model.
-        setup: The training setup.
         device: ``meta`` to trace, ``cpu`` or ``cuda`` to run.
-        target: Whose kernels run.
     """
 
     model: ReferenceModel

@@ -15,19 +15,12 @@ from memplan.trace.reference.run_options import ReferenceOptions
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch and its tables.
+    """One micro-batch and its tables."""
 
-    Attributes:
-        ids: Tokens (batch, tokens).
-        targets: Tokens to predict, already shifted.
-        tables: One for each rotary base.
-        positions: Positions (1, tokens) for learned position embeddings.
-    """
-
-    ids: Tensor
-    targets: Tensor
-    tables: tuple[Tables, ...]
-    positions: Tensor | None
+    ids: Tensor  # Tokens (batch, tokens)
+    targets: Tensor  # Tokens to predict, already shifted
+    tables: tuple[Tables, ...]  # One for each rotary base
+    positions: Tensor | None  # Positions (1, tokens) for learned position embeddings
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor."""

@@ -53,11 +53,8 @@ class Job:
     """A training job without its model, which a subclass has.
 
     Args:
-        model: What is trained.
-        setup: The training setup.
         trained: The weights that are trained, in the order of the model.
         device: ``meta`` to trace, ``cpu`` or ``cuda`` to run.
-        target: Whose kernels run.
 
     Attributes:
         notes: What the job leaves out, one sentence each.

@@ -52,7 +52,6 @@ def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) ->
     """Run attention, norms, dropout and grouped products on ``meta`` tensors as CUDA would under ``profile``.
 
     Args:
-        profile: Says which attention kernel runs.
         autocast: Dtype that CUDA's autocast casts products to, or None for no autocast.
     """
     overrides: dict[str, Callable[..., Tensor]] = {

@@ -29,20 +29,15 @@ WIDEST = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionLengths:
-    """How sequences lie in the tensors of a call.
+    """How sequences lie in the tensors of a call."""
 
-    Attributes:
-        bounds: First tokens of queries' and of keys' sequences, where they lie one behind another; else nothing, and the
-            first dimension is the batch.
-        longest: Tokens of the longest sequence of queries, and of keys; of use with ``dropped`` alone.
-        dropped: Whether probabilities are returned of which some are dropped.
-        probabilities: Whether the statistics are returned besides.
-    """
-
+    # First tokens of queries' and of keys' sequences, where they lie one behind another; else nothing, and the first
+    # dimension is the batch.
     bounds: tuple[Tensor, ...] = ()
+    # Tokens of the longest sequence of queries, and of keys; of use with ``dropped`` alone.
     longest: tuple[int, int] = (0, 0)
-    dropped: bool = False
-    probabilities: bool = False
+    dropped: bool = False  # Whether probabilities are returned of which some are dropped
+    probabilities: bool = False  # Whether the statistics are returned besides
 
     @property
     def dimensions(self) -> int:

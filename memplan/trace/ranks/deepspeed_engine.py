@@ -58,10 +58,6 @@ def _offloaded(setup: TrainingSetup) -> dict[str, Any]:
 def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
     """Let DeepSpeed take this process for one of a setup's ranks; nothing where another engine runs it.
 
-    Args:
-        setup: The training setup.
-        rank: Which one.
-
     Raises:
         CannotAnswerError: DeepSpeed is not installed.
     """

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import _common_utils, _flat_param, _init_utils, _runtime_utils
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.trace.ranks.fully_shard import META, ShardedRecorder
 from memplan.trace.ranks.replicated import process_group
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Component
 
@@ -43,13 +43,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Allocates:
-    """A collective that allocates its buffers and moves nothing.
+    """A collective that allocates its buffers and moves nothing."""
 
-    Attributes:
-        recorder: Books what is allocated as communication; None books nothing.
-    """
-
-    recorder: Recorder | None = None
+    recorder: Recorder | None = None  # Books what is allocated as communication; None books nothing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer, as ``DefaultAllocMixin`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""

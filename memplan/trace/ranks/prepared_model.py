@@ -13,7 +13,7 @@ import torch.distributed.fsdp
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from memplan.catalog.training_config import Parallel
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.ranks import fully_shard
 from memplan.trace.ranks.flat_shards import flat_shards

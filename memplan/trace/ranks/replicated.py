@@ -55,8 +55,6 @@ class Replica(DistributedDataParallel):
     """A model inside DistributedDataParallel whose buckets are booked, and sent nowhere.
 
     Args:
-        module: The model.
-        recorder: Is told of the buckets.
         options: Of DistributedDataParallel.
     """
 

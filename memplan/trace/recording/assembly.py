@@ -17,7 +17,6 @@ def assembled(recorder: Recorder, vocab_size: int, notes: tuple[str, ...] = ()) 
     Args:
         recorder: A recorder that has been left.
         vocab_size: Width of tensors that count as logits.
-        notes: Sentences for the trace.
     """
     deaths = {index: position for position, (born, index) in enumerate(recorder.events) if not born}
     births = {index: position for position, (born, index) in enumerate(recorder.events) if born}

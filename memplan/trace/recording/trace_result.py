@@ -30,61 +30,36 @@ LATER_MICRO_STEP = "second backward"
 
 
 class Event(NamedTuple):
-    """A storage is born or dies.
+    """A storage is born or dies."""
 
-    Attributes:
-        allocates: True for a birth.
-        storage: Index into :attr:`Trace.storages`.
-        bytes: Its size, without rounding.
-        operation: What made the storage (for both events).
-        instant: Part of the step that the event belongs to.
-    """
-
-    allocates: bool
-    storage: int
-    bytes: int
-    operation: str
-    instant: str
+    allocates: bool  # True for a birth
+    storage: int  # Index into :attr:`Trace.storages`
+    bytes: int  # Its size, without rounding
+    operation: str  # What made the storage (for both events)
+    instant: str  # Part of the step that the event belongs to
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStorage:
-    """Memory that one or more tensors share.
+    """Memory that one or more tensors share."""
 
-    Attributes:
-        bytes: Its size.
-        component: Where the planner books it.
-        operation: Operator that made it.
-        instant: Part of the step in which it was made.
-        line: ``file:line`` of the model's code that made it; empty for what backward and optimizers make.
-        shape: Shape of the first tensor in it.
-        name: Name of the parameter that it belongs to, or empty.
-    """
-
-    bytes: int
-    component: Component
-    operation: str
-    instant: str
-    line: str
-    shape: tuple[int, ...]
-    name: str = ""
+    bytes: int  # Its size
+    component: Component  # Where the planner books it
+    operation: str  # Operator that made it
+    instant: str  # Part of the step in which it was made
+    line: str  # ``file:line`` of the model's code that made it; empty for what backward and optimizers make
+    shape: tuple[int, ...]  # Shape of the first tensor in it
+    name: str = ""  # Name of the parameter that it belongs to, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One point of the event stream: where an instant, or the whole step, needs most.
+    """One point of the event stream: where an instant, or the whole step, needs most."""
 
-    Attributes:
-        bytes: Requested bytes after the event.
-        event: Index into :attr:`Trace.events`.
-        operation: What ran.
-        components: Bytes by component; those without any are left out.
-    """
-
-    bytes: int
-    event: int
-    operation: str
-    components: Mapping[Component, int]
+    bytes: int  # Requested bytes after the event
+    event: int  # Index into :attr:`Trace.events`
+    operation: str  # What ran
+    components: Mapping[Component, int]  # Bytes by component; those without any are left out
 
 
 @dataclass(frozen=True)
@@ -92,22 +67,14 @@ class Trace:
     """A traced training run, of which the last step, the steady state, is reported.
 
     Library workspaces are in the event stream, for the allocator, and in no requested figure.
-
-    Attributes:
-        storages: Every storage, in order of birth.
-        events: Births and deaths in order, from the first weight on.
-        steady_from: Index of the first event of the reported step.
-        instants: The greatest need of each part of the reported step, in order of appearance.
-        notes: What is left out, one sentence each.
-        host_bytes: Optimizer states in host memory, step counters included; in no other figure.
     """
 
-    storages: tuple[TracedStorage, ...]
-    events: tuple[Event, ...]
-    steady_from: int
-    instants: Mapping[str, Moment]
-    notes: tuple[str, ...] = ()
-    host_bytes: int = 0
+    storages: tuple[TracedStorage, ...]  # Every storage, in order of birth
+    events: tuple[Event, ...]  # Births and deaths in order, from the first weight on
+    steady_from: int  # Index of the first event of the reported step
+    instants: Mapping[str, Moment]  # The greatest need of each part of the reported step, in order of appearance
+    notes: tuple[str, ...] = ()  # What is left out, one sentence each
+    host_bytes: int = 0  # Optimizer states in host memory, step counters included; in no other figure
 
     @cached_property
     def peak_instant(self) -> str:

@@ -39,7 +39,6 @@ class CodedMatrix(QuantisedWeight):
 
     Args:
         codes: All codes, flat.
-        name: The library's name of their format.
         whole: Dimensions of the weight.
     """
 

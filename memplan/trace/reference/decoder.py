@@ -99,7 +99,6 @@ class ReferenceModel(nn.Module):
     """A decoder whose parameters have the names and shapes of the inventory of ``spec``.
 
     Args:
-        spec: The model.
         options: Kernels and dtypes.
         device: ``meta``, or a real device, on which weights stay uninitialised.
     """

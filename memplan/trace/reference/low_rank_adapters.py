@@ -45,9 +45,6 @@ class AdapterPart:
         DoRA's magnitude scales what the weight contributes, not the bias, which is taken away first.
 
         Args:
-            x: Input of the projection.
-            result: Its output, bias included.
-            weight: The frozen weight.
             bias: The bias, if there is one.
             transposed: The weight is stored (in, out), as Conv1D stores it; PEFT's ``fan_in_fan_out``.
         """

@@ -19,17 +19,11 @@ from memplan.trace.reference.weight_storage import Weight
 
 
 class Tables(NamedTuple):
-    """What depends on positions only.
+    """What depends on positions only."""
 
-    Attributes:
-        cos: Cosines (tokens, rotary width).
-        sin: Sines, likewise.
-        mask: Where attention must not look (tokens, tokens), for attention without a kernel.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None = None
+    cos: Tensor  # Cosines (tokens, rotary width)
+    sin: Tensor  # Sines, likewise
+    mask: Tensor | None = None  # Where attention must not look (tokens, tokens), for attention without a kernel
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> nn.Module:

@@ -32,33 +32,21 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOptions:
-    """What decides which tensors a reference model makes.
+    """What decides which tensors a reference model makes."""
 
-    Attributes:
-        profile: Implementation of each operation.
-        compute_dtype: Dtype of matrix products.
-        autocast: Weights are wider than ``compute_dtype`` and are cast as CUDA's autocast does.
-        checkpointing: What a layer keeps for backward.
-        checkpointed_layers: Which layers that is said of.
-        dropout: Probability, after the embedding and before each residual addition.
-        attention_dropout: Probability on attention weights.
-        target: Whose kernels run; on ``meta`` tensors those of the target are imitated.
-        dtypes: Dtype of the weights by role; roles that are missing have the compute dtype.
-        coded: Block format of the weights by role, for roles that are stored as codes.
-        adapter: Adapters, beside which all other weights are frozen.
-    """
-
-    profile: KernelProfile = BUNDLED
-    compute_dtype: torch.dtype = torch.bfloat16
-    autocast: bool = False
-    checkpointing: Checkpointing = "none"
-    checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    target: Target = "cuda"
+    profile: KernelProfile = BUNDLED  # Implementation of each operation
+    compute_dtype: torch.dtype = torch.bfloat16  # Dtype of matrix products
+    autocast: bool = False  # Weights are wider than ``compute_dtype`` and are cast as CUDA's autocast does
+    checkpointing: Checkpointing = "none"  # What a layer keeps for backward
+    checkpointed_layers: CheckpointedLayers = CheckpointedLayers()  # Which layers that is said of
+    dropout: float = 0.0  # Probability, after the embedding and before each residual addition
+    attention_dropout: float = 0.0  # Probability on attention weights
+    target: Target = "cuda"  # Whose kernels run; on ``meta`` tensors those of the target are imitated
+    # Dtype of the weights by role; roles that are missing have the compute dtype.
     dtypes: Mapping[Role, torch.dtype] = field(default_factory=dict)
+    # Block format of the weights by role, for roles that are stored as codes.
     coded: Mapping[Role, StorageFormat] = field(default_factory=dict)
-    adapter: Adapter | None = None
+    adapter: Adapter | None = None  # Adapters, beside which all other weights are frozen
 
     @property
     def trains_weights(self) -> bool:

@@ -32,12 +32,7 @@ from memplan.model.model import Model
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.bitsandbytes_layers import (
-    FOUR_BIT,
-    fill_four_bit,
-    paged_states,
-    quantised_tensors,
-)
+from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT, fill_four_bit, paged_states, quantised_tensors
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP

@@ -52,8 +52,6 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
     """Return the trace of a stack's own training step, and what was run, in words.
 
     Args:
-        name: Of the stack.
-        inputs: The job.
         workspaces: Whether what CUDA's libraries hold is added to the events; it is in no requested figure.
 
     Raises:

@@ -29,10 +29,7 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
     """Let ``recorder`` see a model's tensors, its gradients as they are finished, and where backward is.
 
     Args:
-        model: The model.
         layers: Its layers in order, as its forward calls them.
-        head: What forms its logits.
-        recorder: Is told.
     """
     watch_tensors(model, recorder)
     watch_layers(layers, head, recorder)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.inventory import ROLES
@@ -60,7 +61,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if config.parallel != Parallel():
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         whole = {name for name in known_formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
-        _refuse_first(parallel_refusals(config, profile, known_formats, FLOAT_BYTES, used, stack, whole), place)
+        _refuse_first(parallel_refusals(config, profile, known_formats, used, stack, whole), place)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,

@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import ALL_TRAIN, Freeze, Parallel, TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, Freeze, TrainingConfig
 from memplan.documents.name_patterns import name_pattern, take_long
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor, expanded
@@ -67,8 +68,6 @@ def with_frozen(model: Model, freeze: Freeze, where: str) -> Model:
     """Return a model whose tensors say whether they are frozen, with runs of layers in which all layers train alike.
 
     Args:
-        model: As its stack builds it.
-        freeze: Which parameters train.
         where: What messages begin with.
 
     Raises:

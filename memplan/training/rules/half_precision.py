@@ -15,7 +15,6 @@ def fp16_settings(config: TrainingConfig, catalog: Catalog) -> tuple[tuple[str, 
     states are in 16 bits would lose them below 6e-8, and keeps fp32 ones instead.
 
     Args:
-        config: Its names have to be known.
         catalog: Where optimizers are looked up.
 
     Source:

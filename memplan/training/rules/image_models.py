@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memplan.catalog.config_keys.method_keys import Images
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import ALL_TRAIN, Images, Parallel, TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor
 from memplan.model.model import Model
@@ -23,11 +25,7 @@ def with_images(
     """Return a vision-language model as a stack trains it on rows with images.
 
     Args:
-        model: As it was released.
         name: What messages call the config.
-        config: The config, filled in.
-        stack: Its stack.
-        profile: Its kernels.
         integers: Whether hidden matrices are multiplied as integers.
 
     Raises:

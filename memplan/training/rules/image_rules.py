@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.catalog.training_config import Images
+from memplan.catalog.config_keys.method_keys import Images
 
 Path = tuple[str, ...]
 MOST_IMAGES, MOST_SIDE, MOST_PIXELS = 2**12, 2**14, 2**28

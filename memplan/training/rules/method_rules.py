@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import Method, ReferenceModel, Rollout
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Method, Parallel, ReferenceModel, Rollout, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.training.rules.stack_rules import beside_codes
 
 Path = tuple[str, ...]
@@ -138,10 +140,7 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     """Yield what of a config's method the formula does not follow.
 
     Args:
-        config: The config, filled in.
-        stack: Its stack.
         catalog: Where other stacks are looked up.
-        hidden: Weight format of the hidden matrices.
 
     Source:
         Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in

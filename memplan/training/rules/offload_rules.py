@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Parallel, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 
 
 def steps_beside(parallel: Parallel) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import SCORED
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import SCORED, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.model.inventory import ROLES, Role
 from memplan.training.rules.stack_defaults import with_stack_defaults
 from memplan.training.rules.stack_rules import casts_floats, kbit_formats

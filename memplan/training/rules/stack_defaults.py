@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, cast
 
+from memplan.catalog.config_keys.method_keys import Images
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Images, Offload, TrainingConfig
+from memplan.catalog.training_config import Checkpointing, Offload, TrainingConfig
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
 from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained, is_flattened
 
 
 def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> TrainingConfig:
-    """Return a config in which what it leaves to its stack is filled in.
-
-    Args:
-        config: The config.
-        stack: Its stack.
-        hidden: Weight format of the hidden matrices.
-    """
+    """Return a config in which what it leaves to its stack is filled in."""
     adapter = config.adapter
     if adapter is not None and adapter.dtype is None:
         adapter = replace(adapter, dtype=adapter_dtype(config, stack, hidden))

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.method_keys import SCORED
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import SCORED, TrainingConfig
+from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
@@ -51,13 +52,7 @@ def with_adapters(config: TrainingConfig, profile: KernelProfile, stack: Stack, 
 
 
 def runs_autocast(config: TrainingConfig, stack: Stack, hidden: str) -> bool:
-    """Tell whether a stack runs the model of a config under autocast.
-
-    Args:
-        config: The config.
-        stack: The stack.
-        hidden: Weight format of the hidden matrices.
-    """
+    """Tell whether a stack runs the model of a config under autocast."""
     if config.compute_dtype == "fp32" or config.autocast is not None:
         return config.compute_dtype != "fp32" and bool(config.autocast)
     return stack.autocast == "always" or (stack.autocast == "fp32-weights" and hidden == "fp32")
@@ -159,13 +154,7 @@ def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str
 
 
 def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
-    """Yield what a config says that its stack never does.
-
-    Args:
-        config: The config, filled in.
-        stack: Its stack.
-        hidden: Weight format of the hidden matrices.
-    """
+    """Yield what a config says that its stack never does."""
     yield from _autocast_problems(config, stack, hidden)
     alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
     if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
@@ -189,8 +178,6 @@ def unmodelled(
     """Yield what of a job the formula does not follow; whoever teaches it a mechanism takes the line away.
 
     Args:
-        stack: Whose loop it is.
-        profile: Its kernels.
         formats: Name of the weight format of each role.
         catalog: Where the formats are.
     """

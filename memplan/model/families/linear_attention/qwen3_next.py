@@ -59,8 +59,6 @@ def hybrid(config: ConfigValues, common: Shape, parts: Sequence[Mlp | MixtureOfE
     """Return a model whose layers are gated delta networks, and attention every so many.
 
     Args:
-        config: The config.
-        common: Its common keys.
         parts: The feed-forward part of each layer.
         joined: Whether a gated delta network has one projection for query, key, value and gate.
     """

@@ -38,7 +38,6 @@ def deepseek(config: ConfigValues, mixture: MixtureOfExperts, dense: int, scale:
     """Return the shapes of a DeepSeek config whose layers past the dense ones hold ``mixture``.
 
     Args:
-        config: The config.
         mixture: Feed-forward part of the later layers.
         dense: What a missing ``first_k_dense_replace`` means.
         scale: What a missing ``routed_scaling_factor`` means.

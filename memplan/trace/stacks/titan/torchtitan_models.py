@@ -26,20 +26,13 @@ from memplan.training.resolved import TrainingSetup
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What torchtitan builds a family of.
+    """What torchtitan builds a family of."""
 
-    Attributes:
-        name: Of its folder in torchtitan/models.
-        model: The class of the whole.
-        block: The class of a layer.
-        rope: The class that turns heads.
-        shard: Says how tensor parallelism divides it, given whether the sequence is shared too.
-    """
-
-    name: str
-    model: Any
-    block: Any
-    rope: Any
+    name: str  # Of its folder in torchtitan/models
+    model: Any  # The class of the whole
+    block: Any  # The class of a layer
+    rope: Any  # The class that turns heads
+    # Says how tensor parallelism divides it, given whether the sequence is shared too.
     shard: Callable[[Any, bool], None]
 
 

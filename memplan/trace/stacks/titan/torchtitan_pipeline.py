@@ -15,11 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining._utils import (
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    extract_tensor_meta,
-)
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, extract_tensor_meta
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.distributed import pipeline_parallel
 
@@ -74,16 +70,7 @@ class Pipeline:
 def pipeline(
     model: Any, setup: TrainingSetup, dims: Any, parallelized: Callable[[Any], None], loss: Any, told: Recorder
 ) -> Pipeline:
-    """Return a rank's part of a model, split as ``pipeline_llm`` does.
-
-    Args:
-        model: The whole model.
-        setup: The training setup.
-        dims: torchtitan's degrees and meshes.
-        parallelized: Divides, checkpoints and shards a part.
-        loss: Of the last stage.
-        told: Is told of the instants.
-    """
+    """Return a rank's part of a model, split as ``pipeline_llm`` does."""
     parallel = setup.config.parallel
     name, micro_batches = SCHEDULES[parallel.order], parallel.together
     split = pipeline_parallel._generate_llm_fqn_per_model_part(

@@ -19,54 +19,31 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EndSettings:
-    """All that a model's ends depend on, their weights aside.
+    """All that a model's ends depend on, their weights aside."""
 
-    Attributes:
-        block: What operations depend on.
-        vocab_size: Rows of embedding and head.
-        final_norm: Norm before the head.
-        tied: Whether embedding and head are one tensor.
-        learned_positions: Whether positions have an embedding.
-        embedding_scale: Whether the embedding is scaled.
-        head_bias: Whether the head has a bias.
-        bounded_logits: Whether a scaled tanh bounds the logits.
-        scaled_logits: Whether they are multiplied by a factor, or divided by one.
-        loss: Kernel of the cross-entropy.
-        names_logits: Whether the model has a name for logits until its forward ends, or the loop until the loss is known.
-        loss_behind: Whether the model's forward has ended before the loss is formed of its logits.
-        shifts_labels: Whether the loss is given a shifted copy of the labels.
-        embedding_dropout: Probability with which the embedding's output is dropped.
-        input_gradients: Whether the output of a frozen embedding is made to need a gradient.
-        table_gradients: Whether that is the table's own output, to which an adapter adds.
-        scores: Whether the head yields scores for each token, of which the loss takes those of the last one.
-        answers: Whether only the tokens that were generated have labels.
-        metrics: What a loss's metrics copy of whole logits.
-        pairs: How a loss over pairs looks at whole logits, where it has no reference model.
-        chosen_nll: Whether the likelihood of chosen answers is a second loss.
-        arguments: What layers were called with and nothing keeps, which the model has names for until the final norm is done.
-    """
-
-    block: BlockSettings
-    vocab_size: int
-    final_norm: Norm
-    tied: bool
-    learned_positions: bool
-    embedding_scale: bool
-    head_bias: bool
-    bounded_logits: bool
-    scaled_logits: bool
-    loss: LossKernel
+    block: BlockSettings  # What operations depend on
+    vocab_size: int  # Rows of embedding and head
+    final_norm: Norm  # Norm before the head
+    tied: bool  # Whether embedding and head are one tensor
+    learned_positions: bool  # Whether positions have an embedding
+    embedding_scale: bool  # Whether the embedding is scaled
+    head_bias: bool  # Whether the head has a bias
+    bounded_logits: bool  # Whether a scaled tanh bounds the logits
+    scaled_logits: bool  # Whether they are multiplied by a factor, or divided by one
+    loss: LossKernel  # Kernel of the cross-entropy
+    # Whether the model has a name for logits until its forward ends, or the loop until the loss is known.
     names_logits: bool
-    loss_behind: bool
-    shifts_labels: bool
-    embedding_dropout: float
-    input_gradients: bool
-    table_gradients: bool
-    scores: bool = False
-    answers: bool = False
-    metrics: Metrics = "none"
-    pairs: PairKernel | None = None
-    chosen_nll: bool = False
+    loss_behind: bool  # Whether the model's forward has ended before the loss is formed of its logits
+    shifts_labels: bool  # Whether the loss is given a shifted copy of the labels
+    embedding_dropout: float  # Probability with which the embedding's output is dropped
+    input_gradients: bool  # Whether the output of a frozen embedding is made to need a gradient
+    table_gradients: bool  # Whether that is the table's own output, to which an adapter adds
+    scores: bool = False  # Whether the head yields scores for each token, of which the loss takes those of the last one
+    answers: bool = False  # Whether only the tokens that were generated have labels
+    metrics: Metrics = "none"  # What a loss's metrics copy of whole logits
+    pairs: PairKernel | None = None  # How a loss over pairs looks at whole logits, where it has no reference model
+    chosen_nll: bool = False  # Whether the likelihood of chosen answers is a second loss
+    # What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
     @property
@@ -87,9 +64,6 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
     """Return what a model's ends depend on; equal ones give equal tapes.
 
     Args:
-        spec: The model.
-        block: What operations depend on.
-        setup: The training setup.
         frozen: Whether its embedding is.
     """
     drops = block.code.drops_embedding or setup.config.dropout is not None

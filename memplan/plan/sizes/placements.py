@@ -9,9 +9,9 @@ from functools import cache
 from memplan.errors import MemplanError
 from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
-from memplan.plan.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.sizes.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
@@ -21,19 +21,13 @@ MOST_RANKS = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The fewest GPUs of one kind for a job.
+    """The fewest GPUs of one kind for a job."""
 
-    Attributes:
-        device: One of them.
-        plan: What one of them holds; where memory is pooled, what all of them hold together.
-        pooled: Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out.
-        bound: The fewest whose pooled memory holds the job, which no way of sharing it undercuts; None where that is not known.
-    """
-
-    device: Device
+    device: Device  # One of them
     count: int
-    plan: MemoryPlan
-    pooled: bool = False
+    plan: MemoryPlan  # What one of them holds; where memory is pooled, what all of them hold together
+    pooled: bool = False  # Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out
+    # The fewest whose pooled memory holds the job, which no way of sharing it undercuts; None where that is not known.
     bound: int | None = None
 
     @property
@@ -45,17 +39,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Where a job fits, by kind of GPU.
+    """Where a job fits, by kind of GPU."""
 
-    Attributes:
-        rows: One for each kind that suffices.
-        refusal: Why the job is not planned on several GPUs, so that rows with more than one pool their memory.
-        most: GPUs of a kind that were tried, at most.
-    """
-
-    rows: tuple[Placement, ...]
-    refusal: str = ""
-    most: int = MOST_RANKS
+    rows: tuple[Placement, ...]  # One for each kind that suffices
+    refusal: str = ""  # Why the job is not planned on several GPUs, so that rows with more than one pool their memory
+    most: int = MOST_RANKS  # GPUs of a kind that were tried, at most
 
 
 def placements(
@@ -69,7 +57,6 @@ def placements(
     One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
 
     Args:
-        model: The model.
         setups_of: The ways in which a number of GPUs may share the job, the first as ``memplan fit --gpus`` has it.
         devices: One GPU of each kind.
         simulated: Simulates the reserve of a plan for one GPU.

@@ -231,7 +231,7 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
         >>> memplan.suggest_configs(gpu="rtx4090").established["rtx4090"] in memplan.fit("gpt2", gpu="rtx4090").configs
         True
     """
-    from memplan.catalog.recorded_rows import Records
+    from memplan.documents.recorded_rows import Records
     from memplan.library.lookup import catalog_model, find_setup
     from memplan.plan.suggested.recent import recent_models
     from memplan.plan.suggested.suggested_configs import suggested_configs

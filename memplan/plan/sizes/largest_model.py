@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from memplan.catalog.training_config import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
@@ -20,22 +20,16 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LargestModel:
-    """The largest model for one device, as a bound and as a real one.
-
-    Attributes:
-        bytes_per_parameter: Uniform figure of the config.
-        max_parameters: Usable bytes over that figure: an upper bound that leaves out activations,
-            embeddings in other formats, the allocator and the CUDA context.
-        largest_fitting: Name of the largest catalog model that FITS, or None.
-        largest_fitting_parameters: Its parameters, or 0.
-    """
+    """The largest model for one device, as a bound and as a real one."""
 
     device: Device
     setup: TrainingSetup
-    bytes_per_parameter: Fraction
+    bytes_per_parameter: Fraction  # Uniform figure of the config
+    # Usable bytes over that figure: an upper bound that leaves out activations, embeddings in other formats, the
+    # allocator and the CUDA context.
     max_parameters: int
-    largest_fitting: str | None
-    largest_fitting_parameters: int
+    largest_fitting: str | None  # Name of the largest catalog model that FITS, or None
+    largest_fitting_parameters: int  # Its parameters, or 0
 
 
 def max_parameters(setup: TrainingSetup, device: Device) -> int:
@@ -60,7 +54,6 @@ def largest_models(
 
     Args:
         models: Catalog names and models.
-        setup: The training setup.
         devices: Devices, each possibly several GPUs whose memory is pooled.
 
     Raises:
@@ -81,12 +74,7 @@ def largest_models(
 
 
 class _Room:
-    """What a device has for a setup.
-
-    Args:
-        setup: The training setup.
-        device: The device.
-    """
+    """What a device has for a setup."""
 
     def __init__(self, setup: TrainingSetup, device: Device) -> None:
         self.device, self.usable_bytes = device, device.usable_bytes(setup.reserve_bytes)
@@ -100,10 +88,6 @@ class _Room:
 
 class _Planned:
     """A model under a setup, planned as far as it takes to say whether it fits.
-
-    Args:
-        model: The model.
-        setup: The training setup.
 
     Attributes:
         refusal: Why it is not planned; nothing where it is.

@@ -1,4 +1,4 @@
-"""The ends of a model on tape: its embedding; and its final norm, head and loss. Equal ones share theirs."""
+"""The end of a model on tape: its final norm, head and loss. Equal ones share theirs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from memplan.model.spec import Norm
-from memplan.step.blocks.adapted_embedding import adapted_embedding, has_adapter, row_sums
 from memplan.step.blocks.adapted_projections import adapted, linear
-from memplan.step.blocks.block_settings import BlockSettings
-from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
-from memplan.step.divided.divided_ends import divided_cross_entropy, divided_embedding
+from memplan.step.divided.divided_ends import divided_cross_entropy
 from memplan.step.divided.divided_products import whole_rows
-from memplan.step.end_settings import EndSettings, head_weights
+from memplan.step.ends.end_settings import EndSettings, head_weights
 from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
     cross_entropy,
@@ -33,7 +30,6 @@ from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
-from memplan.units import ceil_div
 
 MOST_ENDS = 128
 """Kinds of ends that are remembered, as many as of layers."""
@@ -50,21 +46,13 @@ Named = tuple[tuple[str, Weight], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """Final norm, head and loss on tape.
+    """Final norm, head and loss on tape."""
 
-    Attributes:
-        section: All of them; where the loss is chunked, the norm alone.
-        normed: What the head is given.
-        weights: The head's weight, and its bias where it has one.
-        chunk: Head and loss of one chunk of tokens; None where the loss is not chunked.
-        logits: What the model returns beside the loss; None where it forms them chunk by chunk.
-    """
-
-    section: Section
-    normed: Value
-    weights: tuple[Weight, ...]
-    chunk: Section | None
-    logits: Value | None
+    section: Section  # All of them; where the loss is chunked, the norm alone
+    normed: Value  # What the head is given
+    weights: tuple[Weight, ...]  # The head's weight, and its bias where it has one
+    chunk: Section | None  # Head and loss of one chunk of tokens; None where the loss is not chunked
+    logits: Value | None  # What the model returns beside the loss; None where it forms them chunk by chunk
 
     @property
     def delayed_bytes(self) -> int:
@@ -73,74 +61,10 @@ class Head:
 
 
 @lru_cache(maxsize=MOST_ENDS)
-def embedding_section(settings: EndSettings, weights: Named) -> Section:
-    """Return the embedding on tape, the same one each time.
-
-    Args:
-        settings: What it depends on.
-        weights: The parameters that no layer has, by name.
-    """
-    builder = Builder(settings.block, dict(weights))
-    tape, names, block = builder.tape, settings.block.names, settings.block
-    tape.instant = "end of backward"
-    weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
-    if settings.tied and weight.trainable:
-        # What becomes of the sum of both gradients is in tied_sum; coded ones are stored one by one.
-        formed = weight.formed_bytes
-        waits = replace(weight, delayed=True, converted=False, gradient_bytes=formed, gradient_scale_bytes=0)
-        weight = replace(weight, shared=True) if weight.coded or settings.backward_at_once else waits
-    entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
-    sums = row_sums(block.hidden_size)
-    if block.divided:
-        return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
-    x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
-    decoding = [(quantity, size) for _, quantity, size in weight.decoding]  # in forward alone
-    looked_up = replace(weight, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0)
-    tape.apply("embedding", [], x, weights=[looked_up], traits=Traits(scratch=decoding, workspace=sums))
-    # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
-    scales = settings.embedding_scale and not block.code.scales_embedded
-    adapter = has_adapter(names.embedding, builder.weights)
-    asks = settings.input_gradients and (settings.table_gradients or not adapter)
-    if asks and not scales and not x.needs_gradient:
-        x.needs_gradient, tape.leaf = True, x
-    if adapter:
-        x = adapted_embedding(builder, x, names.embedding, scales=scales, asks=asks)
-    if f"{names.embedding}.norm.weight" in builder.weights:
-        x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
-    if settings.learned_positions:
-        x = _with_positions(builder, x)
-    if settings.embedding_scale and not (scales and adapter):
-        x = builder.pointwise("scale", x)
-        x.needs_gradient = x.needs_gradient or settings.input_gradients
-    return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))
-
-
-def _with_positions(builder: Builder, x: Value) -> Value:
-    """Return the embedding with that of learned positions added."""
-    tape, block = builder.tape, builder.settings
-    table = builder.weight(f"{block.names.positions}.weight")
-    rows = tape.value(Quantity.POSITIONS, block.hidden_size, block.residual_bytes)
-    ids = [tape.value(Quantity.POSITIONS, 1, 8, needs_gradient=False)] if block.code.forms_tables else []
-    with tape.alive(x):
-        traits = Traits(workspace=_position_sums(block))
-        tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
-        ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
-        tape.named = tuple([value for value in (x, rows) if block.code.forms_tables and value is not tape.leaf])
-        return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)
-
-
-def _position_sums(block: BlockSettings) -> list[tuple[Quantity, int]]:
-    """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
-    sums = 8 + 4 * block.hidden_size
-    return [(Quantity.POSITIONS, 24 + 16 + sums + ceil_div(sums, 10))] if block.regime.sorts_positions else []
-
-
-@lru_cache(maxsize=MOST_ENDS)
 def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, element_bytes: int) -> Head:
     """Return final norm, head and loss on tape, the same ones each time.
 
     Args:
-        settings: What they depend on.
         weights: The parameters that no layer has, by name.
         needs_gradient: Whether the last layer's result needs a gradient.
         element_bytes: Bytes of an element of it.
@@ -292,9 +216,6 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
     """Record cross-entropy; return the loss.
 
     Args:
-        builder: Writes on the tape.
-        settings: What it depends on.
-        given: Logits.
         wide: Whether they are cast to fp32 first.
     """
     if settings.scores:

@@ -1,4 +1,4 @@
-"""Several plans of one model: ``memplan.fit``, a row for every shipped config, and ``memplan.compare``."""
+"""A model under every shipped config, and under the methods that people choose from: ``memplan.fit``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, settings_of
 from memplan.library.lookup import find_setup
-from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
@@ -30,7 +29,6 @@ from memplan.training.rules.half_precision import fp16_settings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COMPARED = ("bf16-adamw", "tier1")
 METHODS = ("qlora", "lora", "bf16-adamw-8bit", "bf16-adamw", "mixed-adamw")
 """Configs that people choose from: adapters on 4 or 16 bits, all weights with states in 8 bits, in bf16, and mixed."""
 CHECKPOINTING = ("full", "none")
@@ -38,15 +36,10 @@ CHECKPOINTING = ("full", "none")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        plan: At the batch and length that were asked for.
-        batch: The largest micro-batch that fits, 0 where none does; others than the plan's by the allocator's share.
-    """
-
-    plan: MemoryPlan
-    batch: int
+    plan: MemoryPlan  # At the batch and length that were asked for
+    batch: int  # The largest micro-batch that fits, 0 where none does; others than the plan's by the allocator's share
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -168,43 +161,6 @@ class Fit(Answer):
         return min((exit_code(method.plan, strict) for method in self.methods), default=1)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Comparison(Answer):
-    """Plans side by side.
-
-    Attributes:
-        rows: A plan for each column: configs first, then GPUs.
-        catalog: What names were looked up in.
-        several: Whether more than one GPU was named.
-    """
-
-    rows: tuple[Plan, ...]
-    catalog: Catalog
-    several: bool
-
-    @property
-    def differences(self) -> dict[str, list[object]]:
-        """Keys of the training configs in which the plans differ, each with every plan's value."""
-        return {item["key"]: item["values"] for item in self.to_dict()["differences"]}
-
-    def figure(self) -> Figure:
-        """Return a bar for each plan."""
-        from memplan.report.pictures.plan_bars import plan_bars
-
-        return plan_bars([row.memory for row in self.rows])
-
-    def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
-        """Return the answer of ``memplan compare``."""
-        from memplan.report.plans.compare_answer import compare_document
-        from memplan.report.screens.size_screens import compare_screen
-
-        plans = [row.memory for row in self.rows]
-        catalog_hash = self.catalog.hash if full else ""
-        document = compare_document(plans, catalog_hash, unit, several=self.several, strict=strict)
-        blocks, several = document.blocks, self.several
-        return replace(document, screen=lambda canvas: compare_screen(plans, canvas, unit, blocks, several=several))
-
-
 def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
     """Return a plan of a model on a GPU under every shipped config, those that fit first.
 
@@ -258,7 +214,7 @@ def _batch(plan: MemoryPlan, batch: int) -> int:
 
 def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Sequence[str]:
     """Return the experimental config to show: one that fits, of those the one that trained closest to fp32."""
-    from memplan.catalog.recorded_rows import Records
+    from memplan.documents.recorded_rows import Records
     from memplan.plan.suggested.suggested_configs import SOUND
     from memplan.report.plans.fit_answer import ORDER
 
@@ -327,36 +283,3 @@ def _suited(name: str, inputs: JobInputs, model: Model, device: Device) -> tuple
     own = settings_of(dict(fp16_settings(setup.config, inputs.catalog)))
     changed = replace(given, settings=(*given.settings, *own))
     return find_setup(name, changed, inputs.catalog, model), own
-
-
-def compare(
-    model: ModelGiven = None,
-    configs: Sequence[ConfigGiven] = COMPARED,
-    *,
-    on: Sequence[str | Device] = (),
-    **options: Unpack[JobOptions],
-) -> Comparison:
-    """Return plans of a model side by side: every config on every GPU.
-
-    Args:
-        model: As :func:`memplan.plan` takes it.
-        configs: Training configs, by name, by file, or as keys and values.
-        on: GPUs, where there is more than the one that ``gpu`` names.
-        options: Keywords of :class:`memplan.JobOptions`, but for ``config``.
-
-    Raises:
-        MemplanError: As :func:`memplan.plan` raises it.
-
-    Example:
-        >>> import memplan
-        >>> answer = memplan.compare("llama-3.2-1b", ["lora", "qlora"], gpu="rtx4090")
-        >>> [plan.verdict for plan in answer.rows], answer.differences["weights.hidden_matrix"]
-        (['fits', 'fits'], ['bf16', 'nf4-dq'])
-    """
-    inputs = job_inputs("compare", model, options, refused={"config": "name all of them in configs"})
-    known = inputs.model()
-    setups = [find_setup(config, inputs.overrides(inputs.gpus), inputs.catalog, known) for config in configs]
-    devices = inputs.devices_named(on)
-    compiled = [CompiledPlan(known, setup) for setup in setups]
-    rows = tuple(Plan(simulated(plan.evaluate(device)), inputs.catalog) for device in devices for plan in compiled)
-    return Comparison(rows, inputs.catalog, several=len(devices) > 1)

@@ -1,0 +1,1 @@
+"""Sections of a training config: every key of each, with its default."""

@@ -1,0 +1,151 @@
+"""Keys of ``parallel``: how GPUs share a job, and what the engines are told that shard it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memplan.values import dataclass
+
+MAXIMUM_GPUS = 16_384
+"""The largest published run (https://arxiv.org/abs/2407.21783, section 3.3.1: "up to 16K H100 GPUs"); what NCCL and the
+sharding of more would take was never seen, so that more are refused."""
+
+Engine = Literal["torch", "fsdp1", "deepspeed"]
+TransformerImplementation = Literal["transformer_engine", "local"]
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeed:
+    """Keys of ``zero_optimization`` in DeepSpeed's configuration, by their names and with their defaults (0.19.8).
+
+    Attributes:
+        reduce_bucket_size: Elements of gradients that are reduced together; ``auto`` is the hidden size squared, as
+            transformers fills it in.
+        overlap_comm: Whether they are reduced beside backward, which takes a second bucket; None is as the stage does.
+        reduce_scatter: Whether a rank's gradients are reduced for it; else all are, for all, and none are copied.
+        round_robin_gradients: Whether parameters are dealt out to ranks in turn.
+        persistence_threshold: Elements up to which stage 3 keeps a parameter gathered; ``auto`` is ten hidden sizes.
+        sub_group_size: Elements that stage 3 steps at once.
+        prefetch_bucket_size: Elements that stage 3 gathers ahead at once; ``auto`` is 0.9 times the hidden size squared.
+        max_live_parameters: Elements that it gathers ahead as long as fewer are gathered.
+        max_reuse_distance: Elements of modules ahead among which one that needs a parameter again keeps it gathered.
+        pinned_optimizer: Whether what ``offload.optimizer_states`` keeps in host memory is pinned (``offload_optimizer.pin_memory``).
+        pinned_weights: Whether what ``offload.weights`` keeps there is (``offload_param.pin_memory``).
+    """
+
+    reduce_bucket_size: int | Literal["auto"] = 500_000_000
+    overlap_comm: bool | None = None
+    reduce_scatter: bool = True
+    round_robin_gradients: bool = False
+    persistence_threshold: int | Literal["auto"] = 100_000
+    sub_group_size: int = 1_000_000_000
+    prefetch_bucket_size: int | Literal["auto"] = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    pinned_optimizer: bool = True
+    pinned_weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShards:
+    """What FullyShardedDataParallel (FSDP1) is told, by torch's names, with the defaults of TrainingArguments.
+
+    Attributes:
+        backward_prefetch: When the next unit is gathered in backward: when it is needed, ``pre`` as a unit begins, or ``post``
+            when it is done.
+        use_orig_params: Whether the optimizer is given parameters as they were, and not flat tensors.
+    """
+
+    backward_prefetch: Literal["none", "pre", "post"] = "none"
+    use_orig_params: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
+
+    Attributes:
+        data: GPUs that each train on a micro-batch of their own.
+        zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
+            gradients and optimizer states (torch's ``fully_shard``).
+        replicate: Groups that these GPUs form, each of which divides everything anew (HSDP).
+        virtual: Chunks of layers in each pipeline stage.
+        schedule: In what order a pipeline runs micro-batches; None is 1f1b, or interleaved where there are chunks.
+        micro_batches: Micro-batches that pass a pipeline together; None is as many as there are chunks of layers.
+        stage: The pipeline's rank that is planned; None is the fullest.
+        expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
+        engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
+            FullyShardedDataParallel, or ``deepspeed``.
+        first_stage_layers: Layers of the first pipeline stage, where stages are uneven.
+        last_stage_layers: Layers of the last one.
+        first_stage_less_layers: Layers that the first stage has less than others, for its embedding (torchtitan).
+        last_stage_less_layers: Layers that the last one has less, for its head.
+        stage_layout: Every chunk's layers, as Megatron-LM's ``--pipeline-model-parallel-layout`` has them.
+        embedding_as_layer: The embedding counts as a layer where layers are divided among stages.
+        loss_as_layer: So does the loss.
+        precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
+        overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
+        vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
+        transformer_impl: Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
+        recompute_modules: What Megatron-LM's selective recompute computes again; its default is the core attention.
+        unused_parameters: Whether replicas look for parameters without a gradient (``ddp_find_unused_parameters``); None is
+            as the stack decides.
+        deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
+        flat: What FullyShardedDataParallel is told, where it is the engine.
+        reshard_after_forward: Whether shards let go of a layer's gathered weights behind its forward; else they stay until
+            its backward is done.
+    """
+
+    data: int = 1
+    zero_stage: int = 0
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    replicate: int = 1
+    virtual: int = 1
+    schedule: Schedule | None = None
+    micro_batches: int | None = None
+    stage: int | None = None
+    expert_tensor: int | None = None
+    engine: Engine = "torch"
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    first_stage_less_layers: int = 1
+    last_stage_less_layers: int = 1
+    stage_layout: str | None = None
+    embedding_as_layer: bool = False
+    loss_as_layer: bool = False
+    precision_aware: bool = False
+    overlap_gradients: bool = False
+    vocabulary_multiple: int = 128
+    transformer_impl: TransformerImplementation = "transformer_engine"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    unused_parameters: bool | None = None
+    deepspeed: DeepSpeed = DeepSpeed()
+    flat: FlatShards = FlatShards()
+    reshard_after_forward: bool = True
+
+    @property
+    def shards(self) -> int:
+        """GPUs among which everything is divided, where it is: those of one group."""
+        return self.data // self.replicate
+
+    @property
+    def gpus(self) -> int:
+        """GPUs whose steps are planned together: data parallel ones, each of them as many as share a model."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def order(self) -> Schedule:
+        """In what order a pipeline runs micro-batches."""
+        return self.schedule or ("1f1b" if self.virtual == 1 else "interleaved")
+
+    @property
+    def together(self) -> int:
+        """Micro-batches that pass a pipeline together."""
+        return self.micro_batches or self.pipeline * self.virtual

@@ -1,0 +1,101 @@
+"""Names of stacks: their versions, and what took the place of older names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from memplan.catalog.stacks import Stack
+from memplan.documents.schemas import build
+from memplan.errors import CannotAnswerError, InvalidFileError, printable
+
+DEFAULT_STACK = "bundled"
+
+
+PRESET_STACKS: Mapping[str, str] = {
+    "bundled": "bundled",
+    "hf-transformers": "transformers",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron",
+}
+"""Kernel preset of configs before there were stacks -> the stack that took its place."""
+
+
+def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
+    """Return a stack as it is, or was, at a version.
+
+    Args:
+        version: What was given behind ``@``; nothing is the version that the file describes.
+
+    Raises:
+        InvalidFileError: It is no version.
+        CannotAnswerError: That version was not read.
+    """
+    stack = stacks[name]
+    package, newest = next(iter(stack.versions.items()))
+    if version in ("", newest):
+        return replace(stack, name=name, version=newest)
+    given = _parts(version, name)
+    if not newest.replace(".", "").isdigit():
+        raise CannotAnswerError(f"stack: {name}@{version} was not read, only {newest}")
+    if given > _parts(newest, name):
+        raise CannotAnswerError(f"stack: {name}@{version} is newer than {newest}, the newest version that was read")
+    for older in stack.history:
+        if _parts(older.since, name) <= given and _within(given, _parts(older.until, name)):
+            data = _merged({k: v for k, v in asdict(stack).items() if k != "history"}, older.changes)
+            stack = replace(build(Stack, data), history=stack.history)
+            break
+    else:
+        first = min((older.since for older in stack.history), key=lambda text: _parts(text, name), default=newest)
+        if given < _parts(first, name):
+            raise CannotAnswerError(f"stack: {name}@{version} is older than {first}, the oldest version that was read")
+    return replace(stack, name=name, version=version, versions={**stack.versions, package: version})
+
+
+def _within(given: tuple[int, ...], until: tuple[int, ...]) -> bool:
+    """Tell whether a version is not beyond another; all of 1.3.x are within 1.3."""
+    return given[: len(until)] <= until
+
+
+def _parts(version: str, name: str) -> tuple[int, ...]:
+    parts = version.split(".")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise InvalidFileError([f"stack: {name}@{version}: expected a version such as {name}@1.14"])
+    return tuple(map(int, parts))
+
+
+def _merged(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys and values with changes put in, section by section."""
+    merged = dict(data)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(value, Mapping) and isinstance(inner, Mapping) else value
+    return merged
+
+
+def split_name(given: str) -> tuple[str, str]:
+    """Return name and version of ``NAME[@VERSION]``.
+
+    Example:
+        >>> split_name("trl@1.6"), split_name("trl")
+        (('trl', '1.6'), ('trl', ''))
+
+    Raises:
+        InvalidFileError: The @ is its end.
+    """
+    name, told, version = given.partition("@")
+    if told and not version:
+        raise InvalidFileError(
+            [f"stack: {printable(given)}: expected a version behind the @, such as {printable(name)}@1.14"]
+        )
+    return name, version
+
+
+def with_stack(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a record, which is never edited, with a stack where it names the kernel preset of its time."""
+    kernels = training.get("kernels")
+    if not isinstance(kernels, Mapping) or kernels.get("preset") not in PRESET_STACKS:
+        return dict(training)
+    rest = {key: value for key, value in kernels.items() if key != "preset"}
+    return {**training, "kernels": rest, "stack": PRESET_STACKS[kernels["preset"]]}

@@ -1,0 +1,143 @@
+"""Jobs of a survey of stacks made into others: of preferences, of images, of DeepSpeed, with other kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from memplan.catalog.catalog import Catalog
+from memplan.lab.stack_survey.drawn_stack_jobs import CARDS, StackJob
+from memplan.lab.survey.drawn_jobs import Job
+from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, image_model
+from memplan.training.rules.method_rules import GENERATING, REFERRED
+
+PARTITIONED = 3
+"""The stage of ZeRO that partitions parameters."""
+
+DEEPSPEED_STAGES = (1, 2, 2)
+"""Stages of ZeRO that DeepSpeed's jobs have."""
+
+GENERATED_SHARE = 0.5
+"""Share of the jobs that generate whose model does so itself."""
+
+
+def with_stage(job: StackJob, seed: int, number: int, stages: tuple[str, ...]) -> StackJob:
+    """Return a job that learns from preferences by one of these stages, its reference model drawn with it."""
+    rng, training = Random(f"memplan stages {seed} {number}"), dict(job.job.training)
+    stage = rng.choice(stages)
+    own = "adapter-off" if "adapter" in training else "resident"
+    training["method"] = {"stage": stage}
+    if stage in REFERRED:
+        training["method"]["reference_model"] = rng.choice((own, own, "precomputed"))
+    if stage in GENERATING:
+        training["method"] |= _rollout(rng, training, own)
+    if stage in ("cpo", "simpo") and rng.random() < 0.4:
+        training["method"]["chosen_nll"] = False
+    if stage == "classification":
+        training["method"]["labels"] = rng.choice((1, 2, 3, 77, 1000))
+    if stage == "kto":
+        training["micro_batch_size"] = max(2, int(training["micro_batch_size"]))
+    return replace(job, job=Job(job.job.model, training))
+
+
+def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
+    """Return what is generated and compared with, and make a micro-batch of at least two rows where all else is one."""
+    length = int(training["sequence_length"])
+    rollout = {"completion_length": rng.choice((1, length // 2, length - 8)), "engine": rng.choice(("vllm", "server"))}
+    if rng.random() < GENERATED_SHARE:
+        rollout = {"completion_length": rng.choice((2, 6, 20)), "engine": "transformers"}  # each token takes a forward
+    if rng.random() < 0.3:
+        rollout |= {"micro_batches": 2, "iterations": rng.choice((1, 2))}
+    if training["micro_batch_size"] * rollout.get("micro_batches", training["gradient_accumulation_steps"]) < 2:
+        training["micro_batch_size"] = 2
+    return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
+
+
+SIDES = (28, 56, 140, 224, 252, 448, 644, 1008)
+"""Pixels of an image, each way."""
+
+
+def with_images(
+    job: StackJob, seed: int, number: int, catalog: Catalog, families: Sequence[str] = IMAGE_FAMILIES
+) -> StackJob:
+    """Return a job whose rows hold images, drawn with the model that they are for, and whether its tower is trained."""
+    rng, training = Random(f"memplan images {seed} {number}"), dict(job.job.training)
+    values = image_model(rng, catalog, families)
+    training.pop("kernels", None)
+    count, height, width = rng.choice((1, 1, 2, 3)), rng.choice(SIDES), rng.choice(SIDES)
+    tokens = count * (height // 28) * (width // 28)
+    if "mm_tokens_per_image" in values:
+        height = width = values["vision_config"]["image_size"]
+        tokens = count * values["mm_tokens_per_image"]
+    training["sequence_length"] = max(training["sequence_length"], tokens + rng.choice((7, 100)))
+    images: dict[str, Any] = {"per_row": count, "height": height, "width": width}
+    if "adapter" not in training:
+        images |= rng.choice(({}, {}, {"tower": "frozen"}, {"tower": "frozen", "projector": "frozen"}))
+    elif rng.random() < 0.4:
+        training["adapter"] = {**training["adapter"], "targets": ["all-linear"], "vision": False}
+    else:
+        training["adapter"] = {**training["adapter"], "targets": ["all-linear"]}
+    if training["compute_dtype"] != "fp32" and job.card != "7.5" and rng.random() < 0.3:
+        training["kernels"] = {"attention": "flash"}
+    return replace(job, job=Job(values, {**training, "images": images}))
+
+
+def without_autocast(job: StackJob) -> StackJob:
+    """Return a job over 16-bit weights whose trainer has no mixed precision on."""
+    training = dict(job.job.training)
+    dtype = "bf16" if training["compute_dtype"] == "fp32" else training["compute_dtype"]
+    training |= {"weights": {**training["weights"], "default": dtype}, "compute_dtype": dtype, "autocast": False}
+    training.pop("loss_scaling", None)
+    if "adapter" not in training:
+        training["optimizer"] = {"default": "adamw-bf16"}
+    if job.card == CARDS[0] and dtype == "bf16":
+        job = replace(job, card=CARDS[1])
+    return replace(job, job=Job(job.job.model, training))
+
+
+def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:
+    """Return the same job with some other kernels."""
+    kernels = {**job.job.training.get("kernels", {}), **chosen}
+    return replace(job, job=Job(job.job.model, {**job.job.training, "kernels": kernels}))
+
+
+def at_version(job: StackJob, version: str) -> StackJob:
+    """Return the same job for an older version of its stack, where an engine generates."""
+    training = {**job.job.training, "stack": f"{job.stack}@{version}"}
+    if rollout := training.get("method", {}).get("rollout"):
+        training["method"] = {**training["method"], "rollout": {**rollout, "engine": "vllm"}}
+    return replace(job, job=Job(job.job.model, training))
+
+
+def under_deepspeed(job: StackJob, seed: int, number: int, stages: tuple[int, ...] = DEEPSPEED_STAGES) -> StackJob:
+    """Return a job as DeepSpeed runs it on several ranks, its stage, ranks and buckets drawn with it."""
+    rng, training = Random(f"memplan deepspeed {seed} {number}"), dict(job.job.training)
+    dtype = "fp32" if training["compute_dtype"] == "fp32" else "bf16"
+    coded = {role: name for role, name in training["weights"].items() if role == "hidden_matrix"}
+    training |= {"compute_dtype": dtype, "weights": {"default": dtype, **coded}, "optimizer": {"default": "adamw-fp32"}}
+    training.pop("loss_scaling", None)
+    if "adapter" in training:
+        training["adapter"] = {**training["adapter"], "dtype": dtype}
+    elif dtype == "bf16":
+        training["master_weights"] = "fp32"
+    buckets = {
+        "reduce_bucket_size": rng.choice(("auto", "auto", 100_000, 1_000_000, 20_000_000)),
+        "overlap_comm": rng.choice((None, True, False)),
+        "round_robin_gradients": rng.random() < 0.2,
+        "reduce_scatter": rng.random() < 0.9,
+    }
+    ranks, stage = rng.choice((1, 2, 4, 8, 8, 16, 32)), rng.choice(stages)
+    if stage == PARTITIONED:
+        ranks = max(2, ranks)
+        buckets |= {
+            "persistence_threshold": rng.choice(("auto", "auto", 0, 1_000, 100_000)),
+            "prefetch_bucket_size": rng.choice(("auto", "auto", 0, 100_000, 50_000_000)),
+            "max_live_parameters": rng.choice((1_000_000_000, 1_000_000_000, 300_000, 3_000_000, 100_000_000)),
+            "max_reuse_distance": rng.choice((1_000_000_000, 1_000_000_000, 0, 300_000, 3_000_000, 100_000_000)),
+            "sub_group_size": rng.choice((1_000_000_000, 1_000_000_000, 50_000, 1_000_000)),
+        }
+        buckets.pop("round_robin_gradients")
+    training["parallel"] = {"data": ranks, "zero_stage": stage, "engine": "deepspeed", "deepspeed": buckets}
+    return replace(job, job=Job(job.job.model, training))

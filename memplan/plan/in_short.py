@@ -1,0 +1,61 @@
+"""What plans take for granted of their models, in a sentence or two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from memplan.training.rules.image_models import WITH_IMAGES
+from memplan.training.stack_models import TEXT_ALONE
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
+
+
+LINEAR_ALONE = "transformers stacks them in one tensor, and bitsandbytes quantises linear layers alone"
+
+
+IN_SHORT = {
+    "torch": "Linear attention by transformers' own torch code; with flash-linear-attention and causal-conv1d installed: "
+    "--set kernels.linear_attention=fla.",
+    "fla": "Linear attention by flash-linear-attention and causal-conv1d (kernels.linear_attention: fla).",
+}
+"""Kernels of linear attention -> the same in a screen that has no list of assumptions."""
+
+
+def runs_text_alone(plan: MemoryPlan) -> bool:
+    """Tell whether the stack leaves out the vision tower that the model was released with."""
+    return any(TEXT_ALONE in note for note in plan.model.notes)
+
+
+def experts_format(plan: MemoryPlan) -> str:
+    """Return the format of experts that stay as they are where other matrices are codes; else nothing."""
+    names = plan.setup.format_names
+    stacked = any(tensor.role == "expert_matrix" for tensor in plan.model.inventory)
+    apart = (
+        stacked and plan.setup.stack.model_code == "transformers" and names["expert_matrix"] != names["hidden_matrix"]
+    )
+    return names["expert_matrix"] if apart else ""
+
+
+def rows_alone(plan: MemoryPlan) -> str:
+    """Return that rows hold text alone, where the model could see images; else nothing."""
+    images, tower = plan.setup.config.images, plan.model.spec.tower
+    if images.per_row or not (tower is not None or runs_text_alone(plan)):
+        return ""
+    given = "" if images.pixels is None else f", here of up to {images.pixels:,} pixels each,"
+    counted = tower is not None and tower.shape is not None and plan.setup.stack.name in WITH_IMAGES
+    how = "; images.per_row and images.pixels count them" if counted else ""
+    return f"Rows hold text alone: rows with images{given} need more{how}."
+
+
+def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
+    """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
+    alone = dict.fromkeys(plan.setup.stack.label for plan in plans if runs_text_alone(plan))
+    kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]
+    return (
+        *dict.fromkeys(filter(None, map(rows_alone, plans))),
+        *(f"{label} {TEXT_ALONE}." for label in alone),
+        *(IN_SHORT[kernel] for kernel in dict.fromkeys(kernels)),
+        *(f"Experts stay in {name}: {LINEAR_ALONE}." for name in dict.fromkeys(map(experts_format, plans)) if name),
+    )

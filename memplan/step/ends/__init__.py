@@ -1,0 +1,1 @@
+"""A model's ends: its embedding; and its final norm, head and loss, on tape."""

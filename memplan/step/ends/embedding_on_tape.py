@@ -1,0 +1,81 @@
+"""A model's embedding on tape. Equal ones share theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from memplan.model.spec import Norm
+from memplan.step.blocks.adapted_embedding import adapted_embedding, has_adapter, row_sums
+from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.blocks.builder import TOKENS, Builder
+from memplan.step.blocks.norms import normalised
+from memplan.step.divided.divided_ends import divided_embedding
+from memplan.step.ends.end_settings import EndSettings
+from memplan.step.ends.head_on_tape import MOST_ENDS, Named
+from memplan.step.playing.section import Section
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+from memplan.units import ceil_div
+
+
+@lru_cache(maxsize=MOST_ENDS)
+def embedding_section(settings: EndSettings, weights: Named) -> Section:
+    """Return the embedding on tape, the same one each time.
+
+    Args:
+        weights: The parameters that no layer has, by name.
+    """
+    builder = Builder(settings.block, dict(weights))
+    tape, names, block = builder.tape, settings.block.names, settings.block
+    tape.instant = "end of backward"
+    weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
+    if settings.tied and weight.trainable:
+        # What becomes of the sum of both gradients is in tied_sum; coded ones are stored one by one.
+        formed = weight.formed_bytes
+        waits = replace(weight, delayed=True, converted=False, gradient_bytes=formed, gradient_scale_bytes=0)
+        weight = replace(weight, shared=True) if weight.coded or settings.backward_at_once else waits
+    entry = tape.part_of(TOKENS, 1, 8, needs_gradient=False)
+    sums = row_sums(block.hidden_size)
+    if block.divided:
+        return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
+    x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
+    decoding = [(quantity, size) for _, quantity, size in weight.decoding]  # in forward alone
+    looked_up = replace(weight, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0)
+    tape.apply("embedding", [], x, weights=[looked_up], traits=Traits(scratch=decoding, workspace=sums))
+    # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
+    scales = settings.embedding_scale and not block.code.scales_embedded
+    adapter = has_adapter(names.embedding, builder.weights)
+    asks = settings.input_gradients and (settings.table_gradients or not adapter)
+    if asks and not scales and not x.needs_gradient:
+        x.needs_gradient, tape.leaf = True, x
+    if adapter:
+        x = adapted_embedding(builder, x, names.embedding, scales=scales, asks=asks)
+    if f"{names.embedding}.norm.weight" in builder.weights:
+        x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
+    if settings.learned_positions:
+        x = _with_positions(builder, x)
+    if settings.embedding_scale and not (scales and adapter):
+        x = builder.pointwise("scale", x)
+        x.needs_gradient = x.needs_gradient or settings.input_gradients
+    return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))
+
+
+def _with_positions(builder: Builder, x: Value) -> Value:
+    """Return the embedding with that of learned positions added."""
+    tape, block = builder.tape, builder.settings
+    table = builder.weight(f"{block.names.positions}.weight")
+    rows = tape.value(Quantity.POSITIONS, block.hidden_size, block.residual_bytes)
+    ids = [tape.value(Quantity.POSITIONS, 1, 8, needs_gradient=False)] if block.code.forms_tables else []
+    with tape.alive(x):
+        traits = Traits(workspace=_position_sums(block))
+        tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
+        ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
+        tape.named = tuple([value for value in (x, rows) if block.code.forms_tables and value is not tape.leaf])
+        return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)
+
+
+def _position_sums(block: BlockSettings) -> list[tuple[Quantity, int]]:
+    """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
+    sums = 8 + 4 * block.hidden_size
+    return [(Quantity.POSITIONS, 24 + 16 + sums + ceil_div(sums, 10))] if block.regime.sorts_positions else []

@@ -1,0 +1,108 @@
+"""What a loop, its graph and its model's names keep alive around the layers of a step."""
+
+from __future__ import annotations
+
+from memplan.step.kernels.family_code import family_code
+from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.step_inputs import StepInputs, kept_arguments, tables_of_graph
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.training.resolved import TrainingSetup
+
+
+def held_by_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
+    """Return what a loop's own names keep alive from one forward to the end of the next: logits, where it says so."""
+    logits = taped.head.logits
+    if "logits" not in setup.stack.loop.holds or logits is None:
+        return ZERO
+    return single_form(Part.LOGITS, logits.quantity, logits.coefficient)
+
+
+def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the first layer is given that a gradient comes to where what is below is frozen, or nothing: a leaf, which its gradient stays with.
+
+    Source:
+        ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0).
+    """
+    if taped.leaf is None:
+        return ZERO
+    return stream_form(inputs)
+
+
+def stream_form(inputs: StepInputs) -> Form:
+    """Return the residual stream between two layers."""
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.spec.hidden_size * inputs.setup.residual_bytes)
+
+
+def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
+    first = taped.layer_of(taped.leaf or 0)
+    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
+    direct = not taped.embedding.tape.nodes and taped.tower is None
+    if taped.staged[taped.kinds[taped.leaf or 0]]:
+        return False
+    return direct and (inputs.setup.checkpointing != "none" or saved)
+
+
+def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
+    spec, setup = inputs.spec, inputs.setup
+    if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
+        return ZERO
+    first = taped.layer_of(0)
+    if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
+        return ZERO
+    row = spec.hidden_size * setup.residual_bytes
+    leaf = taped.leaf == 0 and taped.tower is None  # counted already
+    tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
+    if spec.learned_positions:
+        return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
+    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
+    return ZERO if saved else tokens
+
+
+def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
+    return graph_of_loss(inputs, taped) if inputs.setup.stack.loop.holds else ZERO
+
+
+def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
+    escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
+    leaves = embedded_leaf(inputs, taped) + (ZERO if taped.tower is None else taped.tower.leaf)
+    return leaves * 2 + called_again(inputs) + escaped + left_stretch(inputs, taped)
+
+
+def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return what the graph of a stretch without tokens has saved: copies of weights, and all rows as long as it reads one."""
+    head, form = taped.head, ZERO
+    if not inputs.regime.empty_stretch:
+        return form
+    for storage in [storage for node in head.section.tape.nodes for storage in node.saved]:
+        part, quantity, size = head.section.tape.storages[storage]
+        if quantity is Quantity.ROW_CHUNKS:
+            form += constant_form(part, size)
+        elif storage == head.normed.storage:
+            form += single_form(part, quantity, size)
+    return form
+
+
+def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
+    """Return what the nodes of all layers hold until the graph goes."""
+    return sum((played.layers[kind].escaped * count for kind, count in taped.counts().items()), ZERO)
+
+
+def called_again(inputs: StepInputs) -> Form:
+    """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
+    if not inputs.setup.stack.checkpointing.reentrant or inputs.setup.checkpointing == "none":
+        return ZERO
+    return passed_on(inputs)
+
+
+def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return the embedded tokens where they are a leaf, and no layer saves them."""
+    return ZERO if saves_leaf(inputs, taped) else embedded_leaf(inputs, taped)
+
+
+def passed_on(inputs: StepInputs) -> Form:
+    """Return what layers have been called with that the graph of the loss has, as long as one of them needs it."""
+    return kept_arguments(inputs) + tables_of_graph(inputs)
