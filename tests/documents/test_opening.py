@@ -26,6 +26,7 @@ ELSEWHERE = {
         "trace/stacks/huggingface/built_model.py",
         "from_pretrained",
     ): "transformers reads the checkpoint that was just written",
+    ("dryrun/stack_scripts/unsloth_sft.py", "from_pretrained"): "unsloth reads the config that was just written",
     ("measure/child.py", "pickle.load"): "the task that the parent process sends through a pipe",
     ("dryrun/script_child.py", "pickle.load"): "the request that the parent process sends through a pipe",
     ("cli/completion.py", "read_text"): "our own files' names, for a shell that waits",

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import drawn_stack_job, planned, traced
+from memplan.lab.stack_survey.drawn_stack_jobs import drawn_stack_job
+from memplan.lab.stack_survey.judged_stack_jobs import planned, traced
 from tests.jobs import shipped_catalog
 
 pytestmark = pytest.mark.thorough
