@@ -117,7 +117,7 @@ NEAR = {
     "plain-loop": 0.98,
     "transformers": 0.96,
     "transformers.classification": 0.96,
-    "transformers.gemma3-images": 0.95,
+    "transformers.gemma3-images": 1.0,
     "transformers.images": 1.0,
     "transformers.no-autocast": 1.0,
     "transformers.ends": 0.95,
