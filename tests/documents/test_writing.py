@@ -272,7 +272,6 @@ REASONS = {
     "dryrun/script_child.py": "pipes to the process that asked for the run, and a script's own traceback",
     "dryrun/stack_scripts/unsloth_job.py": "a job and its model's config in a temporary folder, which goes with the trace",
     "dryrun/script_process.py": "a pipe to the process that runs the script",
-    "lab/survey/__main__.py": "a tool of those who work on memplan, no command of it",
     "report/document.py": "rich prints into memory",
     "report/figures.py": "matplotlib draws into memory, and the writer saves that",
     "library/lookup/online_config.py": "a temporary folder, which goes with the process",

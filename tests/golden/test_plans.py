@@ -1,6 +1,6 @@
 """Every figure of many plans, to the byte: a change of the formula that moves any of them is seen here, and reviewed.
 
-The jobs are those of a survey (memplan/lab/survey, memplan/lab/stack_survey) that between them run the formula's branches;
+The jobs are those of a survey (tests/survey, tests/survey/stacks) that between them run the formula's branches;
 that the figures are right is held by traces and records elsewhere. ``pytest tests/golden --update-golden`` rewrites them.
 """
 

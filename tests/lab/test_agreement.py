@@ -7,9 +7,9 @@ import pytest
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, TrainingConfig
-from memplan.lab.agreement import compare, cut_model, grid
-from memplan.lab.survey.drawn_models import LINEAR
 from memplan.model.families import WITH_TOWERS
+from tests.survey.agreement import compare, cut_model, grid
+from tests.survey.drawn_models import LINEAR
 
 pytestmark = pytest.mark.thorough
 

@@ -11,13 +11,13 @@ pytest.importorskip("torch")
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError
-from memplan.lab.agreement import compare
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
 from memplan.plan.planner import CompiledPlan
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.trace.recording.workspaces import kernel_workspaces
 from memplan.training.resolution.resolve_config import resolve
+from tests.survey.agreement import compare
 
 
 def narrow(heads: int = 4, groups: int = 2, width: int = 64, vocab: int = 96, layers: int = 2) -> Model:

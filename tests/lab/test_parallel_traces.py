@@ -9,12 +9,12 @@ import pytest
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, CheckpointedLayers, TrainingConfig
-from memplan.lab.agreement import cut_model
 from memplan.model.readers.shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
+from tests.survey.agreement import cut_model
 
 pytestmark = pytest.mark.thorough
 

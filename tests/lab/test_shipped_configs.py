@@ -20,8 +20,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.lab.agreement import cut_model  # noqa: E402
-from memplan.lab.survey.drawn_models import LINEAR  # noqa: E402
 from memplan.model.families import WITH_TOWERS  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
@@ -30,6 +28,8 @@ from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
+from tests.survey.agreement import cut_model  # noqa: E402
+from tests.survey.drawn_models import LINEAR  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 

@@ -1,6 +1,6 @@
 """Formula against trace on jobs drawn at random: every family, odd shapes, every key of a training config.
 
-The seed is fixed here. ``python -m memplan.lab.survey --jobs 300 --shrink`` draws others, a new seed each day, and
+The seed is fixed here. ``python -m tests.survey --jobs 300 --shrink`` draws others, a new seed each day, and
 prints what differs as the smallest job that still does; ``--job`` takes one back. ``pytest -m slow tests/lab/test_survey.py``
 runs three hundred jobs of this seed, and of the one in ``MEMPLAN_SURVEY_SEED``, or of the day without it.
 """
@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip("torch")
 
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.lab.survey.__main__ import main
-from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Job, drawn_job, resolved, verdict
-from memplan.lab.survey.drawn_models import model_values
-from memplan.lab.survey.shrinking import shrunk
 from memplan.model.families import families, model_spec
+from tests.survey.__main__ import main
+from tests.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Job, drawn_job, resolved, verdict
+from tests.survey.drawn_models import model_values
+from tests.survey.shrinking import shrunk
 
 pytestmark = pytest.mark.thorough
 
@@ -165,7 +165,7 @@ def test_most_draws_are_possible_and_refusals_have_a_reason(catalog):
 
 def test_what_fails_is_shrunk_to_what_matters(catalog, monkeypatch):
     """A formula that loses a byte under composite norms is found by a job that has little else."""
-    import memplan.lab.survey.drawn_jobs as jobs
+    import tests.survey.drawn_jobs as jobs
 
     honest = jobs.CompiledPlan.evaluate
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.intervals import judged, summary
 from memplan.measure.records.measurement_records import record_files
+from tests.survey.intervals import judged, summary
 
 RECORDS = Path(__file__).parents[1] / "records"
 CATALOG = Catalog(data_directory())

@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
-from memplan.lab.stack_survey import measured_jobs
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.stack_records import read_records
 from memplan.measure.process import cuda_is_usable
+from tests.survey.stacks import measured_jobs
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.stack_records import read_records
 
 RECORDS = Path(__file__).parent.parent / "stacks" / "records"
 FEW_BYTES, MOST_HIDDEN, MOST_TOKENS = 6 * 10**8, 400, 200

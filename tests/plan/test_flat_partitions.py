@@ -109,8 +109,8 @@ RECORD = Path(__file__).parent / "deepspeed_stage3.json"
 @pytest.mark.parametrize("row", json.loads(RECORD.read_text(encoding="utf-8")), ids=lambda row: row["job"][:60])
 def test_stage_3_keeps_what_its_own_engine_keeps(catalog, row):
     pytest.importorskip("torch")
-    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-    from memplan.lab.stack_survey.judged_stack_jobs import stack_setup
+    from tests.survey.stacks.drawn_stack_jobs import StackJob
+    from tests.survey.stacks.judged_stack_jobs import stack_setup
 
     model, setup = stack_setup(StackJob.read(row["job"]), catalog)
     model = built_by(model, setup)

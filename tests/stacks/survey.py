@@ -31,7 +31,7 @@ def main() -> int:
     python = environment(options.folder / options.stack, **listed[options.stack])
     stack, _, version = options.stack.partition(".")
     at = ["--at", version.partition(".")[0].replace("-", ".")] if version[:1].isdigit() else []
-    command = [str(python), "-W", "ignore", "-m", "memplan.lab.stack_survey", "--stack", stack, *at, *rest]
+    command = [str(python), "-W", "ignore", "-m", "tests.survey.stacks", "--stack", stack, *at, *rest]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
 
 

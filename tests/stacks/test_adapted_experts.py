@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memplan.errors import CannotAnswerError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.judged_stack_jobs import planned
-from memplan.lab.survey.drawn_jobs import Job
+from tests.survey.drawn_jobs import Job
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
 SMALL |= {"num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False}

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.judged_stack_jobs import planned
-from memplan.lab.stack_survey.stack_records import read_records
 from tests.jobs import shipped_catalog
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned
+from tests.survey.stacks.stack_records import read_records
 
 RECORDS = Path(__file__).parent / "records"
 EXACT = {

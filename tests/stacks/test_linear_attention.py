@@ -8,9 +8,9 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from memplan.errors import CannotAnswerError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.judged_stack_jobs import planned, traced
-from memplan.lab.survey.drawn_jobs import Job, compared
+from tests.survey.drawn_jobs import Job, compared
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned, traced
 
 pytestmark = pytest.mark.thorough
 

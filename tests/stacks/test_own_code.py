@@ -10,9 +10,9 @@ import yaml
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.judged_stack_jobs import traced
-from memplan.lab.stack_survey.stack_records import read_records, recorded
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import traced
+from tests.survey.stacks.stack_records import read_records, recorded
 
 FOLDER = Path(__file__).parent
 FILES = [FOLDER / "records" / f"{name}.json" for name in yaml.safe_load((FOLDER / "environments.yaml").read_text())]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.judged_stack_jobs import planned
-from memplan.lab.survey.drawn_jobs import Job
+from tests.survey.drawn_jobs import Job
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned
 
 STABLELM = {"model_type": "stablelm", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 3}
 STABLELM |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352, "partial_rotary_factor": 0.25}

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from memplan.lab.stack_survey.drawn_stack_jobs import drawn_stack_job
-from memplan.lab.stack_survey.judged_stack_jobs import planned, traced
 from tests.jobs import shipped_catalog
+from tests.survey.stacks.drawn_stack_jobs import drawn_stack_job
+from tests.survey.stacks.judged_stack_jobs import planned, traced
 
 pytestmark = pytest.mark.thorough
 

@@ -6,9 +6,9 @@ import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import CannotAnswerError
-from memplan.lab.survey.drawn_jobs import Job, resolved
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from tests.survey.drawn_jobs import Job, resolved
 
 # Requested peaks of the compiler's own programs (torch 2.13.0): vocabulary, length, layers, width, heads, batch, micro-steps,
 # dropout, dtype, capability -> bytes.
@@ -86,8 +86,8 @@ def test_what_was_not_read_is_refused(more, said):
 @pytest.mark.parametrize("job", PEAKS)
 def test_the_compilers_own_programs_run_without_a_gpu(job):
     pytest.importorskip("torch")
-    from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-    from memplan.lab.stack_survey.judged_stack_jobs import traced
+    from tests.survey.stacks.drawn_stack_jobs import StackJob
+    from tests.survey.stacks.judged_stack_jobs import traced
 
     trace = traced(StackJob(keys(*job, kernels={"optimizer": "fused"}), job[-1], False), Catalog(data_directory()))
     assert trace.peak.bytes == PEAKS[job]

@@ -8,12 +8,12 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.training_config import Adapter, TrainingConfig  # noqa: E402
 from memplan.errors import InvalidFileError  # noqa: E402
-from memplan.lab.agreement import compare, cut_model  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.reference.parts import Linear  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions, Runtime  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
+from tests.survey.agreement import compare, cut_model  # noqa: E402
 
 SCALING = 2.0
 

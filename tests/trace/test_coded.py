@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.lab.agreement import cut_model  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate  # noqa: E402
@@ -16,6 +15,7 @@ from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 from memplan.training.resolved import FLOAT_BYTES  # noqa: E402
+from tests.survey.agreement import cut_model  # noqa: E402
 
 CODED = ("tier1", "tier2", "tier3", "q4-adam", "q4-muon-int8", "iq3-muon-int4", "iq2-fp8-muon-int4")
 FAST = ("tier1", "tier3", "q4-adam")

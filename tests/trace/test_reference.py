@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch")
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter  # noqa: E402
-from memplan.lab.survey.drawn_models import LINEAR  # noqa: E402
 from memplan.model.families import WITH_TOWERS  # noqa: E402
 from memplan.model.inventory import inventory_of  # noqa: E402
 from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
+from tests.survey.drawn_models import LINEAR  # noqa: E402
 
 CATALOG = Catalog(data_directory())
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}

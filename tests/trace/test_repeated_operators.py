@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.config_keys.parallel_keys import Parallel  # noqa: E402
 from memplan.catalog.training_config import Adapter  # noqa: E402
-from memplan.lab.agreement import cut_model  # noqa: E402
 from memplan.trace.recording import repeated_operators  # noqa: E402
 from memplan.trace.recording.repeated_operators import RepeatedOperators  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
+from tests.survey.agreement import cut_model  # noqa: E402
 
 aten = torch.ops.aten
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}

@@ -108,7 +108,7 @@ def _scaler_notes(setup: TrainingSetup) -> Iterator[str]:
 
     Source:
         torch/amp/grad_scaler.py (v2.13.0), ``_unscale_grads_``: "Attempting to unscale FP16 gradients."; seen with
-        transformers 5.23's Trainer (memplan/lab/stack_survey/measured_jobs.py).
+        transformers 5.23's Trainer (tests/survey/stacks/measured_jobs.py).
     """
     if not (setup.config.loss_scaling and setup.autocast and setup.config.master_weights == "none"):
         return

@@ -1,4 +1,4 @@
-"""Formula against trace over a grid of configurations: ``python -m memplan.lab.agreement``.
+"""Formula against trace over a grid of configurations: ``python -m tests.survey.agreement``.
 
 Both are of memplan's own loop, also for shipped configs that name another stack. Models are released ones
 at their full width, cut to a few layers: a trace allocates nothing, and what layers add is the same for each
@@ -17,7 +17,6 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
-from memplan.lab.survey.drawn_models import LINEAR
 from memplan.model.families import WITH_TOWERS, model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
@@ -26,6 +25,7 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
+from tests.survey.drawn_models import LINEAR
 
 WHOLE = ("llama-3.1-8b", "qwen3-0.6b", "gpt2")
 """Models that are traced with all their layers."""

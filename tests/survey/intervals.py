@@ -1,4 +1,4 @@
-"""Measured device totals against the plan's interval: ``python -m memplan.lab.intervals [RECORDS]``.
+"""Measured device totals against the plan's interval: ``python -m tests.survey.intervals [RECORDS]``.
 
 A record of a run says how much its card held, or, on a card of limited memory, that it ended for want of it. The
 interval of a plan with a simulated reserve has to contain the first, and its verdict has to be true of the second.

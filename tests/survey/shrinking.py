@@ -7,7 +7,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import MemplanError
-from memplan.lab.survey.drawn_jobs import Job, Verdict, verdict
+from tests.survey.drawn_jobs import Job, Verdict, verdict
 
 SMALLER: Mapping[str, Any] = {"micro_batch_size": 1, "sequence_length": 64, "num_hidden_layers": 1, "n_layer": 1}
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.survey.drawn_jobs import Job
+from tests.survey.drawn_jobs import Job
+from tests.survey.stacks.drawn_stack_jobs import StackJob
 
 LAYERS = (3, 4, 5, 6)
 PATTERNS = (

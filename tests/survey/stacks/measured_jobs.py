@@ -1,4 +1,4 @@
-"""``python -m memplan.lab.stack_survey.measured_jobs``: jobs that a library itself trains on this machine's GPU, beside the plan.
+"""``python -m tests.survey.stacks.measured_jobs``: jobs that a library itself trains on this machine's GPU, beside the plan.
 
 Each job of a survey runs in a process of its own, three steps of it, with random weights. On the CPU, whose kernels are
 others, it shows that the loop runs, and no more.
@@ -18,15 +18,15 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_file, write_remark
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job
-from memplan.lab.stack_survey.judged_stack_jobs import job_inputs, planned
-from memplan.lab.survey.drawn_jobs import Job
 from memplan.measure.measure_stack import StackTask
 from memplan.measure.measured import Measurement
 from memplan.measure.process import cuda_is_usable, measure
 from memplan.plan.memory_plan import MemoryPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.units import parse_bytes
+from tests.survey.drawn_jobs import Job
+from tests.survey.stacks.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job
+from tests.survey.stacks.judged_stack_jobs import job_inputs, planned
 
 DEVICES = ("cuda", "cpu")
 FIGURES = ("requested", "allocated", "reserved")
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m memplan.lab.stack_survey.measured_jobs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.survey.stacks.measured_jobs", description=__doc__)
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--stack", action="append", choices=STACKS, help="only this stack; may be repeated")

@@ -1,4 +1,4 @@
-"""The reserve of the caching allocator beyond allocated bytes: ``python -m memplan.lab.reserve``.
+"""The reserve of the caching allocator beyond allocated bytes: ``python -m tests.survey.reserve``.
 
 Traced steps of whole released models are replayed through the simulated allocator in two ways: without
 a memory limit, which gives the reserved bytes where memory is plentiful, and on ever smaller cards, which
@@ -23,9 +23,9 @@ from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
-from memplan.lab.agreement import cut_model
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
+from tests.survey.agreement import cut_model
 
 CARD_STEPS = (300, 200, 150, 120, 100, 80, 60, 50, 40, 30, 20, 15, 10, 5, 0)
 """Sizes of cards that are tried, in thousandths above the allocated peak."""

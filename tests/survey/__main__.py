@@ -1,4 +1,4 @@
-"""``python -m memplan.lab.survey``: draw jobs, compare, print what differs, shrunk to what matters."""
+"""``python -m tests.survey``: draw jobs, compare, print what differs, shrunk to what matters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.lab.survey.drawn_jobs import Job, Verdict, drawn_job, on_several, verdict
-from memplan.lab.survey.shrinking import shrunk
+from tests.survey.drawn_jobs import Job, Verdict, drawn_job, on_several, verdict
+from tests.survey.shrinking import shrunk
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m memplan.lab.survey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.survey", description=__doc__)
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
     parser.add_argument("--jobs", type=int, default=300)
     parser.add_argument("--shrink", action="store_true", help="shrink jobs that fail to what matters")

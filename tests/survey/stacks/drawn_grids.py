@@ -6,11 +6,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from memplan.lab.stack_survey.drawn_stack_jobs import ATTENTION_ONLY, StackJob
-from memplan.lab.survey.drawn_jobs import Job
 from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED
 from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT
 from memplan.training.parallelism import PROVEN
+from tests.survey.drawn_jobs import Job
+from tests.survey.stacks.drawn_stack_jobs import ATTENTION_ONLY, StackJob
 
 MOST_GPUS = 1024
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.survey.drawn_jobs import Job
+from tests.survey.drawn_jobs import Job
+from tests.survey.stacks.drawn_stack_jobs import StackJob
 
 STACK = "llama-factory-v1"
 

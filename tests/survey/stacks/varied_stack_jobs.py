@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.stack_survey.drawn_stack_jobs import CARDS, StackJob
-from memplan.lab.survey.drawn_jobs import Job
-from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, image_model
 from memplan.training.rules.method_rules import GENERATING, REFERRED
+from tests.survey.drawn_jobs import Job
+from tests.survey.drawn_models import IMAGE_FAMILIES, image_model
+from tests.survey.stacks.drawn_stack_jobs import CARDS, StackJob
 
 PARTITIONED = 3
 """The stage of ZeRO that partitions parameters."""

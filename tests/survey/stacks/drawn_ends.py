@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.survey.drawn_jobs import Job, resolved
-from memplan.lab.survey.drawn_models import TOWERS
 from memplan.training.adapted_ends import last_part
+from tests.survey.drawn_jobs import Job, resolved
+from tests.survey.drawn_models import TOWERS
+from tests.survey.stacks.drawn_stack_jobs import StackJob
 
 
 def with_ends(job: StackJob, seed: int, number: int, catalog: Catalog) -> StackJob:

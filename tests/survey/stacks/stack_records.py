@@ -17,9 +17,9 @@ from memplan.documents.escaping import json_text
 from memplan.documents.opening import read_text
 from memplan.documents.writing import write_file
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.stack_survey.judged_stack_jobs import planned, traced
 from memplan.trace.recording.trace_result import Trace
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned, traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.stack_survey.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS, REENTRANT
-from memplan.lab.survey.drawn_jobs import Job
-from memplan.lab.survey.drawn_models import TOWERS, model_values
+from tests.survey.drawn_jobs import Job
+from tests.survey.drawn_models import TOWERS, model_values
+from tests.survey.stacks.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS, REENTRANT
 
 STACKS = ("plain-loop", "transformers", "trl")
 """Stacks of which an environment with transformers draws by default."""

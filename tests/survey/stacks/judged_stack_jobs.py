@@ -9,8 +9,6 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.dryrun.stack_trace import stack_trace
 from memplan.errors import MemplanError
-from memplan.lab.stack_survey.drawn_stack_jobs import StackJob
-from memplan.lab.survey.drawn_jobs import GPU, Verdict, compared, reserved, resolved
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
@@ -22,6 +20,8 @@ from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
+from tests.survey.drawn_jobs import GPU, Verdict, compared, reserved, resolved
+from tests.survey.stacks.drawn_stack_jobs import StackJob
 
 
 def stack_setup(job: StackJob, catalog: Catalog) -> tuple[Any, TrainingSetup]:

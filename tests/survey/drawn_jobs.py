@@ -14,8 +14,6 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
 from memplan.documents.schemas import validate
 from memplan.errors import MemplanError
-from memplan.lab.survey.drawn_configs import config_keys
-from memplan.lab.survey.drawn_models import model_values
 from memplan.model.families import model_spec
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -25,6 +23,8 @@ from memplan.trace.recording.trace_result import COMPONENTS, Component, Trace
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
+from tests.survey.drawn_configs import config_keys
+from tests.survey.drawn_models import model_values
 
 Outcome = Literal["agrees", "differs", "refused", "crashed"]
 

@@ -1,4 +1,4 @@
-"""``python -m memplan.lab.stack_survey``: draw jobs for stacks, compare formula and traces, print agreement by stack and family."""
+"""``python -m tests.survey.stacks``: draw jobs for stacks, compare formula and traces, print agreement by stack and family."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from pathlib import Path
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
 from memplan.dryrun.stack_trace import versions
-from memplan.lab.stack_survey.drawn_ends import with_ends
-from memplan.lab.stack_survey.drawn_freezing import frozen_job
-from memplan.lab.stack_survey.drawn_grids import (
+from tests.survey.__main__ import lines, reserve_lines
+from tests.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
+from tests.survey.drawn_models import IMAGE_FAMILIES, LINEAR
+from tests.survey.stacks.drawn_ends import with_ends
+from tests.survey.stacks.drawn_freezing import frozen_job
+from tests.survey.stacks.drawn_grids import (
     divided_job,
     flat_job,
     layered_job,
@@ -24,13 +27,13 @@ from memplan.lab.stack_survey.drawn_grids import (
     replicated_job,
     staying_job,
 )
-from memplan.lab.stack_survey.drawn_own_models import OWN_MODELS
-from memplan.lab.stack_survey.drawn_stack_jobs import ALONE, LLAMA_LIKE, STACKS, StackJob, drawn_stack_job
-from memplan.lab.stack_survey.drawn_v1_engine import STACK as V1_ENGINE
-from memplan.lab.stack_survey.drawn_v1_engine import v1_job
-from memplan.lab.stack_survey.judged_stack_jobs import stack_verdict, with_fullest
-from memplan.lab.stack_survey.stack_records import traced_records, write_records
-from memplan.lab.stack_survey.varied_stack_jobs import (
+from tests.survey.stacks.drawn_own_models import OWN_MODELS
+from tests.survey.stacks.drawn_stack_jobs import ALONE, LLAMA_LIKE, STACKS, StackJob, drawn_stack_job
+from tests.survey.stacks.drawn_v1_engine import STACK as V1_ENGINE
+from tests.survey.stacks.drawn_v1_engine import v1_job
+from tests.survey.stacks.judged_stack_jobs import stack_verdict, with_fullest
+from tests.survey.stacks.stack_records import traced_records, write_records
+from tests.survey.stacks.varied_stack_jobs import (
     DEEPSPEED_STAGES,
     at_version,
     under_deepspeed,
@@ -39,9 +42,6 @@ from memplan.lab.stack_survey.varied_stack_jobs import (
     with_stage,
     without_autocast,
 )
-from memplan.lab.survey.__main__ import lines, reserve_lines
-from memplan.lab.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
-from memplan.lab.survey.drawn_models import IMAGE_FAMILIES, LINEAR
 
 Judged = list[tuple[StackJob, Verdict]]
 Draw = Callable[[StackJob, int, int], StackJob]
@@ -119,7 +119,7 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m memplan.lab.stack_survey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.survey.stacks", description=__doc__)
     parser.add_argument("--seed", type=int, default=int(time.time()) // 86400, help="a new one each day by default")
     parser.add_argument("--jobs", type=int, default=250)
     parser.add_argument(
