@@ -38,19 +38,12 @@ _Pool = tuple[list[int], dict[int, int], dict[int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class StreamPeaks:
-    """The peaks of a stream.
+    """The peaks of a stream."""
 
-    Attributes:
-        allocated_bytes: Most bytes in blocks.
-        reserved_bytes: Most bytes in segments.
-        survives: Whether every request was satisfied; the peaks are those up to the one that was not.
-        retries: Times that all cached segments were released to satisfy a request.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    survives: bool = True
-    retries: int = 0
+    allocated_bytes: int  # Most bytes in blocks
+    reserved_bytes: int  # Most bytes in segments
+    survives: bool = True  # Whether every request was satisfied; the peaks are those up to the one that was not
+    retries: int = 0  # Times that all cached segments were released to satisfy a request
 
 
 class Stream:

@@ -56,18 +56,12 @@ def data_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Shelf(Generic[T]):
-    """Entries of one kind, found by name or alias, whatever case and separators.
+    """Entries of one kind, found by name or alias, whatever case and separators."""
 
-    Attributes:
-        kind: What messages call an entry.
-        entries: Entries by name, sorted.
-        origins: File that each entry stands in.
-    """
-
-    kind: str
+    kind: str  # What messages call an entry
     section: str
-    entries: Mapping[str, T]
-    origins: Mapping[str, str]
+    entries: Mapping[str, T]  # Entries by name, sorted
+    origins: Mapping[str, str]  # File that each entry stands in
     names: Mapping[str, str] = field(repr=False)
 
     def name_of(self, given: str) -> str:

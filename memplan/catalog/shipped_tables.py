@@ -20,61 +20,39 @@ SAME = "same"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link of a GPU.
+    """A link of a GPU."""
 
-    Attributes:
-        host: Link to the host that cards with it have, or ``same``.
-        bytes_per_second: One way, of a link to the host where a card's own entry does not say it.
-    """
-
-    host: str
+    host: str  # Link to the host that cards with it have, or ``same``
     source: str
-    bytes_per_second: int = 0
+    bytes_per_second: int = 0  # One way, of a link to the host where a card's own entry does not say it
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """One port of a network between nodes.
+    """One port of a network between nodes."""
 
-    Attributes:
-        bytes_per_second: One way.
-    """
-
-    bytes_per_second: int
+    bytes_per_second: int  # One way
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveShare:
-    """Share of the allocated bytes that an allocator needs besides, in thousandths.
+    """Share of the allocated bytes that an allocator needs besides, in thousandths."""
 
-    Attributes:
-        allocator: Which allocator.
-        coded: Whether weights are trained as codes.
-        expected_per_mille: Median of simulated steps.
-        upper_per_mille: Their 95th percentile.
-    """
-
-    allocator: str
-    coded: bool
-    expected_per_mille: int
-    upper_per_mille: int
+    allocator: str  # Which allocator
+    coded: bool  # Whether weights are trained as codes
+    expected_per_mille: int  # Median of simulated steps
+    upper_per_mille: int  # Their 95th percentile
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyGap:
-    """How much more than planned one family keeps, as traced at full size.
+    """How much more than planned one family keeps, as traced at full size."""
 
-    Attributes:
-        least_percent: Least that was traced beyond the plan; 0 where some jobs were as planned.
-        most_percent: The most.
-        reason: What that family's code does, where it is known.
-    """
-
-    least_percent: int
-    most_percent: int
-    reason: str = ""
+    least_percent: int  # Least that was traced beyond the plan; 0 where some jobs were as planned
+    most_percent: int  # The most
+    reason: str = ""  # What that family's code does, where it is known
 
     @property
     def text(self) -> str:
@@ -96,19 +74,13 @@ class StackGaps:
 
 @dataclass(frozen=True, slots=True)
 class UnmodelledFamily:
-    """Models that are refused by name.
-
-    Attributes:
-        begins: Words, sizes and numbers with which their names begin, without the organisation.
-        words: Words, one of which their names have.
-        reason: What memplan does not model.
-    """
+    """Models that are refused by name."""
 
     title: str
-    reason: str
+    reason: str  # What memplan does not model
     sources: tuple[Source, ...]
-    begins: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()  # Words, sizes and numbers with which their names begin, without the organisation
+    words: tuple[str, ...] = ()  # Words, one of which their names have
 
 
 TABLES: Mapping[str, str] = {

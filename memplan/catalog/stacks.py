@@ -26,131 +26,101 @@ ModelCode = Literal["own", "transformers", "torchtune", "litgpt", "torchtitan", 
 
 @dataclass(frozen=True, slots=True)
 class StackCheckpointing:
-    """How a stack checkpoints activations.
+    """How a stack checkpoints activations."""
 
-    Attributes:
-        default: What it does where a config does not say.
-        default_quantised: The same where adapters stand on quantised weights.
-        reentrant: Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``.
-        selective: What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
-            ``alternate-products``, the first product of two matrices, the third and so on, and none of stacked ones.
-        early_stop: Whether a layer is computed again no further than backward needs it.
-        replicas_reentrant: What ``reentrant`` is for replicas, if it is another.
-        offloads: Whether inputs of layers may wait in host memory, but for the last layer's, as they do by default.
-    """
-
-    default: Checkpointing
-    default_quantised: Checkpointing
-    reentrant: bool
+    default: Checkpointing  # What it does where a config does not say
+    default_quantised: Checkpointing  # The same where adapters stand on quantised weights
+    reentrant: bool  # Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``
+    # What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
+    # ``alternate-products``, the first product of two matrices, the third and so on, and none of stacked ones.
     selective: Literal["products", "alternate-products"]
-    early_stop: bool
-    replicas_reentrant: bool | None = None
+    early_stop: bool  # Whether a layer is computed again no further than backward needs it
+    replicas_reentrant: bool | None = None  # What ``reentrant`` is for replicas, if it is another
+    # Whether inputs of layers may wait in host memory, but for the last layer's, as they do by default.
     offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StackModels:
-    """How a stack builds models, where that is not as they were released.
+    """How a stack builds models, where that is not as they were released."""
 
-    Attributes:
-        families: Families that it has code for; nothing stands for all of them.
-        fused_qkv: ``released``; or one projection yields query, key and value in every model, as ``views`` of its
-            result or as ``copies``; or none does in any, nor gate and up: ``apart``.
-        tied_head: Whether head and embedding are one tensor: as ``released``, or ``never``.
-        vocabulary_multiple: The vocabulary is rounded up to a multiple of it.
-        windows: Whether attention is within the window that a model was ``released`` with, or only where other layers of it
-            are within none, which then make masks of their own: ``mixed``.
-        adapted: Whether its own adapters on these models are modelled.
-        dropout: Whether its models have the dropout that a model or a config says.
-        experts: Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
-    """
-
-    families: tuple[str, ...]
+    families: tuple[str, ...]  # Families that it has code for; nothing stands for all of them
+    # ``released``; or one projection yields query, key and value in every model, as ``views`` of its result or as
+    # ``copies``; or none does in any, nor gate and up: ``apart``.
     fused_qkv: Literal["released", "views", "copies", "apart"]
-    tied_head: Literal["released", "never"]
-    vocabulary_multiple: int
+    tied_head: Literal["released", "never"]  # Whether head and embedding are one tensor: as ``released``, or ``never``
+    vocabulary_multiple: int  # The vocabulary is rounded up to a multiple of it
+    # Whether attention is within the window that a model was ``released`` with, or only where other layers of it are
+    # within none, which then make masks of their own: ``mixed``.
     windows: Literal["released", "mixed"] = "released"
-    adapted: bool = False
-    dropout: bool = True
+    adapted: bool = False  # Whether its own adapters on these models are modelled
+    dropout: bool = True  # Whether its models have the dropout that a model or a config says
+    # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
     experts: Literal["released", "apart"] = "released"
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """The tables of cosines and sines that a stack's models keep from step to step.
+    """The tables of cosines and sines that a stack's models keep from step to step."""
 
-    Attributes:
-        each: Whether the ``model`` has one for all its layers, or each ``layer`` its own.
-        dtype: That of products (``compute``), that of the ``residual`` stream, or fp32 always.
-        halved: Whether a pair of dimensions that turn together shares its entries.
-        rows: Positions that there are entries for: those of a ``sequence``, or of each sequence of a ``batch``, which says them; or
-            all that the ``model`` is made for; or the first of these, which are ``grown`` where sequences are longer.
-        gathered: Whether each layer gathers the rows of the tokens' positions, and saves them for backward.
-    """
-
-    each: Literal["model", "layer"]
+    each: Literal["model", "layer"]  # Whether the ``model`` has one for all its layers, or each ``layer`` its own
+    # That of products (``compute``), that of the ``residual`` stream, or fp32 always.
     dtype: Literal["compute", "residual", "fp32", "fp32-unless-whole"]
-    halved: bool
+    halved: bool  # Whether a pair of dimensions that turn together shares its entries
+    # Positions that there are entries for: those of a ``sequence``, or of each sequence of a ``batch``, which says
+    # them; or all that the ``model`` is made for; or the first of these, which are ``grown`` where sequences are
+    # longer.
     rows: Literal["sequence", "batch", "model", "grown"]
-    gathered: bool
+    gathered: bool  # Whether each layer gathers the rows of the tokens' positions, and saves them for backward
 
 
 @dataclass(frozen=True, slots=True)
 class StackProjections:
-    """How projections run whose weights are codes, or that have adapters.
+    """How projections run whose weights are codes, or that have adapters."""
 
-    Attributes:
-        codes_result: Dtype of a product with codes: ``compute``; or ``input``, that of what it is given, to which it
-            is cast back.
-        codes_cloned: Whether an adapter's part is added to a copy of the product with codes.
-        codes_scales: Whether decoding forms the scales of codes first where these are codes themselves.
-        codes_saved: Whether autograd saves codes as it does other tensors, so that backward asks for them before it decodes.
-        adapter_sum: ``narrow`` casts an adapter's part to the projection's dtype before they are added, ``wide`` their
-            sum; on codes ``wide`` casts before, and casts nothing under autocast; ``uncast`` never casts anything.
-        fused_gradients: Dtype in which one function for a projection and its adapter forms the adapter's gradients: that
-            of products (``compute``), or at once that of the ``adapter``.
-        codes_from: Dtype that weights are quantised from: that which they are ``loaded`` in; or fp16 always, to which a
-            product of forward decodes them as well as one of backward, before they are cast.
-        adapter_input_bytes: Bytes of an element of what adapters are given; 0 is that of their weights as products read these.
-        fused_overwrites: Whether one function for projections and their adapters writes its input's gradient over that input, and
-            casts adapters for each product instead of saving casts.
-    """
-
+    # Dtype of a product with codes: ``compute``; or ``input``, that of what it is given, to which it is cast back.
     codes_result: Literal["compute", "input"]
-    codes_cloned: bool
-    codes_scales: bool
+    codes_cloned: bool  # Whether an adapter's part is added to a copy of the product with codes
+    codes_scales: bool  # Whether decoding forms the scales of codes first where these are codes themselves
+    # ``narrow`` casts an adapter's part to the projection's dtype before they are added, ``wide`` their sum; on codes
+    # ``wide`` casts before, and casts nothing under autocast; ``uncast`` never casts anything.
     adapter_sum: Literal["narrow", "wide", "uncast"]
+    # Dtype in which one function for a projection and its adapter forms the adapter's gradients: that of products
+    # (``compute``), or at once that of the ``adapter``.
     fused_gradients: Literal["compute", "adapter"] = "compute"
+    # Whether autograd saves codes as it does other tensors, so that backward asks for them before it decodes.
     codes_saved: bool = False
+    # Dtype that weights are quantised from: that which they are ``loaded`` in; or fp16 always, to which a product of
+    # forward decodes them as well as one of backward, before they are cast.
     codes_from: Literal["loaded", "fp16"] = "loaded"
+    # Bytes of an element of what adapters are given; 0 is that of their weights as products read these.
     adapter_input_bytes: int = 0
+    # Whether one function for projections and their adapters writes its input's gradient over that input, and casts
+    # adapters for each product instead of saving casts.
     fused_overwrites: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a training loop has names for, and where its loss is formed.
+    """What a training loop has names for, and where its loss is formed."""
 
-    Attributes:
-        holds: What it keeps alive through backward, and until the next forward is done: ``logits``, or the ``loss`` alone; either
-            with what the graph behind it still has.
-        loss: ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop
-            does, and lets go of logits as they are used; ``named`` where the loop does, and has a name for them meanwhile.
-        labels: ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
-        metrics: What the metrics of a loss over whole logits copy of these, without each row's last token: nothing
-            (``none``); once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``.
-            A loss over preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks
-            at them where they are; ``softmax`` makes no metrics, and takes the log-softmax of whole logits to compare them;
-            ``rows`` looks at those of all tokens where they are, by a sum of exponentials for each row in turn.
-        pairs: How a loss over pairs without a reference model looks at whole logits where they are: by one kernel
-            (``fused``), or by a sum of exponentials for each row in turn (``rows``); or by their log-softmax (``softmax``), whose
-            collator has joined the rows.
-    """
-
+    # What it keeps alive through backward, and until the next forward is done: ``logits``, or the ``loss`` alone;
+    # either with what the graph behind it still has.
     holds: tuple[Literal["logits", "loss"], ...]
+    # ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop does, and
+    # lets go of logits as they are used; ``named`` where the loop does, and has a name for them meanwhile.
     loss: Literal["model", "loop", "named"]
+    # ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
     labels: Literal["given", "shifted"]
+    # What the metrics of a loss over whole logits copy of these, without each row's last token: nothing (``none``);
+    # once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``. A loss over
+    # preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks at them where
+    # they are; ``softmax`` makes no metrics, and takes the log-softmax of whole logits to compare them; ``rows`` looks
+    # at those of all tokens where they are, by a sum of exponentials for each row in turn.
     metrics: Metrics = "none"
+    # How a loss over pairs without a reference model looks at whole logits where they are: by one kernel (``fused``),
+    # or by a sum of exponentials for each row in turn (``rows``); or by their log-softmax (``softmax``), whose collator
+    # has joined the rows.
     pairs: PairKernel = "rows"
 
     @property
@@ -161,15 +131,11 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """A tensor of (batch, sequence) that the collator puts on the device.
-
-    Attributes:
-        kept: Whether those of all micro-steps stay until the optimizer has stepped.
-    """
+    """A tensor of (batch, sequence) that the collator puts on the device."""
 
     name: str
     dtype: str
-    kept: bool = False
+    kept: bool = False  # Whether those of all micro-steps stay until the optimizer has stepped
 
     @property
     def element_bytes(self) -> int:
@@ -180,129 +146,97 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class OlderVersions:
-    """What older versions of a stack did otherwise.
+    """What older versions of a stack did otherwise."""
 
-    Attributes:
-        since: The first version that it is about.
-        until: The last.
-        changes: Keys of the stack with the values that they had, sections by the keys within them.
-    """
-
-    since: str
-    until: str
-    changes: Mapping[str, Any]
+    since: str  # The first version that it is about
+    until: str  # The last
+    changes: Mapping[str, Any]  # Keys of the stack with the values that they had, sections by the keys within them
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One stack as its file in ``configs/stacks/`` describes it; every key is said.
+    """One stack as its file in ``configs/stacks/`` describes it; every key is said."""
 
-    Attributes:
-        description: What it is, in words.
-        library: The package whose loop it is.
-        versions: Packages and the versions that were read, the library itself first.
-        model_code: Whose implementation of a model it trains: a library's, where its families differ among each other, or its
-            ``own``.
-        level: ``traced`` where its own code can be run on tensors without memory, ``read`` where it is only read.
-        kernels: Which implementation of each operation it runs.
-        autocast: ``fp32-weights`` runs the model under autocast where the hidden matrices are in fp32 and the compute
-            dtype has 16 bits, ``always`` wherever the compute dtype has 16 bits, ``never`` never.
-        adapter_dtype: Dtype of adapters on plain weights where a config does not say; ``weights`` is that of the
-            hidden matrices, or the compute dtype where those are codes.
-        adapter_dtype_quantised: The same on quantised weights.
-        projections: How projections of codes and with adapters run.
-        kbit_floats: What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms;
-            ``fp32-but-ends`` casts those back, and leaves routers, biases and experts in fp32; ``fp32-norms`` casts embedding and
-            head to bf16 again; ``stable-embedding`` quantises
-            the head too, and puts bitsandbytes' ``StableEmbedding`` in the place of the embedding, which stays: with a norm
-            behind it, and gradients that no step uses or takes away.
-        checkpointing: How it checkpoints activations.
-        models: How it builds models.
-        rotary_tables: What its models keep of cosines and sines.
-        loop: What its loop keeps alive.
-        batch: Tensors of a micro-batch on the device.
-        input_gradients: When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``,
-            before adapters are put on, or after them, which an adapter on the embedding tells; ``trained-layers`` does so with the input of the first layer that trains, and checkpoints layers that train alone.
-        clip_gradients: Whether it clips where a config does not say.
-        not_modelled: What else it does that the formula does not follow, a job of it being refused then.
-        keys: Key of a training config -> what the stack calls it; none where it takes memplan's own.
-        values: Keys whose values have other names there -> value -> the stack's own keys and values, one or several.
-        full_floats: What is done to embedding, head and norms where all weights are trained: ``fp32-unless-flash`` casts
-            them, but where attention is a library's flash kernel.
-        stages: What it can learn from whose steps the formula follows.
-        magnitudes: Whether DoRA's magnitudes on quantised weights stay ``apart`` as PEFT makes them, or are ``cast`` like
-            other adapters.
-        unused_parameters: When replicas look for parameters without a gradient, for which DistributedDataParallel copies
-            what the model returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that
-            with adapters, which PEFT wraps it in, it is always; ``whole-unless-checkpointed`` is so without adapters alone, and
-            ``preferences-unless-checkpointed`` with preferences alone. ``parallel.unused_parameters`` goes before all but
-            ``never``.
-        sharded_units: What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head,
-            or, where these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered;
-            ``accelerate`` has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only
-            those of the last micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward.
-        vision: Whether a vision tower gets adapters like the rest (``as-language``), or is ``frozen``: none, and weights in the
-            dtype that they were loaded in where trained ones are cast.
-        quantised_formats: Weight formats besides floats that its libraries hold weights in; none stands for all that
-            products read as a decoded copy.
-        own_formats: Weight formats of shipped configs -> what it holds such weights in instead.
-        adapted_loss: Its loss where there are adapters, if it is another.
-        pair_kbit_floats: ``kbit_floats`` where pairs are compared without a reference model, if it is another.
-        divides: Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
-        foreign_losses: Losses of other libraries that nothing of it ever calls, and no key of its files asks for.
-        attention_order: Kernels that it lets torch's attention choose among, the one that comes first first, where its
-            ``attention`` is ``auto``; nothing is all of them in torch's own order.
-        shards_alone: Whether a model on one GPU is in FSDP too, over a group of one.
-        saved_modules: Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of
-            ``adapters``, which all that trains is cast to.
-        sources: Where all this was read.
-        history: What older versions did otherwise, the oldest first.
-        aliases: Other names.
-        name: Its name, put in where it is looked up.
-        version: The version of the library that is described, put in likewise.
-    """
-
-    description: str
-    library: str
-    versions: Mapping[str, str]
+    description: str  # What it is, in words
+    library: str  # The package whose loop it is
+    versions: Mapping[str, str]  # Packages and the versions that were read, the library itself first
+    # Whose implementation of a model it trains: a library's, where its families differ among each other, or its
+    # ``own``.
     model_code: ModelCode
-    level: Level
-    kernels: KernelProfile
+    level: Level  # ``traced`` where its own code can be run on tensors without memory, ``read`` where it is only read
+    kernels: KernelProfile  # Which implementation of each operation it runs
+    # ``fp32-weights`` runs the model under autocast where the hidden matrices are in fp32 and the compute dtype has 16
+    # bits, ``always`` wherever the compute dtype has 16 bits, ``never`` never.
     autocast: AutocastRule
+    # Dtype of adapters on plain weights where a config does not say; ``weights`` is that of the hidden matrices, or the
+    # compute dtype where those are codes.
     adapter_dtype: AdapterDtype
-    adapter_dtype_quantised: AdapterDtype
-    projections: StackProjections
+    adapter_dtype_quantised: AdapterDtype  # The same on quantised weights
+    projections: StackProjections  # How projections of codes and with adapters run
+    # What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms; ``fp32-but-ends`` casts
+    # those back, and leaves routers, biases and experts in fp32; ``fp32-norms`` casts embedding and head to bf16 again;
+    # ``stable-embedding`` quantises the head too, and puts bitsandbytes' ``StableEmbedding`` in the place of the
+    # embedding, which stays: with a norm behind it, and gradients that no step uses or takes away.
     kbit_floats: KbitFloats
-    checkpointing: StackCheckpointing
-    models: StackModels
-    rotary_tables: RotaryTables
-    loop: Loop
-    batch: tuple[BatchTensor, ...]
+    checkpointing: StackCheckpointing  # How it checkpoints activations
+    models: StackModels  # How it builds models
+    rotary_tables: RotaryTables  # What its models keep of cosines and sines
+    loop: Loop  # What its loop keeps alive
+    batch: tuple[BatchTensor, ...]  # Tensors of a micro-batch on the device
+    # When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``, before
+    # adapters are put on, or after them, which an adapter on the embedding tells; ``trained-layers`` does so with the
+    # input of the first layer that trains, and checkpoints layers that train alone.
     input_gradients: Literal["never", "checkpointed", "checkpointed-adapted", "always", "trained-layers"]
-    clip_gradients: bool
-    not_modelled: tuple[str, ...]
-    keys: Mapping[str, str]
+    clip_gradients: bool  # Whether it clips where a config does not say
+    not_modelled: tuple[str, ...]  # What else it does that the formula does not follow, a job of it being refused then
+    keys: Mapping[str, str]  # Key of a training config -> what the stack calls it; none where it takes memplan's own
+    # Keys whose values have other names there -> value -> the stack's own keys and values, one or several.
     values: Mapping[str, Mapping[str, Mapping[str, str]]]
-    sources: tuple[Source, ...]
-    history: tuple[OlderVersions, ...] = ()
-    aliases: tuple[str, ...] = ()
+    sources: tuple[Source, ...]  # Where all this was read
+    history: tuple[OlderVersions, ...] = ()  # What older versions did otherwise, the oldest first
+    aliases: tuple[str, ...] = ()  # Other names
+    # What is done to embedding, head and norms where all weights are trained: ``fp32-unless-flash`` casts them, but
+    # where attention is a library's flash kernel.
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
-    stages: tuple[Stage, ...] = ("sft",)
+    stages: tuple[Stage, ...] = ("sft",)  # What it can learn from whose steps the formula follows
+    # Whether DoRA's magnitudes on quantised weights stay ``apart`` as PEFT makes them, or are ``cast`` like other
+    # adapters.
     magnitudes: Literal["apart", "cast"] = "apart"
+    # When replicas look for parameters without a gradient, for which DistributedDataParallel copies what the model
+    # returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that with adapters,
+    # which PEFT wraps it in, it is always; ``whole-unless-checkpointed`` is so without adapters alone, and
+    # ``preferences-unless-checkpointed`` with preferences alone. ``parallel.unused_parameters`` goes before all but
+    # ``never``.
     unused_parameters: UnusedParameters = "never"
+    # Whether a vision tower gets adapters like the rest (``as-language``), or is ``frozen``: none, and weights in the
+    # dtype that they were loaded in where trained ones are cast.
     vision: Literal["as-language", "frozen"] = "as-language"
+    # Weight formats besides floats that its libraries hold weights in; none stands for all that products read as a
+    # decoded copy.
     quantised_formats: tuple[str, ...] | None = None
+    # Weight formats of shipped configs -> what it holds such weights in instead.
     own_formats: Mapping[str, str] = field(default_factory=dict)
+    # What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head, or, where
+    # these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered; ``accelerate``
+    # has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only those of the last
+    # micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward.
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl", "own-root"] = "root"
-    adapted_loss: LossKernel | None = None
+    adapted_loss: LossKernel | None = None  # Its loss where there are adapters, if it is another
+    # ``kbit_floats`` where pairs are compared without a reference model, if it is another.
     pair_kbit_floats: KbitFloats | None = None
+    # Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
     divides: tuple[str, ...] = ()
+    # Losses of other libraries that nothing of it ever calls, and no key of its files asks for.
     foreign_losses: tuple[LossKernel, ...] = ()
+    # Kernels that it lets torch's attention choose among, the one that comes first first, where its ``attention`` is
+    # ``auto``; nothing is all of them in torch's own order.
     attention_order: tuple[AttentionKernel, ...] = ()
-    shards_alone: bool = False
+    shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one
+    # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
+    # which all that trains is cast to.
     saved_modules: Literal["weights", "adapters"] = "weights"
-    name: str = ""
-    version: str = ""
+    name: str = ""  # Its name, put in where it is looked up
+    version: str = ""  # The version of the library that is described, put in likewise
 
     @property
     def own_models(self) -> bool:

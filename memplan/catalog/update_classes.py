@@ -18,19 +18,12 @@ UNTRACED = "untraced"
 
 @dataclass(frozen=True, slots=True)
 class UpdateClass:
-    """An optimizer class.
+    """An optimizer class."""
 
-    Attributes:
-        keeps: Names of the state tensors that it may keep.
-        form: How its scratch memory arises.
-        fused: Whether it has a fused kernel, which keeps step counters on the device.
-        needs: State tensor -> the option without which it is not kept.
-    """
-
-    keeps: frozenset[str]
-    form: Form
-    fused: bool = False
-    needs: Mapping[str, str] = field(default_factory=dict)
+    keeps: frozenset[str]  # Names of the state tensors that it may keep
+    form: Form  # How its scratch memory arises
+    fused: bool = False  # Whether it has a fused kernel, which keeps step counters on the device
+    needs: Mapping[str, str] = field(default_factory=dict)  # State tensor -> the option without which it is not kept
 
 
 UPDATE_CLASSES: Mapping[str, UpdateClass] = {

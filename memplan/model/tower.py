@@ -31,50 +31,31 @@ class TowerTensor:
 
 @dataclass(frozen=True, slots=True)
 class ImageGrid:
-    """The patches of one image.
+    """The patches of one image."""
 
-    Attributes:
-        patches: How many there are.
-        merged: How many tokens of the text model they become.
-        windows: Patches of each window that attention of most blocks keeps to.
-    """
-
-    patches: int
-    merged: int
-    windows: tuple[int, ...]
+    patches: int  # How many there are
+    merged: int  # How many tokens of the text model they become
+    windows: tuple[int, ...]  # Patches of each window that attention of most blocks keeps to
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """Sizes of a tower that patches of images pass through.
+    """Sizes of a tower that patches of images pass through."""
 
-    Attributes:
-        hidden_size: Width of its residual stream.
-        intermediate_size: Width inside its feed-forward parts.
-        blocks: How many there are.
-        heads: Heads of attention.
-        patch_size: Pixels of a patch, each way.
-        patch_values: Numbers that a patch is made of: channels, frames and pixels.
-        merge: Patches, each way, that become one token.
-        window: Tokens of a window of attention, each way.
-        full_blocks: Blocks whose attention is over the whole image.
-        output_size: Width of a token for the text model.
-        kind: What patches pass through: blocks with ``windows`` of attention and tables of rotation behind which patches are merged,
-            or ones that attend to a whole image of one size, whose patches are ``pooled``.
-        image_size: Pixels each way of the one size that its processor makes every image; None where it leaves them their own.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    blocks: int
-    heads: int
-    patch_size: int
-    patch_values: int
-    merge: int
-    window: int
-    full_blocks: tuple[int, ...]
-    output_size: int
+    hidden_size: int  # Width of its residual stream
+    intermediate_size: int  # Width inside its feed-forward parts
+    blocks: int  # How many there are
+    heads: int  # Heads of attention
+    patch_size: int  # Pixels of a patch, each way
+    patch_values: int  # Numbers that a patch is made of: channels, frames and pixels
+    merge: int  # Patches, each way, that become one token
+    window: int  # Tokens of a window of attention, each way
+    full_blocks: tuple[int, ...]  # Blocks whose attention is over the whole image
+    output_size: int  # Width of a token for the text model
+    # What patches pass through: blocks with ``windows`` of attention and tables of rotation behind which patches are
+    # merged, or ones that attend to a whole image of one size, whose patches are ``pooled``.
     kind: TowerKind = "windows"
+    # Pixels each way of the one size that its processor makes every image; None where it leaves them their own.
     image_size: int | None = None
 
     @property
@@ -121,16 +102,9 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """The parts of a vision-language model that rows of text do not pass through.
+    """The parts of a vision-language model that rows of text do not pass through."""
 
-    Attributes:
-        tensors: Their parameters, in the order of the model, before the text model's.
-        text_family: Family of the text model where it stands alone.
-        shape: What rows with images pass through; None where that is not modelled.
-        projector: What the names of the projector's parameters begin with.
-    """
-
-    tensors: tuple[TowerTensor, ...]
-    text_family: str
-    shape: TowerShape | None = None
-    projector: str = ""
+    tensors: tuple[TowerTensor, ...]  # Their parameters, in the order of the model, before the text model's
+    text_family: str  # Family of the text model where it stands alone
+    shape: TowerShape | None = None  # What rows with images pass through; None where that is not modelled
+    projector: str = ""  # What the names of the projector's parameters begin with

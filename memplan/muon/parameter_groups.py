@@ -28,21 +28,13 @@ ROUTER_NAMES = frozenset({"router", "gate"})
 
 @dataclass(frozen=True, slots=True)
 class RoutedParameter:
-    """Where one parameter went, and why.
+    """Where one parameter went, and why."""
 
-    Attributes:
-        name: First of its names in the model.
-        shape: Its shape.
-        role: Its role, as in the planner's inventory; None where the caller assigned it.
-        algorithm: ``muon``, ``adamw``, or ``frozen`` where it needs no gradient.
-        reason: The rule that applied.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    role: Role | None
-    algorithm: str
-    reason: str
+    name: str  # First of its names in the model
+    shape: tuple[int, ...]  # Its shape
+    role: Role | None  # Its role, as in the planner's inventory; None where the caller assigned it
+    algorithm: str  # ``muon``, ``adamw``, or ``frozen`` where it needs no gradient
+    reason: str  # The rule that applied
 
 
 class ParameterGroups(list[dict[str, Any]]):

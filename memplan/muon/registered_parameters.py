@@ -22,18 +22,13 @@ STATE_KEYS = (*LAYOUT_KEYS, "offload")
 
 @dataclass(slots=True)
 class RegisteredParameters:
-    """What an optimizer knows of its parameters beside groups and state; plain values, to be copied and pickled.
+    """What an optimizer knows of its parameters beside groups and state; plain values, to be copied and pickled."""
 
-    Attributes:
-        handles: How each is updated.
-        places: In what order they came, which stochastic rounding depends on.
-        layouts: The options by which their states were made.
-        checked: The options of each group, by its identity, when they were last found to be sound.
-    """
-
-    handles: dict[Tensor, Handle] = field(default_factory=dict)
+    handles: dict[Tensor, Handle] = field(default_factory=dict)  # How each is updated
+    # In what order they came, which stochastic rounding depends on.
     places: dict[Tensor, int] = field(default_factory=dict)
-    layouts: dict[Tensor, Group] = field(default_factory=dict)
+    layouts: dict[Tensor, Group] = field(default_factory=dict)  # The options by which their states were made
+    # The options of each group, by its identity, when they were last found to be sound.
     checked: dict[int, list[Any]] = field(default_factory=dict)
 
     def add(self, handle: Handle, group: Group) -> None:

@@ -81,23 +81,16 @@ OnePass = Callable[[Form, Mode], Iterator[Instant]]
 
 @dataclass(frozen=True, slots=True)
 class StepForms:
-    """A training step in closed form.
+    """A training step in closed form."""
 
-    Attributes:
-        candidates: Instants of which one is the peak; forms without what is always there.
-        buffers: Rotary tables, token ids and targets.
-        layer_saved: What one layer of each run saves for backward, tensor by tensor.
-        optimizer_formula: How the optimizer's temporaries come about.
-        stream_bytes: Buffers of collectives that stay with a stream of their own and that, at the peak,
-            the rest of the step may not be able to use.
-        unit_gradients: Sizes of the tensors that hold a rank's gradients, where they are held unit by unit.
-    """
-
-    candidates: tuple[Instant, ...]
-    buffers: Form
-    layer_saved: SavedByLayers
-    optimizer_formula: str
+    candidates: tuple[Instant, ...]  # Instants of which one is the peak; forms without what is always there
+    buffers: Form  # Rotary tables, token ids and targets
+    layer_saved: SavedByLayers  # What one layer of each run saves for backward, tensor by tensor
+    optimizer_formula: str  # How the optimizer's temporaries come about
+    # Buffers of collectives that stay with a stream of their own and that, at the peak, the rest of the step may not be
+    # able to use.
     stream_bytes: int = 0
+    # Sizes of the tensors that hold a rank's gradients, where they are held unit by unit.
     unit_gradients: tuple[int, ...] = ()
 
 

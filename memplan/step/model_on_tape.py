@@ -36,19 +36,13 @@ of autograd's graph without a norm before."""
 
 @dataclass(frozen=True, slots=True)
 class PlayedModel:
-    """What the parts of a model have alive in forward and backward.
-
-    Attributes:
-        layers: One layer of each kind.
-        saved: What embedding, tower and layers leave for backward.
-        tower: The tower that images pass through.
-    """
+    """What the parts of a model have alive in forward and backward."""
 
     embedding: Played
-    layers: tuple[Played, ...]
+    layers: tuple[Played, ...]  # One layer of each kind
     head: Played
-    saved: Form
-    tower: PlayedTower | None = None
+    saved: Form  # What embedding, tower and layers leave for backward
+    tower: PlayedTower | None = None  # The tower that images pass through
 
     @property
     def embedded(self) -> Form:
@@ -63,31 +57,20 @@ class PlayedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelOnTape:
-    """The parts of a model on tape.
+    """The parts of a model on tape."""
 
-    Attributes:
-        settings: What its ends depend on.
-        weights: The parameters that no layer has, by name.
-        runs: Runs of equal layers; a first layer whose input needs no gradient may be one alone.
-        kinds: For each run, which of ``layers`` its layers are.
-        layers: One section for each kind of layer.
-        again: Whether checkpointing is of that kind.
-        staged: Whether inputs of that kind wait in host memory.
-        leaf: The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
-        tower: The tower that images pass through; None for rows of text.
-    """
-
-    settings: EndSettings
-    weights: Named
+    settings: EndSettings  # What its ends depend on
+    weights: Named  # The parameters that no layer has, by name
     embedding: Section
-    runs: tuple[LayerRun, ...]
-    kinds: tuple[int, ...]
-    layers: tuple[Section, ...]
-    again: tuple[bool, ...]
-    staged: tuple[bool, ...]
+    runs: tuple[LayerRun, ...]  # Runs of equal layers; a first layer whose input needs no gradient may be one alone
+    kinds: tuple[int, ...]  # For each run, which of ``layers`` its layers are
+    layers: tuple[Section, ...]  # One section for each kind of layer
+    again: tuple[bool, ...]  # Whether checkpointing is of that kind
+    staged: tuple[bool, ...]  # Whether inputs of that kind wait in host memory
     head: Head
+    # The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
     leaf: int | None = None
-    tower: TowerOnTape | None = None
+    tower: TowerOnTape | None = None  # The tower that images pass through; None for rows of text
 
     def weight(self, name: str) -> Weight | None:
         """Return the parameter of this name that no layer has, or None."""

@@ -40,24 +40,15 @@ Source: torch/nn/attention/flex_attention.py, ``BlockMask`` (v2.13.0).
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """All that a training step depends on.
-
-    Attributes:
-        setup: The training setup; that of gathered weights where ranks hold shards.
-        states: States of the tensors that operations read, which are whole.
-        regime: What batch and length decide.
-        gradient_bytes: Gradients that the rank stores.
-        optimizer: Scratch of the rank's optimizer step.
-        clipping_bytes: Scratch of clipping the rank's gradients.
-    """
+    """All that a training step depends on."""
 
     spec: ModelSpec
-    setup: TrainingSetup
-    states: ModelStates
-    regime: Regime
-    gradient_bytes: int
-    optimizer: Temporaries
-    clipping_bytes: int
+    setup: TrainingSetup  # The training setup; that of gathered weights where ranks hold shards
+    states: ModelStates  # States of the tensors that operations read, which are whole
+    regime: Regime  # What batch and length decide
+    gradient_bytes: int  # Gradients that the rank stores
+    optimizer: Temporaries  # Scratch of the rank's optimizer step
+    clipping_bytes: int  # Scratch of clipping the rank's gradients
 
     @property
     def recomputation(self) -> Recomputation:

@@ -28,52 +28,32 @@ PAIRED = frozenset(("dpo", "reward", "orpo", "cpo", "simpo"))
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """A training config whose names have been resolved to catalog entries.
+    """A training config whose names have been resolved to catalog entries."""
 
-    Attributes:
-        name: Catalog name or path of the config.
-        changed: Whether settings were changed on top of it.
-        config: What it says, with overrides applied and what it leaves to its stack filled in.
-        stack: Whose training loop runs it, at its version.
-        profile: Its kernels: its own choices over those of its stack.
-        format_names: Weight format of each role, by name.
-        formats: Weight format of each role.
-        gradient: How gradients are stored; None is the dtype of the weight.
-        optimizer_names: Optimizer of each role, by name.
-        optimizers: Optimizer of each role.
-        compute_bytes: Bytes of an element in matrix products.
-        reserve_bytes: Memory of the device to leave free.
-        reserve_share: What the allocator needs beyond what it hands out.
-        hardware: What cards can do, and what is taken on them.
-        unmodelled: What of the job the formula does not follow; it plans none of that.
-        family_gaps: Families whose own code in the stack's library saves more than the stack says.
-        masked_attention: Kernel of attention within a window on a card; None where there is no window to see to.
-        untied_ends: Whether a tied embedding and head are tensors of their own, as copies of either train.
-        frozen_embedding: Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
-        card_notes: What a card does in another way, one sentence each; none where there is no card.
-    """
-
-    name: str
-    config: TrainingConfig
-    stack: Stack
-    profile: KernelProfile
-    format_names: Mapping[Role, str]
-    formats: Mapping[Role, StorageFormat]
-    gradient: GradientDtype | None
-    optimizer_names: Mapping[Role, str]
-    optimizers: Mapping[Role, Optimizer]
-    compute_bytes: int
-    reserve_bytes: int
-    reserve_share: ReserveShare
-    hardware: HardwareTables
-    changed: bool = False
+    name: str  # Catalog name or path of the config
+    config: TrainingConfig  # What it says, with overrides applied and what it leaves to its stack filled in
+    stack: Stack  # Whose training loop runs it, at its version
+    profile: KernelProfile  # Its kernels: its own choices over those of its stack
+    format_names: Mapping[Role, str]  # Weight format of each role, by name
+    formats: Mapping[Role, StorageFormat]  # Weight format of each role
+    gradient: GradientDtype | None  # How gradients are stored; None is the dtype of the weight
+    optimizer_names: Mapping[Role, str]  # Optimizer of each role, by name
+    optimizers: Mapping[Role, Optimizer]  # Optimizer of each role
+    compute_bytes: int  # Bytes of an element in matrix products
+    reserve_bytes: int  # Memory of the device to leave free
+    reserve_share: ReserveShare  # What the allocator needs beyond what it hands out
+    hardware: HardwareTables  # What cards can do, and what is taken on them
+    changed: bool = False  # Whether settings were changed on top of it
+    # Families whose own code in the stack's library saves more than the stack says.
     family_gaps: Mapping[str, FamilyGap] = field(default_factory=dict)
-    unmodelled: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = ()  # What of the job the formula does not follow; it plans none of that
+    # Kernel of attention within a window on a card; None where there is no window to see to.
     masked_attention: AttentionKernel | None = None
     tower_attention: AttentionKernel | None = None
-    card_notes: tuple[str, ...] = ()
+    card_notes: tuple[str, ...] = ()  # What a card does in another way, one sentence each; none where there is no card
+    # Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
     frozen_embedding: bool = False
-    untied_ends: bool = False
+    untied_ends: bool = False  # Whether a tied embedding and head are tensors of their own, as copies of either train
 
     def with_floats(self, names: Mapping[Role, str]) -> TrainingSetup:
         """Return the same setup with the weights of some roles in other floats."""

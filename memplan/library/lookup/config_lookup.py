@@ -33,23 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the command line changes in a training config.
-
-    Attributes:
-        stack: The stack, in place of the config's own.
-        gpus: GPUs that share the work; a config that says nothing of it is sharded over them.
-        counted: Whether their number was said, be it one.
-        beside: Files of a launcher that go with a trainer's own file.
-    """
+    """What the command line changes in a training config."""
 
     batch: int | None = None
     length: int | None = None
     checkpointing: str | None = None
     settings: tuple[str, ...] = field(default=())
-    gpus: int = 1
-    counted: bool = False
-    stack: str | None = None
-    beside: tuple[str, ...] = ()
+    gpus: int = 1  # GPUs that share the work; a config that says nothing of it is sharded over them
+    counted: bool = False  # Whether their number was said, be it one
+    stack: str | None = None  # The stack, in place of the config's own
+    beside: tuple[str, ...] = ()  # Files of a launcher that go with a trainer's own file
 
 
 ConfigGiven = str | Mapping[str, Any]

@@ -72,17 +72,11 @@ def halved_product(
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Which kernel multiplies where.
+    """Which kernel multiplies where."""
 
-    Attributes:
-        gram: ``X @ X.mT``, whose result is symmetric.
-        square: Products of symmetric matrices that commute, whose results are symmetric.
-        apply: A symmetric matrix times columns of ``X``.
-    """
-
-    gram: Product = plain_product
-    square: Product = plain_product
-    apply: Product = plain_product
+    gram: Product = plain_product  # ``X @ X.mT``, whose result is symmetric
+    square: Product = plain_product  # Products of symmetric matrices that commute, whose results are symmetric
+    apply: Product = plain_product  # A symmetric matrix times columns of ``X``
 
 
 PLAIN = Products()

@@ -34,18 +34,12 @@ _EXACT_INNER = 1024
 
 @dataclass(frozen=True, slots=True)
 class QuantisedProduct:
-    """A product whose operands are rounded to ``format``.
+    """A product whose operands are rounded to ``format``."""
 
-    Attributes:
-        format: ``fp8-e4m3``, ``fp8-e5m2``, ``int8`` or ``int4``.
-        scaling: ``row`` (one scale for each row or column), ``tensor``, or a block length along
-            the inner dimension.
-        native: Whether the device's own product is used where it exists; else always emulated.
-    """
-
-    format: str
+    format: str  # ``fp8-e4m3``, ``fp8-e5m2``, ``int8`` or ``int4``
+    # ``row`` (one scale for each row or column), ``tensor``, or a block length along the inner dimension.
     scaling: Scaling = "row"
-    native: bool = True
+    native: bool = True  # Whether the device's own product is used where it exists; else always emulated
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

@@ -17,14 +17,11 @@ from memplan.units import ceil_div
 class LinearCodec(BlockCodec):
     """Evenly spaced levels from -1 to 1, scaled by the block's largest magnitude.
 
-    Attributes:
-        zero: Whether zero is a level: ``2**bits - 1`` levels then, else ``2**bits``.
-
     Source:
         https://arxiv.org/abs/2509.23106: linear codes suffice for Muon's momentum in 8 bits.
     """
 
-    zero: bool = True
+    zero: bool = True  # Whether zero is a level: ``2**bits - 1`` levels then, else ``2**bits``
 
     @property
     def half(self) -> float:

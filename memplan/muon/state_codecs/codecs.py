@@ -23,38 +23,23 @@ SMALLEST_SCALE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Temporaries of a codec for one stretch of state.
+    """Temporaries of a codec for one stretch of state."""
 
-    Attributes:
-        values: Decoded values, fp32, ``(elements,)``; None where the state itself serves.
-        factors: One fp32 number for each block.
-        index: Codes, one for each entry, where they are packed or looked up.
-        levels: The codebook, where there is one.
-        boundaries: Where nearest codes change, where there is a codebook.
-    """
-
-    values: Tensor | None = None
-    factors: Tensor | None = None
-    index: Tensor | None = None
-    levels: Tensor | None = None
-    boundaries: Tensor | None = None
+    values: Tensor | None = None  # Decoded values, fp32, ``(elements,)``; None where the state itself serves
+    factors: Tensor | None = None  # One fp32 number for each block
+    index: Tensor | None = None  # Codes, one for each entry, where they are packed or looked up
+    levels: Tensor | None = None  # The codebook, where there is one
+    boundaries: Tensor | None = None  # Where nearest codes change, where there is a codebook
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some elements of a state tensor, from the start of a block on.
+    """Some elements of a state tensor, from the start of a block on."""
 
-    Attributes:
-        state: The tensors of a parameter's states, by their keys in ``optimizer.state``.
-        slot: Name of the state tensor, such as ``momentum_buffer``.
-        start: First element; a multiple of the codec's blocks.
-        elements: How many there are; the last block may be in part.
-    """
-
-    state: dict[str, Tensor]
-    slot: str
-    start: int
-    elements: int
+    state: dict[str, Tensor]  # The tensors of a parameter's states, by their keys in ``optimizer.state``
+    slot: str  # Name of the state tensor, such as ``momentum_buffer``
+    start: int  # First element; a multiple of the codec's blocks
+    elements: int  # How many there are; the last block may be in part
 
 
 class Codec(Protocol):
@@ -167,16 +152,11 @@ class BlockCodec:
 
     The scale is a block's largest magnitude and the largest level is one: what is stored has no larger
     magnitude than what was given, so that a running mean cannot grow by being stored.
-
-    Attributes:
-        bits: Bits of a code.
-        block_elements: Elements that share a scale; a multiple of 8.
-        scale_dtype: ``fp32``, ``bf16`` or ``fp16``.
     """
 
-    bits: int = 8
-    block_elements: int = 128
-    scale_dtype: str = "fp32"
+    bits: int = 8  # Bits of a code
+    block_elements: int = 128  # Elements that share a scale; a multiple of 8
+    scale_dtype: str = "fp32"  # ``fp32``, ``bf16`` or ``fp16``
 
     @property
     def code_bytes(self) -> int:

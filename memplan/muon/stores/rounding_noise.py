@@ -29,13 +29,9 @@ _TAG = 0x9E3779B9
 
 
 class Phases(torch.Generator):
-    """A generator that draws the same numbers in every step, which ``uniform`` and ``random_bits_`` advance.
+    """A generator that draws the same numbers in every step, which ``uniform`` and ``random_bits_`` advance."""
 
-    Attributes:
-        shift: How far the phases have come, in [0, 1).
-    """
-
-    shift: float = 0.0
+    shift: float = 0.0  # How far the phases have come, in [0, 1)
 
 
 def phases_of(device: torch.device, seed: int, place: int, step: Tensor | int) -> Phases:

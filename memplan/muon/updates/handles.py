@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """What an update asks of a parameter.
+    """What an update asks of a parameter."""
 
-    Attributes:
-        store: Where its gradient is kept, if not in ``.grad``.
-    """
-
-    store: Any
+    store: Any  # Where its gradient is kept, if not in ``.grad``
 
     @property
     def key(self) -> Tensor:

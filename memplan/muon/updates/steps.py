@@ -34,66 +34,38 @@ FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 @dataclass(frozen=True, slots=True)
 class MuonOptions:
-    """How Muon updates the parameters of a group.
+    """How Muon updates the parameters of a group."""
 
-    Attributes:
-        lr: Learning rate, all factors but the shape's included.
-        momentum: Decay of the running mean of gradients.
-        nesterov: Whether the update looks one step ahead.
-        weight_decay: Decoupled: weights shrink by ``lr * weight_decay``.
-        adjust: How the rate follows the shape: ``rate_ratio``.
-        codec: How momentum is stored.
-        schedule: Coefficients of each iteration.
-        dtype: Precision of the orthogonalisation.
-        epsilon: Least norm to divide by.
-        workspace: Which of Newton-Schulz' workspaces.
-        chunk_columns: Columns that Newton-Schulz multiplies at a time.
-        batch: Experts of one tensor that are orthogonalised together.
-        chunk_elements: Elements that the other phases handle at a time.
-        reuse_gradient: Whether the update overwrites a gradient of the same dtype.
-        stochastic_momentum: Stochastic rounding of momentum codes.
-        stochastic_weights: Stochastic rounding of weights that are not fp32.
-        phases: Where that rounding takes its numbers; None draws them anew in each step.
-        low_rank: Rank of the part of momentum that is kept in 8 bits; 0 for none.
-        products: Kernels of Newton-Schulz; None for the default.
-    """
-
-    lr: float
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    adjust: AdjustRate
-    codec: Codec
-    schedule: Schedule
-    dtype: torch.dtype
-    epsilon: float
-    workspace: Workspace
-    chunk_columns: int
-    batch: int
-    chunk_elements: int
-    reuse_gradient: bool
-    stochastic_momentum: bool
-    stochastic_weights: bool
-    low_rank: int = 0
-    products: Products | None = None
-    phases: Phases | None = None
+    lr: float  # Learning rate, all factors but the shape's included
+    momentum: float  # Decay of the running mean of gradients
+    nesterov: bool  # Whether the update looks one step ahead
+    weight_decay: float  # Decoupled: weights shrink by ``lr * weight_decay``
+    adjust: AdjustRate  # How the rate follows the shape: ``rate_ratio``
+    codec: Codec  # How momentum is stored
+    schedule: Schedule  # Coefficients of each iteration
+    dtype: torch.dtype  # Precision of the orthogonalisation
+    epsilon: float  # Least norm to divide by
+    workspace: Workspace  # Which of Newton-Schulz' workspaces
+    chunk_columns: int  # Columns that Newton-Schulz multiplies at a time
+    batch: int  # Experts of one tensor that are orthogonalised together
+    chunk_elements: int  # Elements that the other phases handle at a time
+    reuse_gradient: bool  # Whether the update overwrites a gradient of the same dtype
+    stochastic_momentum: bool  # Stochastic rounding of momentum codes
+    stochastic_weights: bool  # Stochastic rounding of weights that are not fp32
+    low_rank: int = 0  # Rank of the part of momentum that is kept in 8 bits; 0 for none
+    products: Products | None = None  # Kernels of Newton-Schulz; None for the default
+    phases: Phases | None = None  # Where that rounding takes its numbers; None draws them anew in each step
 
 
 @dataclass(frozen=True, slots=True)
 class AdamwOptions:
-    """How AdamW updates the parameters of a group.
-
-    Attributes:
-        betas: Decay of the first and the second moment.
-        epsilon: Added to the root of the second moment.
-        codecs: How the moments are stored.
-    """
+    """How AdamW updates the parameters of a group."""
 
     lr: float
-    betas: tuple[float, float]
-    epsilon: float
+    betas: tuple[float, float]  # Decay of the first and the second moment
+    epsilon: float  # Added to the root of the second moment
     weight_decay: float
-    codecs: tuple[Codec, Codec]
+    codecs: tuple[Codec, Codec]  # How the moments are stored
     chunk_elements: int
     stochastic_weights: bool
     phases: Phases | None = None

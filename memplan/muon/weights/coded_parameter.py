@@ -20,13 +20,9 @@ if TYPE_CHECKING:
 
 
 class CodedParameter(nn.Parameter):
-    """Codes, uint8, with the store of their matrix's gradient.
+    """Codes, uint8, with the store of their matrix's gradient."""
 
-    Attributes:
-        store: Where layers leave the gradient.
-    """
-
-    store: GradientStore
+    store: GradientStore  # Where layers leave the gradient
 
     def __new__(cls, codes: Tensor, store: GradientStore) -> CodedParameter:
         """Return a parameter over the memory of ``codes``, which needs no gradient."""

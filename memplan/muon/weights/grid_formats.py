@@ -65,17 +65,11 @@ def grid_of(name: str, device: torch.device) -> Grid:
 
 
 class Lengths(NamedTuple):
-    """A grid's points by their length, fp32 on the CPU.
+    """A grid's points by their length, fp32 on the CPU."""
 
-    Attributes:
-        points: Shortest first, ``(points, group)``.
-        halves: Half the squared length, once for each length, ``(lengths, 1)``.
-        counts: Points of each length.
-    """
-
-    points: Tensor
-    halves: Tensor
-    counts: tuple[int, ...]
+    points: Tensor  # Shortest first, ``(points, group)``
+    halves: Tensor  # Half the squared length, once for each length, ``(lengths, 1)``
+    counts: tuple[int, ...]  # Points of each length
 
 
 @lru_cache(maxsize=32)
@@ -94,19 +88,12 @@ def largest_of(name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GridFormat(WeightFormat):
-    """A format of grid points; ``iq_formats`` has the byte layout of each.
+    """A format of grid points; ``iq_formats`` has the byte layout of each."""
 
-    Attributes:
-        group: Elements of a grid point.
-        sub: Elements that share a 4-bit scale.
-        factor: Of all scales.
-        even_signs: Whether only 7 of 8 signs are stored.
-    """
-
-    group: int = 8
-    sub: int = 32
-    factor: float = 0.25
-    even_signs: bool = True
+    group: int = 8  # Elements of a grid point
+    sub: int = 32  # Elements that share a 4-bit scale
+    factor: float = 0.25  # Of all scales
+    even_signs: bool = True  # Whether only 7 of 8 signs are stored
 
     encoded_blocks: ClassVar[int] = 256
 

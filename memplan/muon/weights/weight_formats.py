@@ -30,21 +30,13 @@ DECODED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """Bytes that the code below allocates for each block that it handles at a time.
+    """Bytes that the code below allocates for each block that it handles at a time."""
 
-    Attributes:
-        decode: For ``decode_``.
-        nearest: For ``encode_`` to nearest that keeps scales.
-        stochastic: For ``encode_`` with noise that keeps scales.
-        fresh: For ``encode_`` to nearest with new scales.
-        decode_once: For ``decode_``, once.
-    """
-
-    decode: int
-    nearest: int
-    stochastic: int
-    fresh: int
-    decode_once: int = 0
+    decode: int  # For ``decode_``
+    nearest: int  # For ``encode_`` to nearest that keeps scales
+    stochastic: int  # For ``encode_`` with noise that keeps scales
+    fresh: int  # For ``encode_`` to nearest with new scales
+    decode_once: int = 0  # For ``decode_``, once
 
 
 TEMPORARIES = {
@@ -64,19 +56,12 @@ a block's groups against all points of a grid, two such tables where rounding is
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A GGUF block format; subclasses know its codes.
+    """A GGUF block format; subclasses know its codes."""
 
-    Attributes:
-        name: As in the catalog: ``q8-0``.
-        block_elements: Elements of a block.
-        block_bytes: Bytes of a block.
-        tensor_bytes: Bytes once for each tensor: none.
-    """
-
-    name: str
-    block_elements: int
-    block_bytes: int
-    tensor_bytes: int = 0
+    name: str  # As in the catalog: ``q8-0``
+    block_elements: int  # Elements of a block
+    block_bytes: int  # Bytes of a block
+    tensor_bytes: int = 0  # Bytes once for each tensor: none
 
     encoded_blocks: ClassVar[int] = 32_768
 
@@ -204,12 +189,9 @@ class UniformFormat(WeightFormat):
     Of the low bits, the first half of a block's elements lies in the low halves of bytes, and the second half in the
     high ones; bits above the fourth follow each other, element by element. With 4 bits and blocks of 32 that is
     GGUF's Q4_0, with 5 bits its Q5_0; blocks of 64 are our own.
-
-    Attributes:
-        bits: Of a code.
     """
 
-    bits: int = 4
+    bits: int = 4  # Of a code
 
     @property
     def _high_end(self) -> int:

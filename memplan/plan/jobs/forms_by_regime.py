@@ -30,15 +30,11 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The closed forms of a step within one regime of batch and length.
-
-    Attributes:
-        candidates: For each instant, the moments that can be its fullest.
-        totals: Each candidate's coefficients, all parts together: what a peak by itself needs.
-    """
+    """The closed forms of a step within one regime of batch and length."""
 
     forms: StepForms
-    candidates: tuple[Instant, ...]
+    candidates: tuple[Instant, ...]  # For each instant, the moments that can be its fullest
+    # Each candidate's coefficients, all parts together: what a peak by itself needs.
     totals: tuple[tuple[Coefficients, Instant], ...]
 
 

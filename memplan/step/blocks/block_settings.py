@@ -17,94 +17,58 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What of batch and length decides which operations run at all; sizes within a regime are closed forms.
+    """What of batch and length decides which operations run at all; sizes within a regime are closed forms."""
 
-    Attributes:
-        one_sequence: The micro-batch is one sequence: heads that lie apart are then read as they are.
-        one_pair: The micro-batch is one pair of a chosen and a rejected answer, which a loss over pairs cuts in two.
-        one_token: Sequences of one token: exchanging dimensions moves nothing.
-        one_chunk: A loss over chunks has one.
-        empty_stretch: The last of several stretches of a loss has no token, so that backward never comes to its graph.
-        masked: Scaled-dot-product attention is given a mask, and not only told that it is causal.
-        pads_mask: Rows of that mask are no multiple of what its kernel reads at once.
-        wide_tables: Rotary tables are in fp32, whatever the residual stream is in.
-        delta_chunks: Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
-        pads_delta: The last of them is not full.
-        several_tiles: A loss that forms logits tile by tile has more tokens than one takes.
-        all_words: Pieces of logits are of the whole vocabulary.
-        staged: Inputs of layers are so large that they wait in host memory, where a stack keeps them there.
-        sorts_positions: There are so many positions that the gradient of their learned embedding is formed by sorting.
-    """
-
-    one_sequence: bool = False
+    one_sequence: bool = False  # The micro-batch is one sequence: heads that lie apart are then read as they are
+    # The micro-batch is one pair of a chosen and a rejected answer, which a loss over pairs cuts in two.
     one_pair: bool = False
-    one_token: bool = False
-    one_chunk: bool = False
+    one_token: bool = False  # Sequences of one token: exchanging dimensions moves nothing
+    one_chunk: bool = False  # A loss over chunks has one
+    # The last of several stretches of a loss has no token, so that backward never comes to its graph.
     empty_stretch: bool = False
-    several_tiles: bool = False
+    several_tiles: bool = False  # A loss that forms logits tile by tile has more tokens than one takes
+    # There are so many positions that the gradient of their learned embedding is formed by sorting.
     sorts_positions: bool = False
-    staged: bool = False
-    all_words: bool = False
-    masked: bool = False
-    pads_mask: bool = False
-    wide_tables: bool = False
+    staged: bool = False  # Inputs of layers are so large that they wait in host memory, where a stack keeps them there
+    all_words: bool = False  # Pieces of logits are of the whole vocabulary
+    masked: bool = False  # Scaled-dot-product attention is given a mask, and not only told that it is causal
+    pads_mask: bool = False  # Rows of that mask are no multiple of what its kernel reads at once
+    wide_tables: bool = False  # Rotary tables are in fp32, whatever the residual stream is in
+    # Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
     delta_chunks: int = 0
-    pads_delta: bool = False
+    pads_delta: bool = False  # The last of them is not full
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """All of a model, a setup and a regime that operations on a tape depend on, their weights aside.
+    """All of a model, a setup and a regime that operations on a tape depend on, their weights aside."""
 
-    Attributes:
-        names: Names of the modules.
-        hidden_size: Width of the residual stream.
-        profile: Kernels; those of update and loss are left at their defaults.
-        compute_bytes: Bytes of an element in matrix products.
-        residual_bytes: Bytes of an element of the residual stream.
-        autocast: Whether weights are cast for products.
-        wide_powers: Whether autocast forms powers in fp32 (``fp32`` list in aten/src/ATen/autocast_mode.h, v2.13.0): over FSDP1's
-            units too, whose weights are gathered narrow, but not over FSDP2's, as accelerate's own code was traced.
-        selective: Whether selective checkpointing applies.
-        dropout: Probability that applies to what is added to the residual stream.
-        attention_dropout: The same, of attention's weights.
-        projections: How projections of codes and with adapters run.
-        adapter_dropout: Probability with which an adapter's input is dropped.
-        fp16: Whether products are computed in fp16, whose softmax in fp32 is one kernel.
-        computes_fp16: The same whatever attention is; only where codes are multiplied as integers.
-        code: What the model's code does otherwise than the bundled models.
-        regime: What batch and length decide.
-        gathered_rows: Whether each layer gathers the rows of rotary tables that it needs.
-        copies_fused: Whether query, key and value are copied out of the result of one projection.
-        divided: Whether GPUs share each layer's matrices.
-        sequence: Whether they share the sequence too between these.
-        flash_attn: Whether attention is run by the package flash-attn, whatever its window or soft cap.
-        keeps_inputs: Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed
-            puts in the place of torch's (``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py, 0.19.8).
-    """
-
-    names: TensorNames
-    hidden_size: int
-    profile: KernelProfile
-    compute_bytes: int
-    residual_bytes: int
-    autocast: bool
+    names: TensorNames  # Names of the modules
+    hidden_size: int  # Width of the residual stream
+    profile: KernelProfile  # Kernels; those of update and loss are left at their defaults
+    compute_bytes: int  # Bytes of an element in matrix products
+    residual_bytes: int  # Bytes of an element of the residual stream
+    autocast: bool  # Whether weights are cast for products
+    # Whether autocast forms powers in fp32 (``fp32`` list in aten/src/ATen/autocast_mode.h, v2.13.0): over FSDP1's
+    # units too, whose weights are gathered narrow, but not over FSDP2's, as accelerate's own code was traced.
     wide_powers: bool
-    selective: bool
-    dropout: float
-    attention_dropout: float
-    projections: StackProjections
-    adapter_dropout: float
-    fp16: bool
-    computes_fp16: bool
-    code: FamilyCode
-    regime: Regime
-    gathered_rows: bool
-    copies_fused: bool
+    selective: bool  # Whether selective checkpointing applies
+    dropout: float  # Probability that applies to what is added to the residual stream
+    attention_dropout: float  # The same, of attention's weights
+    projections: StackProjections  # How projections of codes and with adapters run
+    adapter_dropout: float  # Probability with which an adapter's input is dropped
+    fp16: bool  # Whether products are computed in fp16, whose softmax in fp32 is one kernel
+    computes_fp16: bool  # The same whatever attention is; only where codes are multiplied as integers
+    code: FamilyCode  # What the model's code does otherwise than the bundled models
+    regime: Regime  # What batch and length decide
+    gathered_rows: bool  # Whether each layer gathers the rows of rotary tables that it needs
+    copies_fused: bool  # Whether query, key and value are copied out of the result of one projection
+    # Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed puts in
+    # the place of torch's (``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py, 0.19.8).
     keeps_inputs: bool
-    divided: bool
-    sequence: bool
-    flash_attn: bool
+    divided: bool  # Whether GPUs share each layer's matrices
+    sequence: bool  # Whether they share the sequence too between these
+    flash_attn: bool  # Whether attention is run by the package flash-attn, whatever its window or soft cap
 
     @property
     def stream(self) -> Quantity:

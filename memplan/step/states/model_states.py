@@ -30,24 +30,17 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """States of all tensors, and their sums.
+    """States of all tensors, and their sums."""
 
-    Attributes:
-        tensors: One entry per distinct tensor, base model first, adapters after it.
-        host_bytes: Bytes of all that lies in host memory, which is in no other sum.
-        host: What that is, where an engine of several GPUs keeps it there.
-        staged_bytes: A buffer on the device that gradients pass on their way there, which is in no other sum.
-    """
-
-    tensors: tuple[TensorStates, ...]
+    tensors: tuple[TensorStates, ...]  # One entry per distinct tensor, base model first, adapters after it
     weight_bytes: int
     master_bytes: int
     gradient_bytes: int
     state_bytes: int
-    host_bytes: int
+    host_bytes: int  # Bytes of all that lies in host memory, which is in no other sum
     average_bytes: int
-    host: HostMemory = NOTHING_ON_HOST
-    staged_bytes: int = 0
+    host: HostMemory = NOTHING_ON_HOST  # What that is, where an engine of several GPUs keeps it there
+    staged_bytes: int = 0  # A buffer on the device that gradients pass on their way there, which is in no other sum
 
 
 def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:

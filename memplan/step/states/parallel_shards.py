@@ -149,34 +149,26 @@ def _adapter_input_bytes(setup: TrainingSetup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Tensors that are gathered, and whose gradients are reduced, together.
+    """Tensors that are gathered, and whose gradients are reduced, together."""
 
-    Attributes:
-        gathered_bytes: All of them whole, in the compute dtype, padding included.
-        buffer_bytes: What they are gathered into before they are copied out; one rank has none.
-        copying_bytes: What is there besides while they are copied: that buffer, or what one rank casts of its own, one by one.
-        reduced_bytes: Their gradients as they go into the reduction, likewise.
-        kept_bytes: The rank's share of these gradients, in the weights' dtype.
-        narrow_bytes: The same as it comes out of the reduction, where that is in another dtype, or is formed by one rank
-            alone; or 0.
-        cast_bytes: Its share of the weights, cast to the compute dtype or copied from host memory before they are gathered; 0 for none.
-        last_bytes: The whole gradient of the last matrix, which the variable of a loop over several ranks' gradients holds
-            until the end of the reduction.
-        waited_bytes: Its share of gradients as several groups reduce it among them, which it keeps until the end of backward,
-            be it its gradient or beside that (``AllReduceState`` in _fsdp_param_group.py, v2.13.0).
-        leaves: Whether its gradients leave for host memory as soon as they have been reduced.
-    """
-
-    gathered_bytes: int
-    buffer_bytes: int
+    gathered_bytes: int  # All of them whole, in the compute dtype, padding included
+    buffer_bytes: int  # What they are gathered into before they are copied out; one rank has none
+    # What is there besides while they are copied: that buffer, or what one rank casts of its own, one by one.
     copying_bytes: int
-    reduced_bytes: int
-    kept_bytes: int
+    reduced_bytes: int  # Their gradients as they go into the reduction, likewise
+    kept_bytes: int  # The rank's share of these gradients, in the weights' dtype
+    # The same as it comes out of the reduction, where that is in another dtype, or is formed by one rank alone; or 0.
     narrow_bytes: int
+    # Its share of the weights, cast to the compute dtype or copied from host memory before they are gathered; 0 for
+    # none.
     cast_bytes: int
+    # The whole gradient of the last matrix, which the variable of a loop over several ranks' gradients holds until the
+    # end of the reduction.
     last_bytes: int
+    # Its share of gradients as several groups reduce it among them, which it keeps until the end of backward, be it its
+    # gradient or beside that (``AllReduceState`` in _fsdp_param_group.py, v2.13.0).
     waited_bytes: int = 0
-    leaves: bool = False
+    leaves: bool = False  # Whether its gradients leave for host memory as soon as they have been reduced
 
     @property
     def left_bytes(self) -> int:

@@ -127,15 +127,13 @@ NOTHING: Coefficients = (0,) * len(Quantity)
 class Form:
     """Bytes of each component as a linear form in the quantities: forms add up, and are multiplied by integers.
 
-    Attributes:
-        parts: Coefficients of each part in turn; where a part is empty, :data:`NOTHING` itself saves arithmetic.
-
     Example:
         >>> form = single_form(Part.LOGITS, Quantity.TOKENS, 3) + single_form(Part.GRADIENTS, Quantity.ONE, 5) * 2
         >>> form.coefficient(Part.LOGITS, Quantity.TOKENS), form.total_bytes(quantities(2, 100, 8, 50))
         (3, 610)
     """
 
+    # Coefficients of each part in turn; where a part is empty, :data:`NOTHING` itself saves arithmetic.
     parts: tuple[Coefficients, ...]
 
     def __add__(self, other: Form) -> Form:

@@ -12,40 +12,24 @@ from memplan.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorStates:
-    """What training keeps for one parameter tensor; times ``tensor.count`` for all layers.
-
-    Attributes:
-        format_name: How its weight is stored.
-        trainable: Whether it has a gradient.
-        weight_bytes: Stored weight.
-        master_bytes: Second copy that the optimizer updates.
-        formed_bytes: Gradient as backward forms it.
-        gradient_bytes: Gradient as it is kept.
-        state_bytes: Optimizer states on the device.
-        host_bytes: Optimizer states on the host: step counters, and all where they are offloaded.
-        element_bytes: Bytes of an element as operations read it: its own, or decoded.
-        copy_bytes: Copy of the weight in the compute dtype that a product needs; 0 for none.
-        optimizer_name: Optimizer that takes it.
-        gradient_name: Dtype of its gradient as it is kept.
-        stepper: The class that updates it; None where it is frozen, or no optimizer has it.
-        coded_as: Format whose codec codes its weight again; None for floats, and for codes that stay.
-    """
+    """What training keeps for one parameter tensor; times ``tensor.count`` for all layers."""
 
     tensor: ParameterTensor
-    format_name: str
-    trainable: bool
-    weight_bytes: int
-    master_bytes: int
-    formed_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    host_bytes: int
-    element_bytes: int
-    copy_bytes: int
-    optimizer_name: str
+    format_name: str  # How its weight is stored
+    trainable: bool  # Whether it has a gradient
+    weight_bytes: int  # Stored weight
+    master_bytes: int  # Second copy that the optimizer updates
+    formed_bytes: int  # Gradient as backward forms it
+    gradient_bytes: int  # Gradient as it is kept
+    state_bytes: int  # Optimizer states on the device
+    host_bytes: int  # Optimizer states on the host: step counters, and all where they are offloaded
+    element_bytes: int  # Bytes of an element as operations read it: its own, or decoded
+    copy_bytes: int  # Copy of the weight in the compute dtype that a product needs; 0 for none
+    optimizer_name: str  # Optimizer that takes it
     optimizer: Optimizer
-    gradient_name: str
-    stepper: Stepper | None
+    gradient_name: str  # Dtype of its gradient as it is kept
+    stepper: Stepper | None  # The class that updates it; None where it is frozen, or no optimizer has it
+    # Format whose codec codes its weight again; None for floats, and for codes that stay.
     coded_as: StorageFormat | None
 
     def of(self, tensor: ParameterTensor) -> TensorStates:

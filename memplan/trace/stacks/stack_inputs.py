@@ -19,23 +19,14 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class StackDetails:
-    """Settings of a stack's own that a training setup has no key for.
+    """Settings of a stack's own that a training setup has no key for."""
 
-    Attributes:
-        attention: How attention runs; ``sdpa`` is torch's choice on the card.
-        reentrant: Whether layers are computed again by the older, reentrant kind of checkpointing.
-        adapter_dropout: Probability of dropout in front of adapters.
-        rank_stabilised: Whether adapters are scaled by the root of their rank.
-        modules_to_save: Modules beside the adapters that are trained whole.
-        rank: Which of several ranks is traced, where they differ.
-    """
-
-    attention: AttentionImplementation = "sdpa"
-    reentrant: bool = False
-    adapter_dropout: float = 0.0
-    rank_stabilised: bool = False
-    modules_to_save: tuple[str, ...] = ()
-    rank: int = 0
+    attention: AttentionImplementation = "sdpa"  # How attention runs; ``sdpa`` is torch's choice on the card
+    reentrant: bool = False  # Whether layers are computed again by the older, reentrant kind of checkpointing
+    adapter_dropout: float = 0.0  # Probability of dropout in front of adapters
+    rank_stabilised: bool = False  # Whether adapters are scaled by the root of their rank
+    modules_to_save: tuple[str, ...] = ()  # Modules beside the adapters that are trained whole
+    rank: int = 0  # Which of several ranks is traced, where they differ
 
 
 def details_of(setup: TrainingSetup) -> StackDetails:
@@ -52,25 +43,15 @@ def details_of(setup: TrainingSetup) -> StackDetails:
 
 @dataclass(frozen=True, slots=True)
 class StackInputs:
-    """A job for a stack.
+    """A job for a stack."""
 
-    Attributes:
-        model: The model, as memplan knows it.
-        keys: The same model, as the keys of its ``config.json``, ``model_type`` among them.
-        setup: How it is trained.
-        compute_capability: Of the card whose kernels are chosen, such as ``8.6``.
-        details: What the setup does not say.
-        device: What it runs on: ``meta`` in a trace, else a device on which it really trains.
-        card_bytes: Memory of the card, by which some code chooses; 0 where nothing says which card it is.
-    """
-
-    model: Model
-    keys: Mapping[str, Any]
-    setup: TrainingSetup
-    compute_capability: str = "9.0"
-    details: StackDetails = StackDetails()
-    device: str = "meta"
-    card_bytes: int = 0
+    model: Model  # The model, as memplan knows it
+    keys: Mapping[str, Any]  # The same model, as the keys of its ``config.json``, ``model_type`` among them
+    setup: TrainingSetup  # How it is trained
+    compute_capability: str = "9.0"  # Of the card whose kernels are chosen, such as ``8.6``
+    details: StackDetails = StackDetails()  # What the setup does not say
+    device: str = "meta"  # What it runs on: ``meta`` in a trace, else a device on which it really trains
+    card_bytes: int = 0  # Memory of the card, by which some code chooses; 0 where nothing says which card it is
 
     @property
     def is_traced(self) -> bool:
@@ -79,13 +60,9 @@ class StackInputs:
 
 
 class StackProgram(Protocol):
-    """A module of this folder, or of one in here: how one library trains.
+    """A module of this folder, or of one in here: how one library trains."""
 
-    Attributes:
-        PACKAGES: Packages that it imports, by the names that they are installed under.
-    """
-
-    PACKAGES: tuple[str, ...]
+    PACKAGES: tuple[str, ...]  # Packages that it imports, by the names that they are installed under
 
     def run(self, inputs: StackInputs, recorder: Recorder) -> StackRun:
         """Build the job and run ``STEPS`` steps of it, told to ``recorder``, the last of which is reported.
@@ -97,14 +74,8 @@ class StackProgram(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StackRun:
-    """What a program says of the job that it ran.
+    """What a program says of the job that it ran."""
 
-    Attributes:
-        title: What was run, in words.
-        vocab_size: Width of tensors that count as logits.
-        notes: What is left out or assumed, one sentence each.
-    """
-
-    title: str
-    vocab_size: int
-    notes: tuple[str, ...] = ()
+    title: str  # What was run, in words
+    vocab_size: int  # Width of tensors that count as logits
+    notes: tuple[str, ...] = ()  # What is left out or assumed, one sentence each
