@@ -87,7 +87,7 @@ class KernelProfile:
     # logits, nor does ``fused-linear``, which forms gradients in forward, and ``cut-cross-entropy``, which forms them
     # in backward, block by block of logits that no tensor holds; ``tiled-linear`` has them in fp32, of some tokens and
     # 16,384 words at a time, and forms the input's gradient in forward; ``pieced-linear`` is the same on cards of more
-    # than 24 GiB, where a short micro-batch has logits of some tokens and all words; ``in-place`` works in the fp32
+    # than 24.5 GiB, where a short micro-batch has logits of some tokens and all words; ``in-place`` works in the fp32
     # copy; ``fp32-pieces`` are pieces of that copy without the last token, one after another; ``fp32-stretches`` the
     # same of stretches of each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of
     # whole fp32 logits are what preference methods compared before they had a fused head.

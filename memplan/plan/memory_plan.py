@@ -13,7 +13,7 @@ from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parame
 from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
 from memplan.plan.components import Component, components
 from memplan.step.kernels.family_code import dropouts
-from memplan.step.units.host_memory import HostMemory
+from memplan.step.units.host_memory import HostMemory, waiting_inputs
 from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup
 from memplan.training.resolved_keys import resolved_keys
@@ -127,7 +127,6 @@ class MemoryPlan:
     device_bytes: int  # What nvidia-smi shows then
     upper_bytes: int  # Upper end of the interval around ``device_bytes``
     persistent_bytes: int  # Weights, master weights, gradients kept and optimizer states
-    host_bytes: int
     states: ModelStates
     forms: StepForms
     parts: tuple[int, ...]  # Activations, logits, temporaries and gradients at the peak
@@ -189,8 +188,14 @@ class MemoryPlan:
 
     @property
     def host(self) -> HostMemory:
-        """What one rank keeps in host memory, where an engine of several GPUs keeps it there."""
-        return self.states.host
+        """What one rank keeps in host memory, where an engine of several GPUs or a trainer of one keeps it there."""
+        waiting = waiting_inputs(self.model.spec, self.setup, self.micro_batch_size * self.sequence_length)
+        return HostMemory((*self.states.host.tensors, *waiting))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all that one rank has in host memory: optimizer states there, step counters, and what :attr:`host` lists."""
+        return self.states.host_bytes + self.host.bytes - self.states.host.bytes
 
     @property
     def node_ranks(self) -> int:

@@ -261,7 +261,6 @@ class CompiledPlan:
             device_bytes=total,
             upper_bytes=upper,
             persistent_bytes=self.persistent_bytes,
-            host_bytes=self.states.host_bytes,
             states=self.states,
             forms=compiled.forms,
             parts=tuple(parts),

@@ -68,6 +68,7 @@ from memplan.step.tapes.linear_forms import (
 )
 from memplan.step.tapes.played import Instant
 from memplan.step.tapes.taped_weight import Mode
+from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -96,10 +97,6 @@ class StepForms:
 
 MASK_COLUMNS = 16
 """Columns of a mask that the efficient kernel takes are a multiple of these (attention.cpp, ``pad_bias``)."""
-
-
-STAGED_BYTES = 2 * 1024 * 1024
-"""What of a layer's input is as large stays on the card (``MINIMUM_SIZE`` in unsloth_zoo/gradient_checkpointing.py, 2026.10.9)."""
 
 
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
@@ -132,8 +129,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         and (length != spec.max_position_embeddings or setup.stable_embedding),
         sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
         all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
-        staged=setup.config.offload.activations == "cpu"
-        and tokens * spec.hidden_size * setup.residual_bytes > STAGED_BYTES,
+        staged=waits_on_host(spec, setup, tokens),
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
     )

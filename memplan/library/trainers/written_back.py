@@ -121,7 +121,7 @@ def _better(one: _File, content: str, plan: Plan) -> Iterator[tuple[Plan, str, C
 def _steps(plan: Plan) -> Iterator[Change]:
     """Yield changes that keep what is trained, the cheapest first."""
     setup = plan.memory.setup
-    for change in changes(setup.config, setup.profile):
+    for change in changes(setup.config, setup):
         keys = [key for key, _ in change.settings]
         if not any(key.split(".")[0] in KEPT for key in keys) and is_settable(setup.stack, change.settings):
             yield change

@@ -174,7 +174,7 @@ class FormsByRegime:
         rows, more = grown_rows(spec.max_position_embeddings, batch * length), 0
         if profile.loss in TILED:
             predicted, whole = batch * (length - 1), has_all_words(profile.loss, spec.vocab_size, batch * length)
-            most = piece_rows(spec.vocab_size, spec.hidden_size, whole=whole)
+            most = piece_rows(spec.vocab_size, batch * length * spec.hidden_size, whole=whole)
             chunk, more = min(predicted, most), next_rows(predicted, most, whole=whole)
         sizes = (batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks, images)
         return quantities(*sizes, table_rows=rows, next_chunk=more)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.training_config import ALL_TRAIN, Adapter, CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion
@@ -16,7 +15,7 @@ from memplan.plan.reserve.simulation import simulated
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.own_settings import is_settable, own_settings
 from memplan.training.resolution.resolve_config import resolve
-from memplan.training.resolved import FLOAT_BYTES
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.half_precision import fp16_settings
 
 Setting = tuple[str, Any]
@@ -68,8 +67,9 @@ def _assigned(target: Any, path: list[str], value: Any) -> Any:
     return replace(target, **{head: value})
 
 
-def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
-    """Yield the changes that make sense for a config, the cheapest first."""
+def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
+    """Yield the changes that make sense for a config and the kernels and stack of a setup, the cheapest first."""
+    profile = setup.profile
     if config.parallel.data > 1 and config.parallel.zero_stage == 0:
         yield Change("weights are gathered from the other GPUs twice in every step", (("parallel.zero_stage", 3),))
     if config.allocator == "native":
@@ -92,7 +92,7 @@ def changes(config: TrainingConfig, profile: KernelProfile) -> Iterator[Change]:
         yield Change(cost, (("activation_checkpointing", "full"),))
     elif settings := of_every_layer(config):
         yield Change("the forward of the other layers is recomputed in backward too", settings)
-    yield from _costly_changes(config)
+    yield from _costly_changes(config, offloads=setup.stack.checkpointing.offloads)
 
 
 def of_every_layer(config: TrainingConfig) -> tuple[Setting, ...]:
@@ -125,8 +125,12 @@ def _released(config: TrainingConfig) -> tuple[Setting, ...]:
     return tuple(settings)
 
 
-def _costly_changes(config: TrainingConfig) -> Iterator[Change]:
-    """Yield the changes that alter how a job trains: on the device first, then in host memory, then shorter sequences."""
+def _costly_changes(config: TrainingConfig, *, offloads: bool) -> Iterator[Change]:
+    """Yield the changes that alter how a job trains: on the device first, then in host memory, then shorter sequences.
+
+    Args:
+        offloads: Whether the stack's checkpoints can be there.
+    """
     if config.adapter is None and _is_plain(config):
         cost = "8-bit optimizer states, which need bitsandbytes"
         yield Change(cost, (("optimizer", "adamw-8bit-bnb"),))
@@ -137,11 +141,7 @@ def _costly_changes(config: TrainingConfig) -> Iterator[Change]:
     if config.offload.optimizer_states == "none" and config.adapter is None and config.master_weights == "none":
         cost = "host memory for the optimizer states, which every step copies in and out"
         yield Change(cost, (("offload.optimizer_states", "cpu"),))
-    if (
-        config.activation_checkpointing == "full"
-        and config.offload.activations == "none"
-        and config.adapter is not None
-    ):
+    if offloads and config.activation_checkpointing == "full" and config.offload.activations == "none":
         yield Change("host memory for what layers are given, copied out and in", (("offload.activations", "cpu"),))
     yield from _offloaded_engine(config)
     if config.sequence_length >= 1024:
@@ -223,9 +223,9 @@ def suggestions(
     trial = Trial(plan, catalog, _at(plan))
     fp16 = _in_fp16(trial)
     config = trial.config if fp16 is None else fp16.apply(trial.config)
-    results = _tried(trial, fp16, changes(config, plan.setup.profile))
+    results = _tried(trial, fp16, changes(config, plan.setup))
     if not any(item.flips_verdict for item in results):
-        resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup.profile),))
+        resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup),))
         results = [*(item for item in resorts if item.flips_verdict), *results]
     return tuple(results[:most]) if final is None else _simulated(trial, results[:most], final)
 

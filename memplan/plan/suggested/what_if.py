@@ -29,7 +29,7 @@ def what_if(plan: MemoryPlan, catalog: Catalog) -> tuple[WhatIf, ...]:
     config = replace(base.setup.config, micro_batch_size=base.micro_batch_size, sequence_length=base.sequence_length)
     trial = Trial(base, catalog, config)
     rows: dict[str, WhatIf] = {}
-    for change in (*_larger(config), *changes(config, base.setup.profile), *last_resorts(config)):
+    for change in (*_larger(config), *changes(config, base.setup), *last_resorts(config)):
         changed = trial.plan_with(change) if is_settable(base.setup.stack, change.settings) else None
         if changed is not None and changed.device_bytes != base.device_bytes:
             adds = changed.device_bytes - base.device_bytes

@@ -105,7 +105,7 @@ def _sums(plan: MemoryPlan) -> tuple[str, ...]:
         lines.append(f"host             = sum(states on the host x count) = {states.host_bytes:,}")
     if plan.host.tensors:
         words = plan.host.words()
-        lines.append(f"host             = sum(host B x count)     = {states.host_bytes:,} ({words})")
+        lines.append(f"host             = sum(host B x count)     = {plan.host_bytes:,} ({words})")
     if states.master_bytes:
         lines.append(f"master_weights   = sum(n x width x count)  = {states.master_bytes:,}")
     return tuple(lines)

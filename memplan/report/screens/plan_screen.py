@@ -125,7 +125,10 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     )
     if plan.host.tensors:
         pinned, node = format_bytes(plan.host.pinned_bytes, unit), format_bytes(plan.node_host_bytes, unit)
-        host = f"  besides: {node} of host memory per {plan.node_name}, {pinned} pinned by each"
+        shared = (
+            f" per {plan.node_name}, {pinned} pinned by each" if plan.node_ranks > 1 else f", {pinned} of it pinned"
+        )
+        host = f"  besides: {node} of host memory{shared}"
     if host and (limit := plan.device.host_memory_bytes) is not None:
         host += (
             f"; it has {format_bytes(limit, unit)}" if plan.host.tensors else f"; there are {format_bytes(limit, unit)}"

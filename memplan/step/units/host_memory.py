@@ -1,9 +1,11 @@
-"""Host memory that one rank takes where an engine of several GPUs keeps its tensors there."""
+"""Host memory that one rank takes where an engine of several GPUs keeps its tensors there, or a trainer inputs of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memplan.model.spec import ModelSpec
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes
 from memplan.values import dataclass
 
@@ -91,3 +93,37 @@ def host_memory(parts: Iterable[HostTensors]) -> HostMemory:
             key = part.component, part.tensor_bytes, part.pinned
             counts[key] = counts.get(key, 0) + part.count
     return HostMemory(tuple([HostTensors(name, size, n, pinned) for (name, size, pinned), n in counts.items()]))
+
+
+WAITING_BUFFERS, WAITING_BUFFER_BYTES = 200, 256 * 1024
+"""Buffers that unsloth pins before the first step, and their size: each layer's grows with the first input that it is given."""
+SMALL_INPUT_BYTES = 2 * 1024 * 1024
+"""Up to so many, an input of a layer stays on the device."""
+
+
+def waits_on_host(spec: ModelSpec, setup: TrainingSetup, tokens: int) -> bool:
+    """Tell whether inputs of layers wait in host memory, given the tokens of a micro-batch.
+
+    Source:
+        ``UnslothCheckpointFunction`` in unsloth_zoo/gradient_checkpointing.py (2026.10.9).
+    """
+    offloaded = setup.config.offload.activations == "cpu"
+    return offloaded and tokens * spec.hidden_size * setup.residual_bytes > SMALL_INPUT_BYTES
+
+
+def waiting_inputs(spec: ModelSpec, setup: TrainingSetup, tokens: int) -> tuple[HostTensors, ...]:
+    """Return inputs of all layers but the last that wait in host memory, and what is pinned for them beside.
+
+    torch keeps the pinned memory of a buffer that has grown.
+
+    Source:
+        ``initialize_unsloth_gradient_checkpointing`` and ``_grow_host_buffer`` in unsloth_zoo/gradient_checkpointing.py
+        (2026.10.9).
+    """
+    if setup.config.offload.activations != "cpu":
+        return ()
+    pinned = HostTensors("activations", WAITING_BUFFER_BYTES, WAITING_BUFFERS, pinned=True)
+    if not waits_on_host(spec, setup, tokens):
+        return (pinned,)
+    size = tokens * spec.hidden_size * setup.residual_bytes
+    return HostTensors("activations", size, spec.num_hidden_layers - 1, pinned=True), pinned
