@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.training_config import TrainingConfig
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
-from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_partitioned, is_sharded, is_whole
+from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import format_bytes
 
@@ -163,5 +163,7 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
         )
     if any(is_whole(entry.tensor, plan.setup) for entry in plan.states.tensors):
         yield "codes of quantised weights are whole on each GPU, which accelerate does not shard"
+    elif any(is_coded(entry.tensor, plan.setup) for entry in plan.states.tensors):
+        yield "codes of quantised weights are stored in bf16 and sharded; their scales are whole on each GPU"
     if _reduces_last(plan.setup):
         yield "gradients of micro-steps before the last are kept whole (no_sync)"

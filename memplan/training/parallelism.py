@@ -286,8 +286,10 @@ def _when_sharded(
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
     coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
-    if coded and not (stack.sharded_units == "accelerate" and set(coded).issubset(whole)):
+    if coded and not (stack.sharded_units in ("accelerate", "axolotl") and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
+    elif coded and stack.sharded_units == "axolotl":
+        yield from _when_codes_are_shards(config)
     if len(set(formats.values())) > 1 and config.adapter is None:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
     if config.master_weights != "none":
@@ -320,6 +322,16 @@ def _when_sharded(
         if not _elementwise(entry, width):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {INSTEAD}"
             yield ("optimizer",), text
+
+
+def _when_codes_are_shards(config: TrainingConfig) -> Problems:
+    """Yield what shards of codes that are stored in bf16 are not modelled with."""
+    dtype = config.compute_dtype
+    if dtype != "bf16":
+        text = f"{dtype} beside codes that are stored in bf16 is not modelled; use bf16, or {INSTEAD}"
+        yield ("compute_dtype",), text
+    if config.offload != Offload():
+        yield ("offload",), f"shards of codes in host memory are not modelled; leave it out, or {INSTEAD}"
 
 
 def _elementwise(entry: Optimizer, width: int) -> bool:

@@ -21,6 +21,7 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import fewest_devices
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.divided.sent_bytes import sent_bytes
+from memplan.step.states.model_states import model_states
 from memplan.step.states.parallel_shards import gathered_setup, held, shard, unit
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
@@ -92,6 +93,17 @@ def test_each_matrix_of_an_adapter_is_a_flat_tensor_alone(catalog, apart):
     frozen = unit(layer, setup)
     assert (frozen.gathered_bytes, frozen.kept_bytes, frozen.reduced_bytes) == (2 * 7 * 1429, 0, 0)
     assert unit(matrices[:1], setup).kept_bytes == 4 * 58
+
+
+def test_axolotl_shards_codes_in_bf16_and_leaves_their_scales_whole(catalog):
+    config = TrainingConfig("", **NF4_OF_AXOLOTL, parallel=Parallel(8, 3), compute_dtype="bf16")
+    setup = resolve(config, catalog, "test")
+    matrix = ParameterTensor("layers.{}.q_proj.weight", (30, 128), "hidden_matrix", 2)
+    (own,) = held((matrix,), setup)
+    assert (own.shape, setup.format_names[own.role]) == ((120,), "bf16")  # 30 * 128 codes, four in an element, by 8
+    assert unit((matrix,), setup).gathered_bytes == 8 * 120 * 2
+    scales = model_states(setup, (matrix,), ()).weight_bytes - 2 * 120 * 2
+    assert scales == 2 * (30 * 128 // 64 * 4 + 16 * 4)
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp1"])
@@ -211,6 +223,7 @@ def test_what_is_sent_follows_the_ring(catalog, model):
 
 # ------------------------------------------------------------------ what is refused
 SHARDED = Parallel(8, 3)
+NF4_OF_AXOLOTL = {"stack": "axolotl", "weights": {"hidden_matrix": "nf4", "default": "bf16"}, "adapter": Adapter()}
 CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {"default": "adamw-int8"}}
 
 
@@ -233,6 +246,10 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
             "reduce gradients in bf16",
         ),
         ({"parallel": SHARDED, **CODED, "adapter": Adapter()}, "shards of codes"),
+        (
+            {**NF4_OF_AXOLOTL, "parallel": SHARDED, "compute_dtype": "fp32"},
+            "fp32 beside codes that are stored in bf16",
+        ),
         ({"parallel": Parallel(8), "offload": Offload(optimizer_states="cpu")}, "replicas that keep anything in host"),
         (
             {"parallel": SHARDED, "optimizer": {"hidden_matrix": "muon-bf16"}},

@@ -26,6 +26,7 @@ UNCOUNTED_BYTES = 600
 
 KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl.shards": {3, 17},
+    "axolotl.adapters.shards": {4, 13, 30, 34},
     "llama-factory.frozen": {5, 46},
     "llama-factory-v1": {25},
     "llama-factory-v1.shards": {12, 19, 26},
@@ -70,7 +71,8 @@ with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 wei
 `llama-factory.reference` the forward of two models whose weights outweigh their rows, 4 and 7 % high below the peak;
 with `llama-factory.kto` 5 Granite's scaled logits under fp16, and with 20 Falcon in fp32, 1.8 % low;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
-both without trained ends too; in `transformers.classification` 8 it is DoRA over LLM.int8, which was not followed further. Of the others the
+both without trained ends too;
+in `axolotl.adapters.shards` it is the end of backward of layers that are computed again, at most 7 % low there and below the peak; in `transformers.classification` 8 it is DoRA over LLM.int8, which was not followed further. Of the others the
 instants, and with `plain-loop` 38, `trl.grpo` 23 and ZeRO 3 the peaks, were not followed further.
 """
 
@@ -91,6 +93,7 @@ NEAR = {
     "axolotl": 0.98,
     "axolotl.cut": 0.95,
     "axolotl.shards": 1.0,
+    "axolotl.adapters.shards": 1.0,
     "axolotl.pairs": 1.0,
     "axolotl.preferences": 1.0,
     "torchtitan": 0.95,
@@ -187,6 +190,7 @@ ROWS = {
     "transformers.shards": "FSDP2, Trainer by accelerate 1.15",
     "trl.shards": "FSDP2, TRL by accelerate 1.15",
     "axolotl.shards": "FSDP2, axolotl 0.21",
+    "axolotl.adapters.shards": "FSDP2, LoRA and QLoRA, axolotl 0.21",
     "llama-factory-v1.shards": "FSDP2, tied models, LLaMA-Factory 0.9.5's v1 engine",
     "torchtitan.shards": "FSDP2, torchtitan 0.3.0",
     "torchtitan.0-2-2.shards": "FSDP2, torchtitan 0.2.2",

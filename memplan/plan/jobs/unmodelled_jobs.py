@@ -5,8 +5,9 @@ from __future__ import annotations
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
+from memplan.model.spec import MixtureOfExperts
 from memplan.step.kernels.family_code import family_code
-from memplan.step.states.parallel_shards import is_sharded
+from memplan.step.states.parallel_shards import gathered_setup, is_sharded, shards_codes
 from memplan.training.adapters import adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import format_bytes
@@ -23,8 +24,9 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
     """
     _refuse_wide_tables(model, setup)
     _refuse_adapted_experts(model, setup)
-    _refuse_fused_adapters(setup)
+    _refuse_fused_adapters(gathered_setup(setup) if is_sharded(setup.config.parallel) else setup)
     _refuse_clipped_projections(model, setup)
+    _refuse_sharded_mixtures(model, setup)
     if setup.generates:
         from memplan.step.rollouts.generated_completions import refuse_generation
 
@@ -82,6 +84,17 @@ def _refuse_fused_adapters(setup: TrainingSetup) -> None:
         what = "dora" if adapter.kind == "dora" else "a residual stream in fp32 beside products in 16 bits"
         raise CannotAnswerError(
             f"{setup.name}: kernels.adapters: fused with {what}, as {setup.stack.name} runs it, is not modelled; use composite"
+        )
+
+
+def _refuse_sharded_mixtures(model: Model, setup: TrainingSetup) -> None:
+    """Raise for mixtures of experts whose other matrices are codes that are sharded, beside routers in fp32."""
+    coded = shards_codes(setup) and setup.format_names["hidden_matrix"] not in FLOAT_BYTES
+    mixture = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in model.spec.runs)
+    if coded and mixture and is_sharded(setup.config.parallel):
+        raise CannotAnswerError(
+            f"{setup.name}: weights: {setup.format_names['hidden_matrix']} of a mixture of experts, sharded as "
+            f"{setup.stack.name} does, is not modelled; use parallel.zero_stage: 0, with data parallelism alone"
         )
 
 

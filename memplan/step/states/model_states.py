@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.catalog.entries import Optimizer
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
-from memplan.step.states.parallel_shards import ADAPTER, held, is_sharded, is_whole
+from memplan.step.states.parallel_shards import ADAPTER, held, is_coded, is_sharded, is_whole, shards_codes
 from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import (
     TensorStates,
@@ -71,7 +71,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     beside += [tensor_states(setup, tensor, frozen=True) for tensor in replaced_table(own, setup)]
     reference = reference_setup(setup)
     beside += [tensor_states(reference, tensor, frozen=True) for tensor in reference_tensors(own, setup)]
-    beside += _scales_beside_flats(inventory, setup)
+    beside += _scales_beside_shards(inventory, setup)
     kinds = [*alike.values(), *narrow.values(), *beside, *alike_added.values()]
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     states = ModelStates(
@@ -145,12 +145,12 @@ def _without_device(entry: TensorStates) -> TensorStates:
     return replace(entry, weight_bytes=0, gradient_bytes=0, state_bytes=0, host_bytes=host)
 
 
-def _scales_beside_flats(inventory: Inventory, setup: TrainingSetup) -> list[TensorStates]:
-    """Return the scales of codes that FSDP1 has flattened: attributes of modules, whole on every rank."""
+def _scales_beside_shards(inventory: Inventory, setup: TrainingSetup) -> list[TensorStates]:
+    """Return the scales of codes that are sharded: attributes of modules, whole on every rank."""
     parallel = setup.config.parallel
-    if parallel.engine != "fsdp1" or not is_sharded(parallel):
+    if not is_sharded(parallel) or not (parallel.engine == "fsdp1" or shards_codes(setup)):
         return []
-    coded = [tensor for tensor in inventory if is_whole(tensor, setup)]
+    coded = [tensor for tensor in inventory if is_coded(tensor, setup)]
     whole = ((tensor, tensor_states(setup, replace(tensor, used=False), frozen=True)) for tensor in coded)
     return [
         replace(

@@ -69,13 +69,28 @@ def shard(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
     return replace(tensor, shape=(ceil_div(tensor.shape[0], ranks), *tensor.shape[1:]))
 
 
+def is_coded(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
+    """Tell whether a tensor is frozen codes of a few bits."""
+    return ADAPTER not in tensor.name and setup.format_names[tensor.role] not in FLOAT_BYTES
+
+
 def is_whole(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
     """Tell whether each rank holds all of a tensor: frozen codes in bytes, which accelerate leaves out of what is sharded.
 
     Source:
         ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0): ``Params4bit`` whose storage is no float.
     """
-    return ADAPTER not in tensor.name and setup.format_names[tensor.role] not in FLOAT_BYTES
+    return is_coded(tensor, setup) and not shards_codes(setup)
+
+
+def shards_codes(setup: TrainingSetup) -> bool:
+    """Tell whether ``fully_shard`` shards codes, stored in bf16, while their scales stay whole on every rank.
+
+    Source:
+        ``_set_quantization_config`` in axolotl/loaders/model.py, ``apply_init_sharded_param_patch`` in
+        axolotl/monkeypatch/fsdp2_qlora.py (0.21.0).
+    """
+    return setup.stack.sharded_units == "axolotl" and setup.config.parallel.engine == "torch"
 
 
 def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventory:
@@ -86,15 +101,20 @@ def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventor
     if parallel.engine == "fsdp1":
         tensors, width = tuple(inventory), setup.compute_bytes
         adapters = [tensor for tensor in tensors if ADAPTER in tensor.name]
-        frozen = _flattened([tensor for tensor in tensors if ADAPTER not in tensor.name], setup)
+        frozen = _in_floats([tensor for tensor in tensors if ADAPTER not in tensor.name], setup)
         own = flat_pieces(frozen, parallel, width, "hidden_matrix" if setup.config.adapter is None else "norm")
         return (*own, *adapter_pieces(adapters, parallel, width))
-    return tuple(tensor if is_whole(tensor, setup) else shard(tensor, parallel.shards) for tensor in inventory)
+    return tuple(t if is_whole(t, setup) else shard(t, parallel.shards) for t in _as_sharded(inventory, setup))
 
 
-def _flattened(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list[ParameterTensor]:
-    """Return tensors as FSDP1 flattens them: codes in the dtype of all others, which alone it takes."""
-    return [as_stored(t, setup.compute_bytes) if is_whole(t, setup) else t for t in tensors]
+def _as_sharded(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list[ParameterTensor]:
+    """Return tensors as ``fully_shard`` has them."""
+    return _in_floats(tensors, setup) if shards_codes(setup) else list(tensors)
+
+
+def _in_floats(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list[ParameterTensor]:
+    """Return tensors with codes in the dtype that they are stored in, which FSDP1 needs to be that of all others."""
+    return [as_stored(t, setup.compute_bytes) if is_coded(t, setup) else t for t in tensors]
 
 
 def share(parallel: Parallel) -> Fraction:
@@ -198,7 +218,7 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     ranks, compute, offloads = setup.config.parallel.shards, setup.compute_bytes, setup.offloads_weights
     if setup.config.parallel.engine == "fsdp1":
         return _flat_unit(tensors, setup)
-    tensors = [tensor for tensor in tensors if not is_whole(tensor, setup)]
+    tensors = [tensor for tensor in _as_sharded(tensors, setup) if not is_whole(tensor, setup)]
     shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
     trained = sum(elements for elements, _, trains in shards if trains)
     own = max((width for _, width, trains in shards if trains), default=compute)
@@ -231,7 +251,7 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
         ``_cast_grad_to_param_dtype`` in _runtime_utils.py (v2.13.0).
     """
     parallel, compute = setup.config.parallel, setup.compute_bytes
-    frozen = _flattened([tensor for tensor in tensors if ADAPTER not in tensor.name], setup) or tensors
+    frozen = _in_floats([tensor for tensor in tensors if ADAPTER not in tensor.name], setup) or tensors
     elements, (own, trained) = flat_elements(frozen, parallel, compute), _stored(frozen[0], setup)
     piece = ceil_div(elements, parallel.shards)
     padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)

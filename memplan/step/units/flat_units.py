@@ -41,7 +41,7 @@ def as_stored(tensor: ParameterTensor, width: int) -> ParameterTensor:
     Source:
         ``quantize_4bit`` in bitsandbytes/functional.py (0.50.2): ``quant_storage``.
     """
-    return replace(tensor, shape=(ceil_div(tensor.elements, 2 * width),), role="norm")
+    return replace(tensor, shape=(ceil_div(tensor.elements, 2 * width),), role="bias")
 
 
 def adapter_pieces(adapters: Iterable[ParameterTensor], parallel: Parallel, width: int) -> Iterator[ParameterTensor]:

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from memplan.step.states.parallel_shards import is_sharded, shards_codes
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -56,9 +57,8 @@ def bitsandbytes_options(setup: TrainingSetup) -> Any:
 
 
 def _flattens(setup: TrainingSetup) -> bool:
-    """Tell whether codes are stored in the dtype of all other weights, as FSDP1 needs them."""
-    parallel = setup.config.parallel
-    return parallel.engine == "fsdp1" and parallel.gpus > 1
+    """Tell whether codes are stored in the dtype of products, as FSDP1 needs them, and axolotl has them."""
+    return is_sharded(setup.config.parallel) and (setup.config.parallel.engine == "fsdp1" or shards_codes(setup))
 
 
 def quantised(model: Any, setup: TrainingSetup) -> Any:

@@ -105,6 +105,8 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
     if stack.kbit_floats == "fp32-but-ends":
         fused = config.kernels.over(stack.kernels).fused_adapters
         wide: tuple[Role, ...] = ("router", "expert_matrix", *(("bias",) if fused else ()))
+        if config.parallel.zero_stage == 3:  # should_convert_embedding_dtypes in loaders/model.py
+            wide = ("embedding", "norm", "head", "router")
         return {role: "fp32" if role in wide and name in FLOATS else name for role, name in names.items()}
     return {role: "fp32" if name in FLOATS else name for role, name in names.items()}
 

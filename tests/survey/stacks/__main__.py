@@ -18,6 +18,7 @@ from tests.survey.drawn_models import IMAGE_FAMILIES, LINEAR
 from tests.survey.stacks.drawn_ends import with_ends
 from tests.survey.stacks.drawn_freezing import frozen_job
 from tests.survey.stacks.drawn_grids import (
+    adapted_job,
     divided_job,
     flat_job,
     layered_job,
@@ -115,7 +116,9 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
     for name, (_, drawn) in DRAWN.items():
         job = drawn(job, seed, number) if getattr(options, name) else job
     job = with_ends(job, seed, number, catalog) if options.ends else job
-    return flat_job(job, seed, number, adapted=options.adapters) if options.fsdp1 else job
+    if options.fsdp1:
+        return flat_job(job, seed, number, adapted=options.adapters)
+    return adapted_job(job, seed, number) if options.adapters else job
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -151,7 +154,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fsdp1", action="store_true", help="jobs that FullyShardedDataParallel shards, on ranks drawn"
     )
-    parser.add_argument("--adapters", action="store_true", help="those of --fsdp1 with adapters, all of them")
+    parser.add_argument("--adapters", action="store_true", help="jobs with adapters over shards, all of them")
     parser.add_argument(
         "--no-autocast", action="store_true", help="jobs over 16-bit weights without mixed precision, all of them"
     )

@@ -10,9 +10,9 @@ from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SH
 from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT
 from memplan.training.parallelism import PROVEN
 from tests.survey.drawn_jobs import Job
-from tests.survey.stacks.drawn_stack_jobs import ATTENTION_ONLY, StackJob
+from tests.survey.stacks.drawn_stack_jobs import ATTENTION_ONLY, CARDS, StackJob
 
-MOST_GPUS = 1024
+MOST_GPUS, QUANTISED_SHARE = 1024, 0.75
 
 
 def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
@@ -139,6 +139,19 @@ def flat_job(job: StackJob, seed: int, number: int, *, adapted: bool = False) ->
         "flat": flat,
     }
     return replace(job, job=Job(job.job.model, training))
+
+
+def adapted_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job with adapters over ``fully_shard``, on ranks drawn; three of four over quantised weights."""
+    rng, training = Random(f"memplan adapters {seed} {number}"), dict(job.job.training)
+    training.pop("loss_scaling", None)
+    adapter = {**training.get("adapter", {"rank": rng.choice((4, 8, 16, 64))}), "kind": "lora", "dtype": "fp32"}
+    weights = {"default": "bf16"}
+    if rng.random() < QUANTISED_SHARE:
+        weights["hidden_matrix"] = rng.choice(("nf4", "nf4-dq", "nf4-dq"))
+    training |= {"compute_dtype": "bf16", "weights": weights, "optimizer": {"default": "adamw-fp32"}}
+    training |= {"adapter": adapter, "parallel": _drawn_shards(rng)}
+    return replace(job, job=Job(job.job.model, training), card=max(job.card, CARDS[1]))
 
 
 def staying_job(job: StackJob, seed: int, number: int) -> StackJob:

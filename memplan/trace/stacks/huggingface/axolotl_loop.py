@@ -22,9 +22,11 @@ import peft
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from memplan.catalog.kernel_profiles import ADAPTED
 from memplan.errors import CannotAnswerError
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantises
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -73,17 +75,20 @@ def _prepared(inputs: StackInputs) -> Any:
         if setup.format_names["norm"] != setup.loaded_float:
             _cast_ends(model, torch.float32)
         return model
-    if quantises(setup):
+    if quantises(setup) and is_sharded(setup.config.parallel):
+        _cast_ends(model, torch.float32, gates=True)
+    elif quantises(setup):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         _cast_ends(model, TORCH_DTYPES[setup.config.compute_dtype])
     model.enable_input_require_grads()
     return model
 
 
-def _cast_ends(model: Any, dtype: torch.dtype) -> None:
-    """Cast norms and embeddings as ``_convert_embedding_modules_dtype`` does (loaders/model.py)."""
+def _cast_ends(model: Any, dtype: torch.dtype, *, gates: bool = False) -> None:
+    """Cast norms and embeddings, and routers, as ``_convert_embedding_modules_dtype`` does (loaders/model.py)."""
     for name, module in model.named_modules():
-        if "norm" in name or (any(part in name for part in EMBEDDINGS) and hasattr(module, "weight")):
+        end = "norm" in name or (any(part in name for part in EMBEDDINGS) and hasattr(module, "weight"))
+        if end or (gates and name.endswith(".gate")):
             module.to(dtype)
 
 
@@ -127,7 +132,7 @@ def _axolotl() -> Iterator[ModuleType]:
     sys.modules.setdefault(name, package)
     patches = import_module("axolotl.monkeypatch.lora_kernels")
     lora, quantize = (import_module(f"axolotl.kernels.{part}") for part in ("lora", "quantize"))
-    sharding = import_module("axolotl.monkeypatch.accelerate.fsdp2")
+    sharding, codes = (import_module(f"axolotl.monkeypatch.{part}") for part in ("accelerate.fsdp2", "fsdp2_qlora"))
     stands: list[tuple[Any, str, Any]] = [
         (accelerate.accelerator, "fsdp2_prepare_model", sharding.fsdp2_prepare_model),  # as patch_accelerate_fsdp2
         (quantize, "_ctypes_nf4_dequant", _decoded),
@@ -136,14 +141,26 @@ def _axolotl() -> Iterator[ModuleType]:
     ]
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in stands]
     original = patches.__dict__["get_attention_cls_from_config"]
+    made = {
+        name: FSDPParam.__dict__[name] for name in ("_init_sharded_param", "init_unsharded_param", "init_dtype_attrs")
+    }
     try:
         for owner, key, stand in stands:
             setattr(owner, key, stand)
+        for patch in (
+            codes.apply_init_sharded_param_patch,
+            codes.apply_init_unsharded_param_patch,
+            codes.apply_init_dtype_attrs_patch,
+        ):
+            patch._axolotl_patched = False
+            patch()  # as _apply_fsdp2_bnb_patches
         yield patches
     finally:
         patches.__dict__["get_attention_cls_from_config"] = original
         for owner, key, value in saved:
             setattr(owner, key, value)
+        for name, method in made.items():
+            setattr(FSDPParam, name, method)
 
 
 def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
