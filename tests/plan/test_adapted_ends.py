@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import memplan
-from memplan.plan.suggested.suggestions import Change, Trial
+from memplan.plan.suggested.config_changes import Change
+from memplan.plan.suggested.suggestions import Trial
 
 TABLE = 128256 * 2048
 """Elements of Llama-3.2-1B's embedding, which is its head."""

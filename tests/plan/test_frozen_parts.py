@@ -13,7 +13,7 @@ from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import expanded, parameter_count
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.suggested.suggestions import Change
+from memplan.plan.suggested.config_changes import Change
 from memplan.solver.search.axes import full_space
 from memplan.solver.search.best_first import Search
 from memplan.training.resolution.resolve_config import resolve

@@ -17,7 +17,7 @@ from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import FilePath, JobOptions, catalog_of
 from memplan.library.lookup.trainer_files import trainer_job, training_data
 from memplan.library.trainers.spliced_text import Edit, spliced
-from memplan.plan.suggested.suggestions import Change, accumulation_cost, changes
+from memplan.plan.suggested.config_changes import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
 from memplan.training.own_settings import is_settable, own_settings, with_words

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.plan.memory_plan import MemoryPlan, Verdict
-from memplan.plan.suggested.suggestions import Change, Trial, changes, last_resorts, of_every_layer
+from memplan.plan.suggested.config_changes import Change, changes, last_resorts, of_every_layer
+from memplan.plan.suggested.suggestions import Trial
 from memplan.training.own_settings import is_settable
 
 

@@ -7,7 +7,6 @@ whole of ``main`` in ``litgpt/finetune/lora.py`` runs, up to the end of its loop
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -21,15 +20,12 @@ from lightning.fabric.plugins import BitsandbytesPrecision, MixedPrecision
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricOptimizer
 from litgpt.args import EvalArgs, TrainArgs
-from litgpt.config import Config
 from litgpt.finetune import full, lora
-from litgpt.lora import Config as AdaptedConfig
 from litgpt.model import GPT
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT, fill_four_bit, paged_states, quantised_tensors
@@ -37,9 +33,9 @@ from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.trace.stacks.litgpt_models import adapted_config_of, config_of
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
-from memplan.training.adapters import litgpt_parts
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("litgpt", "lightning", "bitsandbytes")
@@ -64,66 +60,6 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         loop.train()
     kind = "finetuning of adapters" if adapted else "full fine-tuning"
     return StackRun(f"LitGPT's {kind} on one device", inputs.model.spec.vocab_size)
-
-
-def config_of(model: Model) -> Config:
-    """Return LitGPT's config of a model with layers of one kind."""
-    spec = model.spec
-    layer = spec.runs[0].layer
-    heads, mlp, gemma = layer.attention, layer.feed_forward, spec.architecture.startswith("gemma")
-    assert isinstance(heads, Attention)
-    assert isinstance(mlp, Mlp)
-    after = layer.placement in ("post", "sandwich")
-    return Config(
-        name="Gemma" if gemma else spec.architecture,
-        block_size=spec.max_position_embeddings or 2048,  # of Falcon (litgpt/config.py)
-        vocab_size=spec.vocab_size,
-        padded_vocab_size=spec.vocab_size,
-        n_layer=spec.num_hidden_layers,
-        n_embd=spec.hidden_size,
-        n_head=heads.num_heads,
-        head_size=heads.head_dim,
-        n_query_groups=heads.num_key_value_heads,
-        rotary_percentage=heads.rotary_dim / heads.head_dim,
-        parallel_residual=layer.placement == "parallel",
-        shared_attention_norm=layer.placement == "parallel" and layer.parallel_norms == 1,
-        post_attention_norm=after,
-        post_mlp_norm=after,
-        norm_1=layer.placement != "post",
-        norm_2=layer.placement != "post",
-        bias=mlp.bias,
-        attn_bias=heads.qkv_bias,
-        lm_head_bias=spec.head_bias,
-        norm_qk=heads.query_key_norm is not None,
-        norm_qk_type="olmo2" if heads.query_key_norm_scope == "full" else "default",
-        norm_class_name="RMSNorm" if layer.norm.kind == "rms" else "LayerNorm",
-        mlp_class_name=("GemmaMLP" if gemma else "LLaMAMLP") if mlp.gated else "GptNeoxMLP",
-        intermediate_size=mlp.intermediate_size,
-        scale_embeddings=gemma,
-        attention_logit_softcapping=heads.logit_softcap or None,
-        final_logit_softcapping=spec.final_logit_softcap or None,
-        **_windows(spec),
-    )
-
-
-def _windows(spec: ModelSpec) -> dict[str, Any]:
-    """Return what says which layers attend within a window."""
-    if not spec.window:
-        return {}
-    return {
-        "sliding_window_size": spec.window,
-        "sliding_window_indices": [int(n not in spec.full_layers) for n in range(spec.num_hidden_layers)],
-    }
-
-
-def adapted_config_of(model: Model, setup: TrainingSetup) -> AdaptedConfig:
-    """Return the same with a setup's adapters."""
-    adapter = setup.config.adapter
-    assert adapter is not None
-    parts = {f"lora_{part}": True for part in litgpt_parts(model.spec, adapter.targets)}
-    config = config_of(model)
-    own = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
-    return AdaptedConfig(**own, lora_r=adapter.rank, lora_alpha=16, lora_dropout=adapter.dropout or 0.0, **parts)
 
 
 def precision_of(setup: TrainingSetup) -> dict[str, Any]:
