@@ -12,14 +12,10 @@ import pickle
 import sys
 import threading
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.errors import MemplanError
-from memplan.measure.measured import Measurement
-
-if TYPE_CHECKING:
-    from memplan.measure.measure_stack import StackTask
-    from memplan.measure.task import Task
+from memplan.measure.measured import Measurable, Measurement
 
 
 def main() -> None:
@@ -31,7 +27,7 @@ def main() -> None:
         out.write(json.dumps({kind: value}) + "\n")
         out.flush()
 
-    task: Task | StackTask = pickle.load(sys.stdin.buffer)
+    task: Measurable = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
     send("progress", "loading torch")
     send("measurement", asdict(_measured(task, lambda text: send("progress", text))))
@@ -44,21 +40,11 @@ def _end_with_parent(descriptor: int) -> None:
     os._exit(1)
 
 
-def _measured(task: Task | StackTask, progress: Any) -> Measurement:
+def _measured(task: Measurable, progress: Any) -> Measurement:
     import torch
 
-    from memplan.measure.measure_stack import StackTask, measure_stack
-
     try:
-        if isinstance(task, StackTask):
-            return measure_stack(task, progress)
-        if task.device == "cuda":
-            from memplan.measure.measure_cuda import measure_cuda
-
-            return measure_cuda(task, progress)
-        from memplan.measure.measure_cpu import measure_cpu
-
-        return measure_cpu(task, progress)
+        return task.measured(progress)
     except MemplanError as error:
         return Measurement("failed", str(error))
     except torch.OutOfMemoryError as error:

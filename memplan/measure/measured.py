@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from memplan.documents.loading import Document, dotted_keys
 from memplan.documents.schemas import validate
@@ -43,6 +43,17 @@ class Measurement:
     def driver_version(self) -> str:
         """The GPU driver's version, or ``unknown``: records until November 2026 have a 0 in another counter's place."""
         return str(self.counters.get("driver_version") or "unknown")
+
+
+class Measurable(Protocol):
+    """What a process of its own measures; it is pickled on its way there."""
+
+    @property
+    def alloc_conf(self) -> str:
+        """As PYTORCH_CUDA_ALLOC_CONF."""
+
+    def measured(self, progress: Progress) -> Measurement:
+        """Return what steps take of a device's memory."""
 
 
 def measurement_of(data: Mapping[str, Any], where: str) -> Measurement:

@@ -13,14 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import memplan
-from memplan.measure.measured import Measurement, Progress, measurement_of
-from memplan.measure.task import Task
-
-if TYPE_CHECKING:
-    from memplan.measure.measure_stack import StackTask
+from memplan.measure.measured import Measurable, Measurement, Progress, measurement_of
 
 SILENCE_SECONDS = 600
 """How long a measurement may say nothing before it is taken for hung: longer than any one step should take."""
@@ -36,7 +32,7 @@ def cuda_is_usable() -> bool:
 
 
 def measure(
-    task: Task | StackTask, progress: Progress, silence_seconds: float = SILENCE_SECONDS, module: str = CHILD
+    task: Measurable, progress: Progress, silence_seconds: float = SILENCE_SECONDS, module: str = CHILD
 ) -> Measurement:
     """Return what a fresh process measured, or how it failed; the process is gone when this returns.
 
@@ -61,7 +57,7 @@ def measure(
 
 
 @contextmanager
-def _process(task: Task | StackTask, complaints: IO[bytes], module: str) -> Iterator[subprocess.Popen[bytes]]:
+def _process(task: Measurable, complaints: IO[bytes], module: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process, and kill it at the end if it still runs."""
     root = str(Path(memplan.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

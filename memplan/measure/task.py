@@ -12,6 +12,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
 from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.measure.measured import Measurement, Progress
 from memplan.model.families import model_spec
 from memplan.model.families.config_values import MAXIMUM_DIMENSION, MAXIMUM_LAYERS
 from memplan.model.model import Model
@@ -58,6 +59,16 @@ class Task:
     alloc_conf: str = ""  # As PYTORCH_CUDA_ALLOC_CONF
     capacity_bytes: int = 0  # Memory that the process may take on a CUDA device; 0 for all
     history: bool = False  # Whether the memory history is recorded and replayed (CUDA)
+
+    def measured(self, progress: Progress) -> Measurement:
+        """Return what the bundled loop's steps take of the device's memory."""
+        if self.device == "cuda":
+            from memplan.measure.measure_cuda import measure_cuda
+
+            return measure_cuda(self, progress)
+        from memplan.measure.measure_cpu import measure_cpu
+
+        return measure_cpu(self, progress)
 
 
 def scaled_model(name: str, scale: Scale, catalog: Catalog) -> Model:

@@ -18,7 +18,6 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_file, write_remark
 from memplan.errors import MemplanError
-from memplan.measure.measure_stack import StackTask
 from memplan.measure.measured import Measurement
 from memplan.measure.process import cuda_is_usable, measure
 from memplan.plan.memory_plan import MemoryPlan
@@ -27,6 +26,7 @@ from memplan.units import parse_bytes
 from tests.survey.drawn_jobs import Job
 from tests.survey.stacks.drawn_stack_jobs import LIGER, STACKS, StackJob, drawn_stack_job
 from tests.survey.stacks.judged_stack_jobs import job_inputs, planned
+from tests.survey.stacks.measured_stack import StackTask
 
 DEVICES = ("cuda", "cpu")
 FIGURES = ("requested", "allocated", "reserved")

@@ -25,6 +25,11 @@ class StackTask:
     alloc_conf: str = ""  # As PYTORCH_CUDA_ALLOC_CONF
     capacity_bytes: int = 0  # Memory that the process may take on a CUDA device; 0 for all
 
+    def measured(self, progress: Progress) -> Measurement:
+        """Return what the library's steps take of the device's memory."""
+        torch.manual_seed(0)
+        return (_on_cpu if self.inputs.device == "cpu" else _on_cuda)(self, progress)
+
 
 class _StepReader(PeakReader):
     """Reads the peaks of a loop that announces its steps; those of the first, which makes what stays, do not count."""
@@ -41,12 +46,6 @@ class _StepReader(PeakReader):
             self.forget_totals()
         else:
             self.forget()
-
-
-def measure_stack(task: StackTask, progress: Progress) -> Measurement:
-    """Return what a library's steps take of its device's memory."""
-    torch.manual_seed(0)
-    return (_on_cpu if task.inputs.device == "cpu" else _on_cuda)(task, progress)
 
 
 def _on_cpu(task: StackTask, progress: Progress) -> Measurement:
