@@ -208,9 +208,13 @@ class Stack:
     # ``preferences-unless-checkpointed`` with preferences alone. ``parallel.unused_parameters`` goes before all but
     # ``never``.
     unused_parameters: UnusedParameters = "never"
-    # Whether a vision tower gets adapters like the rest (``as-language``), or is ``frozen``: none, and weights in the
-    # dtype that they were loaded in where trained ones are cast.
-    vision: Literal["as-language", "frozen"] = "as-language"
+    # Whether a vision tower is trained and gets adapters like the rest (``as-language``), or is ``frozen``; with
+    # ``frozen-as-loaded`` its weights stay in the dtype that they were loaded in where trained ones are cast.
+    vision: Literal["as-language", "frozen", "frozen-as-loaded"] = "as-language"
+    # How rows with images come to its models: pixels and ids for the ``model`` to join, ids with their ``positions``
+    # beside them, or tokens that are ``embedded`` with what the tower returns before the forward, out of autocast;
+    # rows of ``none`` were followed.
+    images: Literal["none", "model", "positions", "embedded"] = "none"
     # Weight formats besides floats that its libraries hold weights in; none stands for all that products read as a
     # decoded copy.
     quantised_formats: tuple[str, ...] | None = None

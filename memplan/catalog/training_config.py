@@ -48,8 +48,8 @@ class Adapter:
     # Embedding, head and norms, by how their names end, that are trained whole: as copies, beside which the originals
     # stay.
     modules_to_save: tuple[str, ...] = ()
-    # Whether targets count in a vision tower and its projector too; None is as the stack does.
-    vision: bool | None = None
+    # Whether targets count in a vision tower and its projector too, or in one of them alone; None is as the stack does.
+    vision: Literal[True, False, "tower", "projector"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,4 +107,5 @@ class Tower:
     tensors: tuple[TowerTensor, ...]  # Their parameters, in the order of the model, before the text model's
     text_family: str  # Family of the text model where it stands alone
     shape: TowerShape | None = None  # What rows with images pass through; None where that is not modelled
-    projector: str = ""  # What the names of the projector's parameters begin with
+    # What the names of the projector's parameters begin with, in one place or several.
+    projector: tuple[str, ...] = ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memplan.training.rules.image_models import WITH_IMAGES
 from memplan.training.stack_models import TEXT_ALONE
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def rows_alone(plan: MemoryPlan) -> str:
     if images.per_row or not (tower is not None or runs_text_alone(plan)):
         return ""
     given = "" if images.pixels is None else f", here of up to {images.pixels:,} pixels each,"
-    counted = tower is not None and tower.shape is not None and plan.setup.stack.name in WITH_IMAGES
+    counted = tower is not None and tower.shape is not None and plan.setup.stack.images != "none"
     how = "; images.per_row and images.pixels count them" if counted else ""
     return f"Rows hold text alone: rows with images{given} need more{how}."
 

@@ -38,6 +38,7 @@ from memplan.step.kept_by_loop import (
     passed_on,
     stream_form,
 )
+from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
 from memplan.step.kernels.own_adapters import refuse_own_adapters
@@ -299,9 +300,11 @@ def _forward(
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
-    around += kept_arguments(inputs) - arguments - named
+    called = is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
+    around += kept_arguments(inputs) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
+    around -= named if called else ZERO
     yield from behind_forward(inputs, taped, around + played.head.saved - cast)
 
 

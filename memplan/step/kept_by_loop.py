@@ -37,7 +37,7 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
     first = taped.layer_of(taped.leaf or 0)
     saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
-    direct = not taped.embedding.tape.nodes and taped.tower is None
+    direct = not taped.embedding.tape.nodes and not taped.scattered
     if taped.staged[taped.kinds[taped.leaf or 0]]:
         return False
     return direct and (inputs.setup.checkpointing != "none" or saved)
@@ -52,7 +52,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
-    leaf = taped.leaf == 0 and taped.tower is None  # counted already
+    leaf = taped.leaf == 0 and not taped.scattered  # counted already
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
         return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)

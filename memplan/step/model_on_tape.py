@@ -12,7 +12,7 @@ from memplan.step.blocks.block_settings import BlockSettings, Regime, block_sett
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
-from memplan.step.kernels.image_rows import attends_jointly
+from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.places import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
@@ -71,6 +71,11 @@ class ModelOnTape:
     # The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
     leaf: int | None = None
     tower: TowerOnTape | None = None  # The tower that images pass through; None for rows of text
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the layers are given a tensor apart, of embedded tokens and images, where the embedded tokens are a leaf."""
+        return self.tower is not None and self.tower.settings.reads_tokens
 
     def weight(self, name: str) -> Weight | None:
         """Return the parameter of this name that no layer has, or None."""
@@ -181,7 +186,9 @@ class _Kinds:
         self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, bool], int] = {}
         setup = inputs.setup
         self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers
-        self.trained_alone = setup.stack.input_gradients == "trained-layers" and setup.config.freeze != ALL_TRAIN
+        self.trained_alone = setup.stack.input_gradients == "trained-layers" and (
+            setup.config.freeze != ALL_TRAIN or has_images(inputs.spec, setup)
+        )
         self.sections: list[Section] = []
         self.again: list[bool] = []
         self.staged: list[bool] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -11,6 +11,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
+from memplan.model.tower import Tower
 from memplan.training.adapted_ends import last_part, module_of, refuse_saved, selects, targeted_ends
 from memplan.training.resolved import TrainingSetup
 
@@ -21,6 +22,9 @@ Source:
     ``_convert_peft_config_moe`` in peft/utils/transformers_weight_conversion.py, ``ParamWrapper`` in
     peft/tuners/lora/layer.py (0.21.2).
 """
+
+TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+"""What the names of the parameters of a vision tower and its projector begin with."""
 
 REFERENCE = "reference."
 """What the names of a reference model's parameters begin with."""
@@ -52,10 +56,8 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
         )
     tensors: list[ParameterTensor] = []
-    tower = {t.name for t in model.spec.tower.tensors} if model.spec.tower is not None else set()
     for tensor in libraries_inventory(model.inventory, setup):
-        idle = tensor.name in tower and not adapter.vision
-        if idle or not (tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)):
+        if not is_adapted(tensor, adapter, model.spec.tower):
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         tensors += _factors(tensor, adapter, rows, columns)
@@ -218,7 +220,8 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2): one that no row passes through never does.
     """
     if setup.stack.kbit_floats == "fp32-but-ends":
-        inventory = tuple(_cast_by_name(tensor) for tensor in inventory)
+        linear = {t.name.removesuffix(".weight") for t in inventory if t.role == "hidden_matrix"}
+        inventory = tuple(_cast_by_name(tensor, linear) for tensor in inventory)
     if (
         setup.stack.kbit_floats == "fp32-norms"
     ):  # what of a tower is an embedding has none of the names that are cast back
@@ -244,13 +247,17 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     )
 
 
-def _cast_by_name(tensor: ParameterTensor) -> ParameterTensor:
+def _cast_by_name(tensor: ParameterTensor, linear: Container[str]) -> ParameterTensor:
     """Return a tensor of a vision tower in the role of what is cast with it: modules that ``norm`` is in the name of, biases and all.
+
+    Biases of ``linear`` layers that images pass through go with these, which cast them for good.
 
     Source:
         ``_convert_embedding_modules_dtype`` in axolotl/loaders/model.py (0.21.0).
     """
-    if tensor.used or tensor.role == "hidden_matrix":
+    if not tensor.name.startswith(TOWER_PARTS) or tensor.role == "hidden_matrix":
+        return tensor
+    if tensor.used and tensor.role == "bias" and tensor.name.removesuffix(".bias") in linear:
         return tensor
     return replace(tensor, role="norm" if "norm" in tensor.name else "router")  # which no forward casts either
 
@@ -258,6 +265,16 @@ def _cast_by_name(tensor: ParameterTensor) -> ParameterTensor:
 def projections(model: Model) -> list[str]:
     """Return the names of a model's projections, such as ``q_proj``: what adapters can be put on."""
     return sorted({_projection(tensor) for tensor in model.inventory if tensor.role == "hidden_matrix"})
+
+
+def is_adapted(tensor: ParameterTensor, adapter: Adapter, tower: Tower | None) -> bool:
+    """Tell whether adapters go on a tensor: a projection that is targeted, and of no part of a tower that is left out."""
+    if tensor.role != "hidden_matrix" or not is_targeted(tensor, adapter.targets):
+        return False
+    if tower is None or tensor.name not in {part.name for part in tower.tensors}:
+        return True
+    part = "projector" if tensor.name.startswith(tower.projector) else "tower"
+    return adapter.vision in (True, part)
 
 
 def is_targeted(tensor: ParameterTensor, targets: Sequence[str]) -> bool:

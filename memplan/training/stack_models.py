@@ -7,21 +7,18 @@ from functools import lru_cache
 
 from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
-from memplan.model.inventory import ParameterTensor, inventory_of, parameter_count
+from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapted_ends import untied, with_saved_cast
-from memplan.training.adapters import is_targeted
+from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import with_frozen
-from memplan.training.rules.image_models import WITH_IMAGES, noted, with_images
 from memplan.units import round_up
 
 CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
 """Embeddings that TRL casts back to bf16, by name (``peft_module_casting_to_bf16`` in trl/experimental/utils.py, 1.16.0)."""
-UNWRAPPED = ("gemma3",)
-"""Families of which accelerate finds not all layers that it is to wrap, unless a file names them (SiglipTextEmbeddings)."""
 
 TEXT_ALONE = "runs the text model alone: vision tower and projector are left out"
 
@@ -52,7 +49,7 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
     setup = with_saved_cast(setup, model)
     table = f"{model.spec.names.embedding}.weight"
     frozen = any(tensor.frozen for tensor in model.inventory if tensor.name == table)
-    return replace(setup, frozen_embedding=True) if frozen and setup.stack.vision == "frozen" else setup
+    return replace(setup, frozen_embedding=True) if frozen and setup.stack.vision == "frozen-as-loaded" else setup
 
 
 def _built(model: Model, setup: TrainingSetup) -> Model:
@@ -85,7 +82,7 @@ def _refuse_what_is_not_followed(model: Model, setup: TrainingSetup) -> None:
         )
     if stack.autocast == "always" and setup.autocast and not setup.config.parallel.zero_stage:
         _refuse_kept_graph(setup)
-    if setup.config.autocast is False and stack.kbit_floats == "fp32-but-ends" and _multiplies_integers(setup):
+    if setup.config.autocast is False and stack.kbit_floats == "fp32-but-ends" and multiplies_integers(setup):
         raise CannotAnswerError(
             f"{setup.name}: autocast: LLM.int8 without it, as {stack.label} casts beside it, is not modelled; leave it out, there bf16: true"
         )
@@ -132,11 +129,6 @@ def _refuse_what_is_not_followed(model: Model, setup: TrainingSetup) -> None:
         )
 
 
-def _multiplies_integers(setup: TrainingSetup) -> bool:
-    """Tell whether hidden matrices are multiplied as integers."""
-    return setup.formats["hidden_matrix"].product == "integers"
-
-
 def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Refuse mixtures of experts that are divided, or multiplied, in another way than is modelled.
 
@@ -180,56 +172,10 @@ def _refuse_kept_graph(setup: TrainingSetup) -> None:
 
 
 def _with_tower(model: Model, setup: TrainingSetup) -> Model:
-    """Return a vision-language model as a stack trains it on rows of text: whole, or its text model alone.
-
-    Raises:
-        CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
-    """
+    """Return a vision-language model as a stack trains it: whole, or its text model alone."""
     if setup.stack.model_code != "transformers":
         return noted(text_model(model), f"{setup.stack.label} {TEXT_ALONE}")
-    where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
-    parallel = setup.config.parallel
-    plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
-    if parallel.zero_stage and not (plain and model.spec.architecture not in UNWRAPPED):
-        replicas = "replicas are (parallel.zero_stage: 0)"
-        raise CannotAnswerError(f"{where} sharding it so is not modelled; {replicas}")
-    if setup.scores:
-        raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
-    if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
-        raise CannotAnswerError(
-            f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
-            "for (monkeypatch/lora_kernels.py); use composite, there lora_qkv_kernel: false and lora_o_kernel: false"
-        )
-    if setup.stack.kbit_floats == "fp32-but-ends" and _multiplies_integers(setup):
-        raise CannotAnswerError(
-            f"{where} LLM.int8 of it, as {setup.stack.label} casts beside it, is not modelled; use nf4"
-        )
-    if setup.config.images.per_row:
-        integers = _multiplies_integers(setup)
-        return with_images(model, setup.name, setup.config, setup.stack, setup.profile, integers=integers)
-    tower = [tensor for tensor in model.inventory if not tensor.used]
-    if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, setup) for tensor in tower):
-        instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
-        raise CannotAnswerError(
-            f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"
-        )
-    note = (
-        f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
-        "with images need more, for patches, the tower's activations and the tokens that images become"
-    )
-    if model.spec.tower is not None and model.spec.tower.shape is not None and setup.stack.name in WITH_IMAGES:
-        note += " (images.per_row: 1 plans them)"
-    if parallel.zero_stage:
-        note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
-    return noted(model, note)
-
-
-def _trains_idle(tensor: ParameterTensor, setup: TrainingSetup) -> bool:
-    """Tell whether a tensor that no row passes through, or an adapter on it, is to be trained."""
-    adapter = setup.config.adapter
-    if adapter is None:
-        return setup.stack.vision != "frozen"
-    return bool(adapter.vision) and tensor.role == "hidden_matrix" and is_targeted(tensor, adapter.targets)
+    return with_tower(model, setup)
 
 
 def as_trained(model: Model, setup: TrainingSetup) -> Model:

@@ -27,6 +27,7 @@ LORA = TrainingConfig("test", stack="trl", adapter=Adapter(rank=8))
 COMPOSITE = Kernels(adapters="composite")
 EIGHT_BIT = {"default": "bf16", "hidden_matrix": "llm-int8"}
 FULL = TrainingConfig("test", stack="transformers")
+ADAMW = {"default": "adamw-fp32"}
 
 
 def compiled(config, model="qwen2.5-vl-7b"):
@@ -64,14 +65,15 @@ def test_a_file_that_bounds_its_images_is_told_that_they_are_not_counted(cli, tm
         "finetuning_type: lora\nlora_target: all\ntemplate: qwen2_vl\ndataset: mllm_demo\noutput_dir: out\nbf16: true\n"
     )
     ran = cli("fit", file, "--gpu", "h100")
-    assert "Note: Rows hold text alone: rows with images, here of up to 262,144 pixels each, need more." in " ".join(
-        ran.out.split()
+    words = (
+        "Note: Rows hold text alone: rows with images, here of up to 262,144 pixels each, need more; images.per_row and"
     )
-    full = cli("fit", file, "--gpu", "h100", "--verbose").out
+    assert words in " ".join(ran.out.split())
+    full = " ".join(cli("fit", file, "--gpu", "h100", "--verbose").out.split())
     assert full.count("rows hold text alone") == 1
-    assert "plans them" not in full  # llama-factory's rows with images are not modelled
-    refused = cli("fit", file, "--gpu", "h100", "--set", "images.per_row=1")
-    assert "not modelled for stack llama-factory" in refused.err
+    assert "an image of its own" in full
+    seen = cli("fit", file, "--gpu", "h100", "--set", "images.per_row=1", "--verbose")
+    assert "1 of 252 x 1036 pixels, 333 of its 2,048 tokens" in " ".join(seen.out.split())
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,29 @@ def test_adapters_on_the_tower_are_trained_where_images_pass_through_it():
     assert added == compiled(config).states.weight_bytes - compiled(language).states.weight_bytes > 0
 
 
+def adapted(stack, **changes):
+    """Return a config of adapters under a stack on rows with images."""
+    return replace(LORA, stack=stack, adapter=replace(LORA.adapter, **changes), images=IMAGES, sequence_length=1024)
+
+
+def test_trainers_freeze_towers_unless_they_are_told_otherwise():
+    theirs = compiled(replace(SEEN, stack="llama-factory", weights={"default": "fp32"}, optimizer=ADAMW)).states
+    all_trained = compiled(replace(SEEN, weights={"default": "fp32"}, optimizer=ADAMW)).states
+    assert all_trained.gradient_bytes - theirs.gradient_bytes == 4 * TOWER
+    assert all_trained.weight_bytes - theirs.weight_bytes == 2 * TOWER
+    language = compiled(adapted("trl", vision=False)).states.weight_bytes
+    everywhere = compiled(adapted("trl")).states.weight_bytes
+    tower, projector = (compiled(adapted("trl", vision=part)).states.weight_bytes for part in ("tower", "projector"))
+    assert tower + projector == language + everywhere
+    assert language < projector < tower
+    for stack in ("llama-factory", "ms-swift"):
+        assert (
+            compiled(adapted(stack)).states.weight_bytes == compiled(adapted(stack, vision=False)).states.weight_bytes
+        )
+    named = compiled(adapted("ms-swift", targets=("gate_proj",))).states.weight_bytes
+    assert named > compiled(adapted("ms-swift", targets=("gate_proj",), vision=False)).states.weight_bytes
+
+
 def test_more_images_and_larger_ones_need_more():
     text, one, two = (peak(replace(SEEN, images=images)) for images in (Images(), replace(IMAGES, per_row=1), IMAGES))
     assert text < one < two < peak(replace(with_images(height=672), sequence_length=1024 + 400))
@@ -235,7 +260,23 @@ def test_a_pooled_tower_is_trained_but_where_it_is_frozen():
     [
         (SEEN, "qwen3-vl-8b", "family qwen3_vl"),
         (SEEN, "qwen2.5-7b", "has no vision tower"),
-        (replace(SEEN, stack="llama-factory"), "qwen2.5-vl-7b", "stack llama-factory"),
+        (replace(SEEN, stack="llama-factory-v1"), "qwen2.5-vl-7b", "stack llama-factory-v1"),
+        (
+            replace(FULL, stack="llama-factory", images=Images(tower="trained")),
+            "qwen2.5-vl-7b",
+            "say images.per_row: 1",
+        ),
+        (adapted("llama-factory", vision=True), "qwen2.5-vl-7b", "no linear layers in a projector"),
+        (
+            replace(adapted("trl"), images=replace(IMAGES, tower="trained")),
+            "qwen2.5-vl-7b",
+            "trained whole beside adapters",
+        ),
+        (
+            replace(adapted("ms-swift"), weights={"default": "fp32"}, compute_dtype="bf16"),
+            "qwen2.5-vl-7b",
+            "out of autocast",
+        ),
         (replace(SEEN, parallel=Parallel(data=8)), "qwen2.5-vl-7b", "several GPUs"),
         (replace(SEEN, evaluation=True), "qwen2.5-vl-7b", "evaluation"),
         (replace(SEEN, method=Method("dpo"), stack="trl"), "qwen2.5-vl-7b", "dpo"),

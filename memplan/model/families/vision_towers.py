@@ -71,8 +71,12 @@ def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigVa
 
 
 def with_tower(
-    config: ConfigValues, text: ModelSpec, parts: TowerParts, shape: TowerShape | None = None, projector: str = ""
+    config: ConfigValues,
+    text: ModelSpec,
+    parts: TowerParts,
+    projector: tuple[str, ...],
+    shape: TowerShape | None = None,
 ) -> ModelSpec:
-    """Return a text model with a tower in front of it."""
-    tower = Tower(tuple(parts.tensors), text.architecture, shape, projector)
+    """Return a text model with a tower in front of it, and a projector, whose modules have these names, between them."""
+    tower = Tower(tuple(parts.tensors), text.architecture, shape, tuple(f"{name}." for name in projector))
     return replace(text, architecture=config.family, tower=tower)

@@ -10,6 +10,7 @@ from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
+from memplan.step.kernels.image_rows import asks_by_layer, has_images
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, single_form
 from memplan.step.tapes.taped_weight import Weight
@@ -82,7 +83,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels == "shifted",
         embedding_dropout=block.dropout if drops else 0.0,
-        input_gradients=_input_gradients(setup),
+        input_gradients=_input_gradients(setup) and not (asks_by_layer(setup) and has_images(spec, setup)),
         table_gradients=setup.stack.input_gradients in ("checkpointed", "always"),
         scores=setup.scores,
         answers=setup.answer_length > 0,

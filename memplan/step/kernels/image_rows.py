@@ -5,13 +5,15 @@ from __future__ import annotations
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import ImageGrid
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
-from memplan.training.resolved import TrainingSetup
+from memplan.training.image_models import runs_ahead
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 AXES_BYTES = 24
 """Of a token: its time, row and column, in 64 bits each (``get_rope_index`` in modeling_qwen2_5_vl.py, transformers 5.23.0)."""
 
-KIND_BYTES = OFFSET_BYTES = 8
-"""Of a token: whether it is text or of an image; of a row: by how much its positions are fewer than its tokens. In 64 bits each."""
+KIND_BYTES = OFFSET_BYTES = POSITION_BYTES = 8
+"""Of a token: whether it is text or of an image, and its place in its row; of a row: by how much its positions are fewer than its tokens.
+In 64 bits each."""
 
 PIXEL_BYTES = 4
 """Of a number of a patch as a processor makes it, in fp32."""
@@ -37,6 +39,22 @@ def is_pooled(spec: ModelSpec, setup: TrainingSetup) -> bool:
     return shape is not None and shape.kind == "pooled"
 
 
+def is_embedded_ahead(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether images pass through the tower ahead of the forward, out of autocast."""
+    return runs_ahead(spec, setup.config, setup.stack)
+
+
+def asks_by_layer(setup: TrainingSetup) -> bool:
+    """Tell whether layers that train make what they are given need a gradient, and embeddings nothing: PEFT asks them, but over codes.
+
+    Source:
+        ``get_custom_gradient_checkpointing_func`` in llamafactory/model/model_utils/checkpointing.py (0.9.5);
+        ``prepare_model_for_gradient_checkpointing`` in peft/peft_model.py (0.21.2).
+    """
+    asked = setup.config.adapter is not None and setup.format_names["hidden_matrix"] in FLOAT_BYTES
+    return setup.stack.input_gradients == "trained-layers" and not asked
+
+
 def image_grid(spec: ModelSpec, setup: TrainingSetup) -> ImageGrid | None:
     """Return the patches of one image; None for rows of text."""
     if spec.tower is None or spec.tower.shape is None or not setup.config.images.per_row:
@@ -58,7 +76,7 @@ def named_features(spec: ModelSpec, setup: TrainingSetup, *, graph: bool = False
         ``Qwen2_5_VLModel.forward`` in transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py (5.23.0): ``mm_encoder_outputs``,
         ``image_embeds``, ``image_mask``.
     """
-    if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup):
+    if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup) or is_embedded_ahead(spec, setup):
         return ZERO
     shape = spec.tower.shape
     if shape.kind == "pooled":  # a norm under autocast returns fp32; ``special_image_mask``
@@ -79,13 +97,19 @@ def image_batch(spec: ModelSpec, setup: TrainingSetup, batches: int) -> Form:
 
     Source:
         ``Qwen2_5_VLProcessor`` in transformers/models/qwen2_5_vl/processing_qwen2_5_vl.py, ``rope_deltas`` in modeling_qwen2_5_vl.py
-        (5.23.0).
+        (5.23.0); ``MultiModalDataCollatorForSeq2Seq`` in llamafactory/data/collator.py (0.9.5); ``Qwen2VLTemplate`` in
+        swift/template/templates/qwen.py (ms-swift 4.6.0).
     """
     if spec.tower is None or spec.tower.shape is None or not has_images(spec, setup):
         return ZERO
     form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, PIXEL_BYTES * spec.tower.shape.patch_values)
-    form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, KIND_BYTES)
-    if spec.tower.shape.kind == "pooled":
+    how, pooled = setup.stack.images, spec.tower.shape.kind == "pooled"
+    kinds = KIND_BYTES if pooled or how != "positions" else 0
+    positions = 0 if pooled or how == "model" else AXES_BYTES + POSITION_BYTES
+    form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, kinds + positions)
+    if pooled:
         return form * batches
+    offsets = single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, OFFSET_BYTES)
     form += single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, AXES_BYTES * setup.config.images.per_row)
-    return form * batches + single_form(Part.ACTIVATIONS, Quantity.SEQUENCES, OFFSET_BYTES)
+    form += offsets if how == "positions" else ZERO
+    return form * batches + (offsets if how == "model" else ZERO)

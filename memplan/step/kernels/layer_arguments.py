@@ -40,9 +40,13 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: boo
 
 
 def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
-    """Return the numbers of the positions: three of each token where rows hold images, which no layer is given."""
+    """Return the numbers of the positions: three of each token where rows hold images, which no layer is given, unless the batch has them."""
     if has_images(spec, setup) and not is_pooled(spec, setup):
-        return ZERO if kept else single_form(Part.ACTIVATIONS, Quantity.TOKENS, AXES_BYTES)
+        return (
+            ZERO
+            if kept or setup.stack.images != "model"
+            else single_form(Part.ACTIVATIONS, Quantity.TOKENS, AXES_BYTES)
+        )
     if not code.forms_tables or (kept and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
         return ZERO
     return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, POSITION_BYTES)

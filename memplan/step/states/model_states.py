@@ -21,7 +21,7 @@ from memplan.step.tensors.tensor_states import (
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
 from memplan.training.adapted_ends import SAVED_ROLES, is_saved, originals, with_saved_alone
-from memplan.training.adapters import libraries_inventory, reference_tensors, replaced_table, stable_names
+from memplan.training.adapters import TOWER_PARTS, libraries_inventory, reference_tensors, replaced_table, stable_names
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.role_names import format_name
 from memplan.units import ceil_div
@@ -173,7 +173,6 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     floats = setup.format_names["hidden_matrix"] in FLOAT_BYTES or setup.format_names["bias"] == compute
     if (
         floats
-        or "qkv" in setup.profile.fused_adapters
         or setup.trains_codes
         or setup.stack.projections.codes_result != "input"
         or setup.formats["hidden_matrix"].product == "integers"
@@ -183,10 +182,14 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     cast = replace(
         setup, format_names={**setup.format_names, "bias": compute}, formats={**setup.formats, "bias": entry}
     )
+    fused = "qkv" in setup.profile.fused_adapters  # functions of their own, which no tower has
     coded = {
         tensor.name.removesuffix("weight")
         for tensor in own
-        if tensor.used and tensor.role == "hidden_matrix" and stored_format(setup, tensor)[0] not in FLOAT_BYTES
+        if tensor.used
+        and (not fused or tensor.name.startswith(TOWER_PARTS))
+        and tensor.role == "hidden_matrix"
+        and stored_format(setup, tensor)[0] not in FLOAT_BYTES
     }
     biases = (tensor for tensor in own if tensor.role == "bias" and tensor.name.removesuffix("bias") in coded)
     return {tensor.name: tensor_states(cast, tensor, frozen=True) for tensor in biases}

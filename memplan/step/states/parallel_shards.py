@@ -287,7 +287,7 @@ def reduced_width(setup: TrainingSetup) -> int:
 def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
     """Return the bytes of an element of a tensor, and whether it is trained."""
     if not tensor.used:
-        frozen = setup.stack.vision == "frozen" and setup.autocast
+        frozen = setup.stack.vision == "frozen-as-loaded" and setup.autocast
         return setup.compute_bytes if frozen else FLOAT_BYTES[setup.format_names[tensor.role]], False
     if setup.config.adapter is None:
         return FLOAT_BYTES[setup.format_names["hidden_matrix"]], True

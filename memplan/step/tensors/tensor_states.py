@@ -65,7 +65,7 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
     Rows that do not divide, and tensors of one dimension, stay in the compute dtype.
     """
     name, chosen = setup.format_names[tensor.role], setup.formats[tensor.role]
-    if (tensor.frozen or not tensor.used) and setup.stack.vision == "frozen" and setup.autocast:
+    if (tensor.frozen or not tensor.used) and setup.stack.vision == "frozen-as-loaded" and setup.autocast:
         name = min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
         chosen = chosen if name == setup.format_names[tensor.role] else plain_format(name)
     fits = chosen.block_elements == 1 or (

@@ -42,7 +42,7 @@ def pooled_opening(settings: TowerSettings, weights: Named) -> Section:
     tape.instant = INSTANT
     pixels = given_pixels(builder, settings)
     x = convolved(builder, settings, pixels, f"{EMBEDDINGS}.patch_embedding")
-    x.needs_gradient = x.needs_gradient or settings.leaf
+    x.needs_gradient = x.needs_gradient or settings.leaf == "patches"
     table = builder.weight(f"{EMBEDDINGS}.position_embedding.weight")
     rows = tape.value(ONE, settings.grid.patches * hidden, table.element_bytes)
     with tape.alive(x):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memplan.model.tower import TowerKind
 from memplan.step.playing.places import last_places
-from memplan.step.playing.recomputation import Recomputation
+from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
@@ -95,11 +95,16 @@ class TowerOnTape:
 
     @property
     def leaf(self) -> Form:
-        """What patches become where that is made to need a gradient, and nothing trains it: a leaf, which its gradient stays with."""
-        if not self.settings.leaf:
+        """What patches become, or a block is given, where that is made to need a gradient, and nothing trains it: a leaf, which its gradient stays with."""
+        if self.settings.leaf == "none":
             return ZERO
         width = self.settings.shape.hidden_size * self.settings.stream_bytes
         return single_form(Part.ACTIVATIONS, Quantity.PATCHES, width)
+
+    @property
+    def leaf_apart(self) -> Form:
+        """The leaf where no block saves it."""
+        return self.leaf if self.settings.leaf == "patches" else ZERO
 
     @property
     def patches(self) -> Form:
@@ -126,7 +131,8 @@ class TowerOnTape:
 
     def played(self, mode: Mode, recomputation: Recomputation) -> PlayedTower:
         """Return what is alive while all parts run forward and backward."""
-        blocks = tuple([block.played(mode, recomputation) for block in self.blocks])
+        way = recomputation if self.again else NOTHING_AGAIN
+        blocks = tuple([block.played(mode, way) for block in self.blocks])
         return PlayedTower(self, self.opening.played(mode), blocks, self.closing.played(mode), mode)
 
 
@@ -145,7 +151,7 @@ class PlayedTower:
         """What forward leaves for backward, tables included."""
         tower = self.tape
         inside = sum((self.blocks[kind].saved * count for kind, count in tower.runs), self.opening.saved)
-        graph = tower.tables + tower.leaf if tower.graph else ZERO
+        graph = tower.tables + tower.leaf_apart if tower.graph else ZERO
         return inside + graph + self.closing.saved
 
     @property
@@ -161,7 +167,7 @@ class PlayedTower:
             around: What is there besides what tokens become.
         """
         tower = self.tape
-        leaf = tower.leaf if tower.graph else ZERO
+        leaf = tower.leaf_apart if tower.graph else ZERO
         before = around + tower.tokens
         moments = [moment.around(before) for moment in self.opening.forward]
         before += tower.held() + leaf + self.opening.saved + self.opening.carried
@@ -184,7 +190,7 @@ class PlayedTower:
         below = dict[int, int]()
         for kind, count in tower.runs:
             below[kind] = below.get(kind, 0) + count
-        graph = tower.tables + tower.leaf if tower.graph else ZERO
+        graph = tower.tables + tower.leaf_apart if tower.graph else ZERO
         bare = around + self.opening.saved + graph
         moments = [moment.around(self._inside(below, bare)) for moment in self.closing.backward]
         if not tower.graph:
@@ -217,12 +223,20 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight],
     if settings is None:
         return None
     code = CODE[settings.shape.kind]
+    if settings.ahead:
+        weights = {
+            name: replace(weight, copy_bytes=0) if not weight.coded else weight for name, weight in weights.items()
+        }
     opening = code.opening(settings, _under(weights, code.first, whole=True))
     own = _under(weights, code.block)
     kinds: list[tuple[bool, bool, int]] = []
     sections: list[Section] = []
     runs: list[tuple[int, int]] = []
     needs, width = opening.output.needs_gradient, opening.output.element_bytes
+    if settings.leaf == "block" and (needs or not any(weight.trainable for _, weight in own)):
+        settings = replace(settings, leaf="none")
+    needs = needs or settings.leaf == "block"
+    again = again and (not settings.by_layer or any(weight.trainable for _, weight in own))
     for number in range(settings.shape.blocks):
         key = (number in settings.shape.full_blocks, needs, width)
         if key not in kinds:

@@ -42,7 +42,7 @@ def opening_section(settings: TowerSettings, weights: Named) -> Section:
     positions = tape.make("positions", tape.value(PATCHES, ROW_AND_COLUMN_BYTES, 1))
     with tape.alive(positions):
         x = convolved(builder, settings, pixels, "visual.patch_embed.proj")
-        x.needs_gradient = x.needs_gradient or settings.leaf
+        x.needs_gradient = x.needs_gradient or settings.leaf == "patches"
         x = tape.apply("windows", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
         with tape.alive(x):
             tables = tape.value(PATCHES, settings.table_bytes, 1)
@@ -167,6 +167,10 @@ def closing_section(
         x = linear(builder, x, "visual.merger.mlp.2", shape.output_size)
     pooled = tape.apply("order", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
     tape.ends(held)
+    if settings.ahead:
+        features = builder.cast(pooled, settings.text_bytes)
+        with tape.alive(pooled, features):
+            return Section(tape, entry, scattered(builder, settings, tokens, features, masks=1))
     parts = tape.apply("split", [(pooled, NEW)], tape.view(pooled), traits=SAVES_NOTHING)
     with tape.alive(pooled):
         joined = tape.apply("cat", [(parts, SAME)], builder.fresh(parts), traits=SAVES_NOTHING)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import LANGUAGE, ImageGrid, TowerShape
 from memplan.step.blocks.block_settings import BlockSettings, Regime
-from memplan.step.kernels.image_rows import image_grid
+from memplan.step.kernels.image_rows import asks_by_layer, image_grid, is_embedded_ahead
 from memplan.step.states.model_states import ModelStates
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -32,7 +33,9 @@ class TowerSettings:
         text_bytes: Bytes of an element of it.
         patch_bytes: Bytes of an element of the patches' weight, which pixels are cast to.
         stream_bytes: Bytes of an element of the tower's residual stream.
-        leaf: Whether what patches become is made to need a gradient.
+        leaf: What is made to need a gradient: what ``patches`` become, the input of a ``block`` that trains, or ``none``.
+        by_layer: Whether blocks are checkpointed only where they train.
+        ahead: Whether it runs ahead of the forward, whose names and regions are not its own.
         reads_tokens: Whether what tokens become needs a gradient.
     """
 
@@ -44,7 +47,9 @@ class TowerSettings:
     text_bytes: int
     patch_bytes: int
     stream_bytes: int
-    leaf: bool
+    leaf: Literal["none", "patches", "block"]
+    by_layer: bool
+    ahead: bool
     reads_tokens: bool
 
     @property
@@ -75,21 +80,27 @@ def tower_settings(
     shape = spec.tower.shape
     patches = next(entry for entry in states.tensors if is_of_tower(entry.tensor.name))
     attention = setup.tower_attention or setup.profile.attention
-    casts = setup.autocast and shape.kind != "pooled"
+    ahead = is_embedded_ahead(spec, setup)
+    casts = setup.autocast and shape.kind != "pooled" and not ahead
     stream = setup.compute_bytes if casts else patches.element_bytes
     own = replace(
         block,
         hidden_size=shape.hidden_size,
         profile=replace(
-            block.profile, attention=attention, norm="composite", rotary="composite", activation="composite"
+            block.profile,
+            attention=attention,
+            norm="composite",
+            rotary="composite",
+            activation="composite",
+            adapters="composite",  # get_layers in axolotl/monkeypatch/lora_kernels.py (0.21.0)
         ),
         residual_bytes=stream,
+        autocast=block.autocast and not ahead,
+        wide_powers=block.wide_powers and not ahead,
         dropout=0.0,
         attention_dropout=0.0,
         regime=Regime(),
     )
-    rule = setup.stack.input_gradients
-    asks = rule == "always" or (rule.startswith("checkpointed") and setup.checkpointing != "none")
     return TowerSettings(
         block=own,
         shape=shape,
@@ -99,6 +110,26 @@ def tower_settings(
         text_bytes=block.residual_bytes,
         patch_bytes=patches.element_bytes,
         stream_bytes=stream,
-        leaf=asks and not patches.trainable,
+        leaf="none" if patches.trainable else _leaf(setup, states),
+        by_layer=setup.stack.input_gradients == "trained-layers",
+        ahead=ahead,
         reads_tokens=reads_tokens,
     )
+
+
+def _leaf(setup: TrainingSetup, states: ModelStates) -> Literal["none", "patches", "block"]:
+    """Return what of a tower whose patches' weight is frozen is made to need a gradient.
+
+    Source:
+        ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0); ``get_custom_gradient_checkpointing_func`` in
+        llamafactory/model/model_utils/checkpointing.py (0.9.5); ``patch_frozen_module`` in swift/model/patcher.py (ms-swift 4.6.0),
+        which lets no graph be made of a tower of which nothing trains.
+    """
+    rule, checkpointed = setup.stack.input_gradients, setup.checkpointing != "none"
+    if asks_by_layer(setup):
+        return "block" if checkpointed else "none"
+    asks = rule == "always" or (rule.startswith(("checkpointed", "trained")) and checkpointed)
+    if setup.stack.images == "embedded":
+        names = [entry.tensor.name for entry in states.tensors if entry.trainable]
+        asks = asks and any(name.startswith(("model.visual.", "model.vision_tower.")) for name in names)
+    return "patches" if asks else "none"

@@ -75,22 +75,28 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
     family = spec.architecture
     code: Any = import_module(f"transformers.models.{family}.modeling_{family}")
     model = next(own for name, own in vars(code).items() if name.endswith("VLModel"))
-    features = model.get_image_features
+    tower = next(own for name, own in vars(code).items() if name.endswith("VisionTransformerPretrainedModel"))
+    features, seen = model.get_image_features, tower.forward
 
     def with_grids(self: Any, pixel_values: Tensor, image_grid_thw: Any = None, **options: Any) -> Any:
         del image_grid_thw
         return features(self, pixel_values, image_grids(spec, setup, config.micro_batch_size), **options)
+
+    def seen_by_tower(self: Any, hidden_states: Tensor, grid_thw: Any = None, **options: Any) -> Any:
+        del grid_thw
+        return seen(self, hidden_states, image_grids(spec, setup, config.micro_batch_size), **options)
 
     def position_ids(grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.empty((int(grid_thw.prod(-1).sum()), 2), dtype=torch.long, device="meta")
 
     def rope_index(_: Any, input_ids: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
         rows, tokens = input_ids.shape
-        positions = torch.zeros((POSITION_AXES, rows, tokens), dtype=torch.long, device="meta")
-        return positions, torch.zeros((rows, 1), dtype=torch.long, device="meta")
+        positions = torch.zeros((POSITION_AXES, rows, tokens), dtype=torch.long, device=input_ids.device)
+        return positions, torch.zeros((rows, 1), dtype=torch.long, device=input_ids.device)
 
     with (
         mock.patch.object(model, "get_image_features", with_grids),
+        mock.patch.object(tower, "forward", seen_by_tower),
         mock.patch.object(model, "get_rope_index", rope_index),
         mock.patch.object(code, "get_vision_position_ids", position_ids),
     ):

@@ -9,8 +9,8 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError, match_hint
 from memplan.model.inventory import ROLES
-from memplan.training.config_refusals import number_problems, word_problems
 from memplan.training.parallelism import parallel_problems
+from memplan.training.resolution.config_refusals import number_problems, word_problems
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.frozen_rules import freeze_problems
 from memplan.training.rules.method_rules import method_problems

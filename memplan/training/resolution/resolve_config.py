@@ -14,11 +14,11 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.inventory import ROLES
-from memplan.training.config_refusals import refuse_frozen_formats, refuse_offloading, refuse_unmodelled
 from memplan.training.learning import recipe_of
 from memplan.training.named_recipes import with_learning
 from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import Path, config_problems
+from memplan.training.resolution.config_refusals import refuse_frozen_formats, refuse_offloading, refuse_unmodelled
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_method, with_method_rules, with_replicas

@@ -20,7 +20,10 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
     if adapter is not None and casts_trained(config, stack) and (hidden in FLOATS or is_flattened(config)):
         adapter = replace(adapter, dtype="fp32")
     if adapter is not None and adapter.vision is None:
-        adapter = replace(adapter, vision=stack.vision == "as-language")
+        named = (
+            stack.vision == "frozen" and "all-linear" not in adapter.targets
+        )  # get_target_modules (ms-swift's tuner.py)
+        adapter = replace(adapter, vision=named or stack.vision == "as-language")
     # disable_dropout is true (trl/trainer/dpo_config.py and others, 1.16.0)
     if config.method.stage not in ("sft", "classification", *GENERATING):
         adapter = adapter and replace(adapter, dropout=0.0)
@@ -47,7 +50,7 @@ def _images(config: TrainingConfig, stack: Stack) -> Images:
     images = config.images
     if not images.per_row:
         return images
-    still: Literal["trained", "frozen"] = "frozen" if config.adapter or stack.vision == "frozen" else "trained"
+    still: Literal["trained", "frozen"] = "frozen" if config.adapter or stack.vision != "as-language" else "trained"
     return replace(images, tower=images.tower or still, projector=images.projector or still)
 
 

@@ -11,7 +11,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.training.rules.method_rules import GENERATING, REFERRED
 from tests.survey.drawn_jobs import Job
 from tests.survey.drawn_models import IMAGE_FAMILIES, image_model
-from tests.survey.stacks.drawn_stack_jobs import CARDS, StackJob
+from tests.survey.stacks.drawn_stack_jobs import CARDS, LLAMA_LIKE, StackJob
 
 PARTITIONED = 3
 """The stage of ZeRO that partitions parameters."""
@@ -57,6 +57,19 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
 
 SIDES = (28, 56, 140, 224, 252, 448, 644, 1008)
 """Pixels of an image, each way."""
+FROZEN_PARTS: tuple[dict[str, str], ...] = (
+    {}, {}, {"tower": "frozen"}, {"tower": "frozen", "projector": "frozen"}
+)  # fmt: skip
+"""Parts of a tower that are frozen where all of it trains by default, each as likely as the next."""
+TRAINED_PARTS: tuple[dict[str, str], ...] = (
+    {}, {"tower": "trained"}, {"projector": "trained"}, {"tower": "trained", "projector": "trained"}
+)  # fmt: skip
+"""The same of those that train where it is frozen by default."""
+ADAPTED_PARTS: dict[str, tuple[bool | str, ...]] = {
+    "llama-factory": (False, False, "tower"),
+    "ms-swift": (False, False, True, "tower", "projector"),
+}
+"""Stack that freezes towers by default -> the parts that adapters may go on."""
 
 
 def with_images(
@@ -74,13 +87,19 @@ def with_images(
     training["sequence_length"] = max(training["sequence_length"], tokens + rng.choice((7, 100)))
     images: dict[str, Any] = {"per_row": count, "height": height, "width": width}
     if "adapter" not in training:
-        images |= rng.choice(({}, {}, {"tower": "frozen"}, {"tower": "frozen", "projector": "frozen"}))
+        images |= rng.choice(TRAINED_PARTS if job.stack in ADAPTED_PARTS else FROZEN_PARTS)
+    elif job.stack in ADAPTED_PARTS:
+        chosen = rng.choice(ADAPTED_PARTS[job.stack])
+        training["adapter"] = {**training["adapter"], "targets": ["all-linear"], "vision": chosen}
     elif rng.random() < 0.4:
         training["adapter"] = {**training["adapter"], "targets": ["all-linear"], "vision": False}
     else:
         training["adapter"] = {**training["adapter"], "targets": ["all-linear"]}
     if training["compute_dtype"] != "fp32" and job.card != "7.5" and rng.random() < 0.3:
         training["kernels"] = {"attention": "flash"}
+    if job.stack in LLAMA_LIKE and "adapter" in training and values["model_type"] == "qwen2_5_vl":
+        adapters = rng.choice(("composite", "fused-mlp"))  # axolotl has no functions for its attention
+        training["kernels"] = {**training.get("kernels", {}), "adapters": adapters}
     return replace(job, job=Job(values, {**training, "images": images}))
 
 

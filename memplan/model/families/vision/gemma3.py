@@ -61,4 +61,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
         kind="pooled",
         image_size=size,
     )
-    return with_tower(config, text, parts, shape if tokens <= side else None, f"{PROJECTOR}.")
+    return with_tower(config, text, parts, (PROJECTOR,), shape if tokens <= side else None)

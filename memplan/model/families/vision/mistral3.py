@@ -36,7 +36,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     vision.ignore("head_dim", "image_size")
     config.take(vision)
     _project(config, parts, text.hidden_size)
-    return with_tower(config, text, parts)
+    return with_tower(config, text, parts, (PROJECTOR,))
 
 
 def _text(config: ConfigValues) -> ModelSpec:

@@ -55,4 +55,4 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     )
     config.take(vision)
     text = text_inside(config, "qwen2", qwen2.model_spec)
-    return with_tower(config, text, parts, shape, "model.visual.merger.")
+    return with_tower(config, text, parts, ("model.visual.merger",), shape)

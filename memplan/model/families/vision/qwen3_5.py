@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memplan.model.families.linear_attention import qwen3_5_text
-from memplan.model.families.vision.qwen3_vl import tower
+from memplan.model.families.vision.qwen3_vl import MERGERS, tower
 from memplan.model.families.vision_towers import text_inside, with_tower
 
 if TYPE_CHECKING:
@@ -29,4 +29,4 @@ def behind_tower(config: ConfigValues, text: Callable[[ConfigValues], ModelSpec]
     parts = tower(vision)
     vision.only("deepstack_visual_indexes", [])
     config.take(vision)
-    return with_tower(config, text_inside(config, f"{config.family}_text", text), parts)
+    return with_tower(config, text_inside(config, f"{config.family}_text", text), parts, MERGERS[:1])

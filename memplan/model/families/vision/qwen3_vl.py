@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memplan.model.spec import ModelSpec
 
 BLOCK = "model.visual.blocks.{}"
+MERGERS = ("model.visual.merger", "model.visual.deepstack_merger_list")
 DEEPSTACK = (8, 16, 24)
 """Blocks whose output goes to early layers where a config names none (configuration_qwen3_vl.py, 5.23.0)."""
 
@@ -27,7 +28,7 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     width = parts.hidden * vision.integer("spatial_merge_size", default=2) ** 2
     add_merger(vision, parts, "deepstack_merger_list.{}", width, len(DEEPSTACK if early is None else early))
     config.take(vision)
-    return with_tower(config, text_inside(config, "qwen3", qwen3.model_spec), parts)
+    return with_tower(config, text_inside(config, "qwen3", qwen3.model_spec), parts, MERGERS)
 
 
 def tower(vision: ConfigValues) -> TowerParts:

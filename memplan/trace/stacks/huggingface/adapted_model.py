@@ -16,12 +16,16 @@ TOWER = r".*\b(visual|vision_tower|multi_modal_projector)\b.*"
 """Modules of a vision tower and its projector."""
 
 
-def lora_config(inputs: StackInputs) -> Any:
-    """Return PEFT's config of the adapters that a setup asks for."""
+def lora_config(inputs: StackInputs, chosen: list[str] | str | None = None) -> Any:
+    """Return PEFT's config of the adapters that a setup asks for, on the modules that a library has chosen by a rule of its own."""
     adapter, details = inputs.setup.config.adapter, inputs.details
     assert adapter is not None
     targets: Any = list(adapter.targets)
-    if len(targets) > 1 and "all-linear" in targets:  # PEFT takes these words alone; trainers list what they stand for
+    if chosen is not None:
+        targets = chosen
+    elif (
+        len(targets) > 1 and "all-linear" in targets
+    ):  # PEFT takes these words alone; trainers list what they stand for
         targets = sorted({*targets, *projections(inputs.model)} - {"all-linear"})
     elif "all-linear" in targets:
         targets = "all-linear"
@@ -30,7 +34,7 @@ def lora_config(inputs: StackInputs) -> Any:
         lora_alpha=ALPHA_PER_RANK * adapter.rank,
         lora_dropout=details.adapter_dropout,
         target_modules=targets,
-        exclude_modules=None if adapter.vision else TOWER,
+        exclude_modules=TOWER if chosen is None and not adapter.vision else None,
         use_dora=adapter.kind == "dora",
         use_rslora=details.rank_stabilised,
         modules_to_save=list(details.modules_to_save) or None,
@@ -55,14 +59,14 @@ def adapted(model: Any, inputs: StackInputs) -> Any:
     return with_adapters(model, inputs)
 
 
-def with_adapters(model: Any, inputs: StackInputs) -> Any:
-    """Return the model with adapters, in the dtype that the setup says.
+def with_adapters(model: Any, inputs: StackInputs, chosen: list[str] | str | None = None) -> Any:
+    """Return the model with adapters, in the dtype that the setup says, on the modules that a library has chosen, or its targets name.
 
     PEFT gives adapters the dtype of the weights beside them and casts 16 bits to fp32, or not
     (``autocast_adapter_dtype``); both are left out on ``meta`` (tuners_utils.py, ``_move_adapter_to_device_of_base_layer``).
     """
     with made_on(inputs.device):
-        model = peft.get_peft_model(model, lora_config(inputs))
+        model = peft.get_peft_model(model, lora_config(inputs, chosen))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name:
             parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.adapter_dtype])

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
-from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
+from memplan.trace.stacks.huggingface.trainer_loop import Rows, collated, pretended_machine, trained, training_arguments
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
 
 PACKAGES = ("axolotl", "transformers", "peft", "accelerate", "bitsandbytes", "triton")
@@ -58,7 +59,9 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         looks = bool(setup.config.parallel.unused_parameters)  # core/builders/causal.py, 265 to 271
         named = {**training_arguments(inputs, Path(folder)), "ddp_find_unused_parameters": looks}
         arguments = transformers.TrainingArguments(**named)
-        trainer: Any = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(setup))
+        trainer: Any = transformers.Trainer(
+            model=model, args=arguments, train_dataset=Rows(setup), data_collator=partial(collated, inputs)
+        )
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
 
 

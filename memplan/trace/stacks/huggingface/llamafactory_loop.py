@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,9 +20,15 @@ from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.adapted_model import TOWER, with_adapters
+from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
-from memplan.trace.stacks.huggingface.trainer_loop import Rows, pretended_machine, trained, training_arguments
+from memplan.trace.stacks.huggingface.trainer_loop import (
+    Rows,
+    collated,
+    pretended_machine,
+    trained,
+    training_arguments,
+)
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
 
@@ -35,7 +40,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     setup = inputs.setup
     with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
-        _freeze_tower(model, inputs)
+        if inputs.model.spec.tower is not None and setup.config.adapter is None and setup.config.freeze == ALL_TRAIN:
+            _train_whole(model, inputs)
         options = SimpleNamespace(
             upcast_layernorm=False,
             upcast_lmhead_output=False,
@@ -46,7 +52,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         _checkpointing().prepare_model_for_training(model, options)
         _bind_layers(model)
         if setup.config.adapter is not None:
-            model = with_adapters(model, inputs)
+            model = with_adapters(model, inputs, _targets(model, inputs))
             _cast_trained(model, inputs)
         if setup.config.freeze != ALL_TRAIN:
             _freeze_parts(model, inputs)
@@ -55,7 +61,11 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         if setup.config.method.stage != "sft":
             return _on_preferences(model, arguments, inputs, recorder)
         args = transformers.Seq2SeqTrainingArguments(**arguments)
-        trainer: Any = transformers.Seq2SeqTrainer(model=model, args=args, train_dataset=Rows(setup))
+        trainer: Any = transformers.Seq2SeqTrainer(
+            model=model, args=args, train_dataset=Rows(setup), data_collator=partial(_collated, model, inputs)
+        )
+        if inputs.model.spec.tower is not None:
+            trainer.model_accepts_loss_kwargs = False  # where there is a processor (train/sft/trainer.py)
         return trained(trainer, model, recorder, "LLaMA-Factory's model in Trainer's loop", setup)
 
 
@@ -157,14 +167,54 @@ def _cast_trained(model: Any, inputs: StackInputs) -> None:
             parameter.data = parameter.data.to(TORCH_DTYPES[inputs.setup.adapter_dtype])
 
 
-def _freeze_tower(model: Any, inputs: StackInputs) -> None:
-    """Leave a vision tower as it was loaded, in the compute dtype, as ``_setup_full_tuning`` does (model/adapter.py)."""
+def _collated(model: Any, inputs: StackInputs, rows: list[Any]) -> Any:
+    """Return rows with images, and the positions of their tokens where a model can tell them, as ``MultiModalDataCollatorForSeq2Seq`` does (data/collator.py)."""
+    batch = collated(inputs, rows)
+    whole = model.get_base_model() if inputs.setup.config.adapter is not None else model
+    if not inputs.setup.config.images.per_row or not hasattr(whole.model, "get_rope_index"):
+        return batch
+    batch.pop("mm_token_type_ids")
+    _checkpointing()
+    collator = import_module("llamafactory.data.collator").MultiModalDataCollatorForSeq2Seq
+    own = SimpleNamespace(get_rope_func=whole.model.get_rope_index, model=whole, processor=None)
+    collator._compute_rope_position_ids(own, batch, batch)
+    positions = batch["position_ids"]
+    return {**batch, "position_ids": torch.cat([positions[:1], positions])}
+
+
+def _parts(inputs: StackInputs) -> SimpleNamespace:
+    """Return the arguments that say which parts of a vision-language model are frozen, or have no adapters."""
+    images, adapter = inputs.setup.config.images, inputs.setup.config.adapter
+    if adapter is None:
+        frozen = (images.tower != "trained", images.projector != "trained")
+    else:
+        frozen = (adapter.vision not in (True, "tower"), adapter.vision not in (True, "projector"))
+    names = ("freeze_vision_tower", "freeze_multi_modal_projector")
+    return SimpleNamespace(**dict(zip(names, frozen, strict=True)), freeze_language_model=False)
+
+
+def _targets(model: Any, inputs: StackInputs) -> list[str] | None:
+    """Return the modules of a vision-language model that get adapters, as ``_setup_lora_tuning`` chooses them (model/adapter.py)."""
+    adapter = inputs.setup.config.adapter
+    if inputs.model.spec.tower is None or adapter is None:
+        return None
+    _checkpointing()
+    misc, visual = (import_module(f"llamafactory.model.model_utils.{name}") for name in ("misc", "visual"))
+    options, targets = _parts(inputs), list(adapter.targets)
+    if targets == ["all-linear"]:
+        targets = misc.find_all_linear_modules(model, options.freeze_vision_tower)
+    chosen: list[str] = visual.patch_target_modules(model, options, targets)
+    return chosen
+
+
+def _train_whole(model: Any, inputs: StackInputs) -> None:
+    """Freeze what of a vision-language model is frozen, and cast the rest to fp32, by ``_setup_full_tuning`` (model/adapter.py)."""
     setup = inputs.setup
-    for name, parameter in model.named_parameters():
-        if re.fullmatch(TOWER, name):
-            parameter.requires_grad_(False)
-            if setup.autocast and setup.config.adapter is None:
-                parameter.data = parameter.data.to(TORCH_DTYPES[setup.config.compute_dtype])
+    cast = setup.autocast and setup.loaded_float == "fp32"  # else it is pure_bf16
+    if cast:
+        model.to(TORCH_DTYPES[setup.config.compute_dtype])  # as it is loaded
+    _checkpointing()
+    import_module("llamafactory.model.adapter")._setup_full_tuning(model, _parts(inputs), True, cast)
 
 
 def _freeze_parts(model: Any, inputs: StackInputs) -> None:
@@ -189,9 +239,7 @@ def _freeze_parts(model: Any, inputs: StackInputs) -> None:
         freeze_trainable_layers=layers,
         freeze_trainable_modules=list(freeze.parts) or ["all"],
         freeze_extra_modules=list(freeze.train) or None,
-        freeze_vision_tower=True,
-        freeze_multi_modal_projector=True,
-        freeze_language_model=False,
+        **vars(_parts(inputs)),
     )
     _checkpointing()
     import_module("llamafactory.model.adapter")._setup_freeze_tuning(model, arguments, True, cast)
@@ -217,7 +265,7 @@ def _checkpointing() -> Any:
     spec = find_spec("llamafactory")
     if spec is None or spec.submodule_search_locations is None:
         raise CannotAnswerError("tracing stack llama-factory needs llamafactory")
-    for name in ("model", "model.model_utils", "train", "train.dpo", "train.kto"):
+    for name in ("model", "model.model_utils", "data", "train", "train.dpo", "train.kto"):
         package = ModuleType(f"llamafactory.{name}")
         package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")))]
         sys.modules.setdefault(package.__name__, package)

@@ -14,6 +14,7 @@ import torch
 import transformers.modeling_utils
 
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
+from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
@@ -43,6 +44,13 @@ TRAINERS = {
 }
 """Stage -> its trainer, and that one's arguments (``TrainerFactory`` in swift/trainers/trainer_factory.py, 4.6.0)."""
 
+TEMPLATE = "swift.template.base.Template"
+SEEING = {
+    "qwen2_5_vl": ("swift.template.templates.qwen.Qwen2_5VLTemplate", "qwen2_vl"),
+    "gemma3": ("swift.template.templates.gemma.Gemma3VisionTemplate", "llava_hf"),
+}
+"""Family -> its template, and what its parts are called by (swift/template/templates, swift/model/model_arch.py, 4.6.0)."""
+
 MODES = {"sft": "train", "classification": "train", "kto": "kto"}
 """Stage -> what its template is told that rows are for; others are ``rlhf`` (swift/pipelines/train/rlhf.py)."""
 
@@ -52,17 +60,17 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     setup = inputs.setup
     own, arguments_class = (_named(path) for path in TRAINERS[setup.config.method.stage])
     with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder, _own_checkpointing():
-        model = _described(loaded_model(inputs))
+        model = _described(loaded_model(inputs), inputs)
         if setup.config.adapter is not None:
-            model = with_adapters(model, inputs)
+            model = with_adapters(model, inputs, _targets(model, inputs))
         resident = setup.config.method.reference_model == "resident"
-        beside = _described(loaded_model(inputs)).requires_grad_(False).eval() if resident else None
+        beside = _described(loaded_model(inputs), inputs).requires_grad_(False).eval() if resident else None
         arguments = {**training_arguments(inputs, Path(folder)), **_stage_arguments(setup)}
-        rows = _Rows(setup)
+        rows = _Rows(inputs)
         trainer: Any = own(
             model=model,
             args=arguments_class(**arguments, check_model=False, dataloader_num_workers=0, remove_unused_columns=False),
-            template=_template(setup),
+            template=_template(model, inputs),
             train_dataset=rows,
             eval_dataset=rows if setup.config.evaluation else None,
             **({"ref_model": beside} if resident else {}),
@@ -75,14 +83,22 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
 
 def _named(path: str) -> Any:
     module, _, name = path.rpartition(".")
+    if module.rpartition(".")[2][:1].isupper():  # of a class
+        return getattr(_named(module), name)
     return getattr(import_module(module), name)
 
 
-def _described(model: Any) -> Any:
+def _described(model: Any, inputs: StackInputs) -> Any:
     """Return a model with what ms-swift's loader writes down about it (swift/model/register.py)."""
+    seen = inputs.setup.config.images.per_row > 0
+    arch = _named("swift.model.model_arch.get_model_arch")(SEEING[inputs.model.spec.architecture][1]) if seen else None
     model.generation_config = getattr(model, "generation_config", None)
-    model.model_meta = SimpleNamespace(is_multimodal=False, model_arch=None)
+    model.model_meta = SimpleNamespace(is_multimodal=seen, model_arch=arch)
     model.model_info = SimpleNamespace(is_moe_model=False)
+    if seen:
+        _named("swift.model.register.ModelLoader._compat_transformers5")(
+            SimpleNamespace(model_meta=model.model_meta), model
+        )
     return model
 
 
@@ -96,13 +112,30 @@ def _stage_arguments(setup: TrainingSetup) -> dict[str, Any]:
     return more
 
 
-def _template(setup: TrainingSetup) -> Any:
+def _targets(model: Any, inputs: StackInputs) -> str | None:
+    """Return which modules of a vision-language model get adapters, as ``get_target_modules`` chooses them (swift/pipelines/train/tuner.py)."""
+    adapter = inputs.setup.config.adapter
+    if not model.model_meta.is_multimodal or adapter is None or "all-linear" not in adapter.targets:
+        return None
+    chosen: str = _named("swift.utils.get_multimodal_target_regex")(
+        model,
+        freeze_vit=adapter.vision not in (True, "tower"),
+        freeze_aligner=adapter.vision not in (True, "projector"),
+    )
+    return chosen
+
+
+def _template(model: Any, inputs: StackInputs) -> Any:
     """Return ms-swift's own template, whose collator makes batches of rows that have been encoded already."""
-    template: Any = object.__new__(_named("swift.template.base.Template"))
+    setup = inputs.setup
+    seen = setup.config.images.per_row > 0
+    template: Any = object.__new__(_named(SEEING[inputs.model.spec.architecture][0] if seen else TEMPLATE))
     vars(template).update(
         template_meta=SimpleNamespace(stop_words=[], template_type="none"),
         processor=SimpleNamespace(pad_token_id=0, eos_token_id=1),
         config=SimpleNamespace(problem_type="single_label_classification" if setup.score_count > 1 else "regression"),
+        model=model,
+        model_meta=model.model_meta,
         max_length=setup.config.sequence_length,
         use_chat_template=True,
         remove_unused_columns=True,
@@ -118,14 +151,17 @@ def _template(setup: TrainingSetup) -> Any:
         _handles=[],
         _deepspeed_initialize=None,
     )
+    template.init_env_args()
     return template
 
 
 class _Rows(torch.utils.data.Dataset[dict[str, Any]]):
     """As many full rows as the steps take, as templates encode them."""
 
-    def __init__(self, setup: TrainingSetup) -> None:
-        self.length, self.setup = row_count(setup), setup
+    def __init__(self, inputs: StackInputs) -> None:
+        self.length, self.setup = row_count(inputs.setup), inputs.setup
+        columns = image_columns(inputs.model.spec, inputs.setup, 1)
+        self.seen = {name: part[0] if name.endswith("type_ids") else part for name, part in columns.items()}
 
     def __len__(self) -> int:
         return self.length
@@ -134,7 +170,7 @@ class _Rows(torch.utils.data.Dataset[dict[str, Any]]):
         length, stage = self.setup.config.sequence_length, self.setup.config.method.stage
         row: dict[str, Any] = {"input_ids": [1] * length, "labels": [UNLABELLED] + [1] * (length - 1)}
         if stage == "sft":
-            return row
+            return {**row, **self.seen}
         if self.setup.scores:
             row.pop("labels")
         if stage == "classification":

@@ -1,0 +1,219 @@
+"""Vision-language models as stacks train them on rows with images: what of a tower trains, and what is not modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from memplan.catalog.config_keys.method_keys import Images
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import ALL_TRAIN, TrainingConfig
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.inventory import ParameterTensor, parameter_count
+from memplan.model.model import Model
+from memplan.model.spec import ModelSpec
+from memplan.training.adapters import is_adapted
+from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.image_rules import UNSAID
+
+UNWRAPPED = ("gemma3",)
+"""Families of which accelerate finds not all layers that it is to wrap, unless a file names them (SiglipTextEmbeddings)."""
+EMBEDDED_AHEAD = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
+"""Families whose tokens ms-swift embeds ahead of the forward (``_post_encode`` in swift/template/templates/qwen.py, 4.6.0)."""
+
+
+def with_tower(model: Model, setup: TrainingSetup) -> Model:
+    """Return a vision-language model as a stack trains it on rows of text, or with images.
+
+    Raises:
+        CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
+    """
+    where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
+    parallel = setup.config.parallel
+    plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
+    if parallel.zero_stage and not (plain and model.spec.architecture not in UNWRAPPED):
+        replicas = "replicas are (parallel.zero_stage: 0)"
+        raise CannotAnswerError(f"{where} sharding it so is not modelled; {replicas}")
+    if setup.scores:
+        raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
+    if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
+        raise CannotAnswerError(
+            f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
+            "for (monkeypatch/lora_kernels.py); use composite, there lora_qkv_kernel: false and lora_o_kernel: false"
+        )
+    if setup.stack.kbit_floats == "fp32-but-ends" and multiplies_integers(setup):
+        raise CannotAnswerError(
+            f"{where} LLM.int8 of it, as {setup.stack.label} casts beside it, is not modelled; use nf4"
+        )
+    adapter, label = setup.config.adapter, setup.stack.label
+    if setup.stack.vision == "frozen-as-loaded" and adapter is not None and adapter.vision in (True, "projector"):
+        raise CannotAnswerError(
+            f"{setup.name}: adapter.vision: {label} finds no linear layers in a projector (model/model_utils/misc.py); use tower or false"
+        )
+    if (
+        runs_ahead(model.spec, setup.config, setup.stack)
+        and setup.autocast
+        and setup.loaded_float != setup.config.compute_dtype
+    ):
+        raise CannotAnswerError(
+            f"{where} {label} runs it ahead of the forward, out of autocast, which is not modelled for weights in {setup.loaded_float}; "
+            f"use weights: {setup.config.compute_dtype}"
+        )
+    if setup.config.images.per_row:
+        return _with_images(model, setup)
+    tower = [tensor for tensor in model.inventory if not tensor.used]
+    shown = _shows_image(model, setup)
+    if shown and _trains_shown(tower, model, setup):
+        raise CannotAnswerError(
+            f"{where} {label} puts an image of its own into a batch without any, which trains it; say images.per_row: 1, and images.pixels"
+        )
+    if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, model, setup) for tensor in tower):
+        instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
+        raise CannotAnswerError(
+            f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"
+        )
+    note = (
+        f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
+        "with images need more, for patches, the tower's activations and the tokens that images become"
+    )
+    if model.spec.tower is not None and model.spec.tower.shape is not None and setup.stack.images != "none":
+        note += " (images.per_row: 1 plans them)"
+    if shown:
+        note += "; an image of its own, of 64 x 64 pixels at most or of the tower's one size, that it puts into a batch without any is not counted"
+    if parallel.zero_stage:
+        note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
+    return noted(model, note)
+
+
+def _shows_image(model: Model, setup: TrainingSetup) -> bool:
+    """Tell whether a batch without images gets one of the library's own.
+
+    Source:
+        ``MultiModalDataCollatorForSeq2Seq`` in llamafactory/data/collator.py (0.9.5); ``_get_inputs_embeds_hf`` in
+        swift/template/base.py (ms-swift 4.6.0).
+    """
+    ahead = setup.stack.images == "embedded" and model.spec.architecture in EMBEDDED_AHEAD
+    return ahead or setup.stack.images == "positions"
+
+
+def _trains_shown(tower: Sequence[ParameterTensor], model: Model, setup: TrainingSetup) -> bool:
+    """Tell whether an image trains a tower, or adapters on it."""
+    adapter, images = setup.config.adapter, setup.config.images
+    if adapter is None:
+        return "trained" in (images.tower, images.projector)
+    return any(is_adapted(tensor, adapter, model.spec.tower) for tensor in tower)
+
+
+def _trains_idle(tensor: ParameterTensor, model: Model, setup: TrainingSetup) -> bool:
+    """Tell whether a tensor that no row passes through, or an adapter on it, is to be trained."""
+    adapter = setup.config.adapter
+    if adapter is None:
+        return setup.stack.vision == "as-language" and setup.config.images.tower != "frozen"
+    return is_adapted(tensor, adapter, model.spec.tower)
+
+
+def multiplies_integers(setup: TrainingSetup) -> bool:
+    """Tell whether hidden matrices are multiplied as integers."""
+    return setup.formats["hidden_matrix"].product == "integers"
+
+
+def _with_images(model: Model, setup: TrainingSetup) -> Model:
+    """Return a vision-language model as a stack trains it on rows with images.
+
+    Raises:
+        InvalidFileError: Images are no whole patches, or leave a row no text.
+        CannotAnswerError: They pass through a tower, or in a way, that is not modelled.
+    """
+    config, tower = setup.config, model.spec.tower
+    assert tower is not None
+    where, shape, images = f"{setup.name}: images:", tower.shape, config.images
+    if shape is None:
+        raise CannotAnswerError(
+            f"{where} what images pass through of family {model.spec.architecture} is not modelled; of qwen2_5_vl and gemma3 it is"
+        )
+    for text in _unmodelled_images(setup):
+        raise CannotAnswerError(f"{where} {text}")
+    given = {side for side in (images.height, images.width) if side is not None}
+    if shape.image_size is None and not given and images.pixels is None:
+        raise InvalidFileError([f"{where} rows with images need {UNSAID} (images.height, images.width, images.pixels)"])
+    if shape.image_size is not None and (given - {shape.image_size} or images.pixels is not None):
+        size = shape.image_size
+        text = f"{model.spec.name}'s processor makes every image {size} x {size} pixels; leave height, width and pixels out"
+        raise InvalidFileError([f"{where} {text}"])
+    if images.pixels is not None and images.pixels < shape.step**2:
+        text = f"an image becomes no token of {images.pixels} pixels (images.pixels); the least is {shape.step**2}"
+        raise InvalidFileError([f"{where} {text}"])
+    height, width = shape.sides(images.height, images.width, images.pixels)
+    if wrong := [side for side in (height, width) if side % shape.step]:
+        below = max(shape.step, wrong[0] // shape.step * shape.step)
+        text = (
+            f"{wrong[0]} is no multiple of {shape.step} pixels, as {model.spec.name}'s processor makes it; {below} is"
+        )
+        raise InvalidFileError([f"{where} {text}"])
+    tokens = shape.grid(height, width).merged * images.per_row
+    said = f"{images.per_row} of {height} x {width} pixels"
+    if tokens >= config.sequence_length:
+        text = f"{said} become {tokens:,} tokens, and a row has {config.sequence_length:,} (sequence_length)"
+        raise InvalidFileError([f"{where} {text}"])
+    frozen = config.adapter is None
+    inventory = tuple(
+        tensor
+        if tensor.used
+        else replace(tensor, used=True, frozen=frozen and _is_frozen(tensor, tower.projector, images))
+        for tensor in model.inventory
+    )
+    note = (
+        f"images in each row: {said}, {tokens:,} of its {config.sequence_length:,} tokens; cuDNN's workspace for the patches' "
+        "convolution is not counted"
+    )
+    return noted(replace(model, inventory=inventory), note)
+
+
+def runs_ahead(spec: ModelSpec, config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether images pass through the tower ahead of the forward, out of autocast.
+
+    Source:
+        ``_post_encode`` of ``Qwen2VLTemplate`` in swift/template/templates/qwen.py, which other families' templates leave as it is;
+        ``pre_forward_hook`` in swift/template/base.py (ms-swift 4.6.0).
+    """
+    shape = None if spec.tower is None else spec.tower.shape
+    return shape is not None and shape.kind == "windows" and config.images.per_row > 0 and stack.images == "embedded"
+
+
+def noted(model: Model, note: str) -> Model:
+    """Return a model with a note, once where it was built before, as it is for each card."""
+    return replace(model, notes=tuple(dict.fromkeys((*model.notes, note))))
+
+
+def _is_frozen(tensor: ParameterTensor, projector: tuple[str, ...], images: Images) -> bool:
+    """Tell whether a tensor of a tower or its projector is frozen."""
+    return (images.projector if tensor.name.startswith(projector) else images.tower) == "frozen"
+
+
+def _unmodelled_images(setup: TrainingSetup) -> Iterator[str]:
+    """Yield what of a job with images is not modelled."""
+    config, stack, images = setup.config, setup.stack, setup.config.images
+    if stack.images == "none":
+        yield f"not modelled for stack {stack.name}; transformers and trl are, say; or plan rows of text (images.per_row: 0)"
+    if config.adapter is not None and "trained" in (images.tower, images.projector):
+        yield "a tower that is trained whole beside adapters is not modelled; adapter.vision says whether it has adapters"
+    if config.parallel != Parallel():
+        yield "not modelled on several GPUs; plan one (parallel.data: 1), or rows of text"
+    if config.method.stage != "sft":
+        yield f"not modelled for method.stage {config.method.stage}; sft is"
+    if config.freeze != ALL_TRAIN:
+        yield "not modelled with freeze; images.tower and images.projector say what of theirs is frozen"
+    if config.evaluation:
+        yield "a forward that evaluates is not modelled with images; leave evaluation out"
+    if config.compile != "none":
+        yield "not modelled for compiled models; use compile: none"
+    attention = config.kernels.attention or stack.kernels.attention
+    if attention in ("eager", "math", "flex"):
+        yield f"attention of patches by {attention} is not modelled; use kernels.attention: auto"
+    if multiplies_integers(setup):
+        yield "LLM.int8 of a tower that images pass through is not modelled; use nf4"
+    if any(getattr(setup.profile, key) == "in-place" for key in ("norm", "rotary", "activation")):
+        yield "Liger's kernels in a tower are not modelled; leave them out"
+    if config.activation_checkpointing == "selective":
+        yield "selective checkpointing of a tower is not modelled; use full or none"
