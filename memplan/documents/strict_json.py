@@ -18,13 +18,13 @@ MAXIMUM_VALUES = 10_000_000
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: Path, maximum_bytes: int = MAXIMUM_TEXT_BYTES, instead: str = "give a JSON file") -> Any:
+def read_json(path: Path, instead: str = "give a JSON file") -> Any:
     """Return the value in a JSON file; ``-`` is standard input.
 
     Raises:
         InvalidFileError: The file cannot be read, or as of :func:`parse_json`.
     """
-    return parse_json(read_text(path, maximum_bytes, instead), shown_path(path))
+    return parse_json(read_text(path, MAXIMUM_TEXT_BYTES, instead), shown_path(path))
 
 
 def parse_object(text: str, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.catalog.training_config import Checkpointing
 from memplan.documents.loading import setting_text
 from memplan.errors import InvalidFileError, match_hint, printable
-from memplan.library.lookup import Overrides, Shapes, find_device, find_devices, find_model, find_setup, open_catalog
+from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
@@ -136,7 +136,7 @@ class JobInputs:
             return [self.device(count=count)]
         if self.options.get("profile") is not None:
             raise InvalidFileError(["profile: it is that of one card; name the card with gpu"])
-        return find_devices(None, None, count, self.catalog)
+        return [Device(entry, name, count) for name, entry in self.catalog.gpus.entries.items()]
 
     def devices_named(self, names: Iterable[str | Device]) -> list[Device]:
         """Return the GPUs called ``names``; where there are none, the one that was named or is here."""

@@ -147,7 +147,7 @@ def measurements(tensors: Sequence[Tensor]) -> dict[str, float]:
     }
 
 
-def absmax_bits(tensor: Tensor, block: int = DEFAULT_BLOCK) -> list[float]:
+def absmax_bits(tensor: Tensor) -> list[float]:
     """Return, for each whole block, the bits with which few of its elements become zero.
 
     Formula:
@@ -156,10 +156,10 @@ def absmax_bits(tensor: Tensor, block: int = DEFAULT_BLOCK) -> list[float]:
         that magnitude, ``b = ceil(log2(1 / (2 q) + 1)) + 1``.
     """
     flat = tensor.detach().float().reshape(-1).abs()
-    rows = flat[: flat.numel() // block * block].view(-1, block)
+    rows = flat[: flat.numel() // DEFAULT_BLOCK * DEFAULT_BLOCK].view(-1, DEFAULT_BLOCK)
     scales = rows.amax(dim=1)
     rows = rows[scales > 0] / scales[scales > 0, None]
-    small = rows.kthvalue(int(LOST * block) + 1, dim=1).values
+    small = rows.kthvalue(int(LOST * DEFAULT_BLOCK) + 1, dim=1).values
     return [ceil(log2(1 / (2 * part) + 1)) + 1 if part > 0 else inf for part in small.tolist()]
 
 

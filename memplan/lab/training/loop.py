@@ -68,13 +68,13 @@ class Run:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def rate_factor(step: int, steps: int, warmup: int = WARMUP_STEPS) -> float:
-    """Return the factor of the learning rate: up over ``warmup`` steps, then down to 0 by a cosine.
+def rate_factor(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: up over ``WARMUP_STEPS``, then down to 0 by a cosine.
 
     Formula:
-        ``min((step + 1) / warmup, 1) * (1 + cos(pi * step / steps)) / 2``
+        ``min((step + 1) / WARMUP_STEPS, 1) * (1 + cos(pi * step / steps)) / 2``
     """
-    return min((step + 1) / warmup, 1.0) * (1 + cos(pi * step / steps)) / 2
+    return min((step + 1) / WARMUP_STEPS, 1.0) * (1 + cos(pi * step / steps)) / 2
 
 
 class Trainer:

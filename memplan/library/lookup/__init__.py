@@ -14,7 +14,7 @@ from memplan.library.lookup.config_lookup import (
     require_own_loop,
     with_settings,
 )
-from memplan.library.lookup.device_lookup import custom_gpu, find_device, find_devices, local_gpu
+from memplan.library.lookup.device_lookup import custom_gpu, find_device, local_gpu
 from memplan.library.lookup.model_lookup import Shapes, catalog_model, find_model, named_model, read_model_file
 from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
 
@@ -36,7 +36,6 @@ __all__ = [
     "catalog_model",
     "custom_gpu",
     "find_device",
-    "find_devices",
     "find_model",
     "find_setup",
     "local_gpu",

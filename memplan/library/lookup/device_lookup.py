@@ -40,13 +40,6 @@ def find_device(name: str | None, memory: str | None, count: int, catalog: Catal
     return Device(catalog.gpus[name], catalog.gpus.name_of(name), count)
 
 
-def find_devices(name: str | None, memory: str | None, count: int, catalog: Catalog) -> list[Device]:
-    """Return the device that was named, or every GPU of the catalog where none was."""
-    if name is not None or memory is not None:
-        return [find_device(name, memory, count, catalog)]
-    return [Device(entry, known, count) for known, entry in catalog.gpus.entries.items()]
-
-
 def custom_gpu(size: int, shown: str) -> Gpu:
     """Return a catalog entry for a GPU of which only the memory is known."""
     if size <= 0:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAXIMUM_DIMENSION = 2**24
 MAXIMUM_LAYERS = 10_000
 MAXIMUM_POSITIONS = 2**40
+KEYS_SHOWN = 12  # Of those that are ignored
 
 INHERITED_KEYS = ("tie_word_embeddings",)
 """Keys that a config states once for all its parts."""
@@ -289,10 +290,10 @@ class ConfigValues:
         return [(key, value) for key, value in self._config.items() if key not in self._read and value is not None]
 
 
-def ignored_keys(keys: Sequence[str], shown: int = 12) -> tuple[str, ...]:
+def ignored_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """Return at most one note, which names the keys that were ignored."""
     if not keys:
         return ()
-    more = f" and {len(keys) - shown} more" if len(keys) > shown else ""
-    named = ", ".join(f"{key:.60}" if key.isprintable() else ascii(key)[:60] for key in keys[:shown])
+    more = f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else ""
+    named = ", ".join(f"{key:.60}" if key.isprintable() else ascii(key)[:60] for key in keys[:KEYS_SHOWN])
     return (f"ignored keys that memplan does not know: {named}{more}",)

@@ -32,20 +32,19 @@ SMALLEST = 4096
 if AVAILABLE:
 
     @triton.jit  # type: ignore[untyped-decorator]
+    # Tiles on and below the diagonal are numbered row by row: row r begins at r (r + 1) / 2.
     def _symmetric_kernel(  # type: ignore[no-untyped-def]
         left, right, addend, out, size, inner, beta, alpha,
         left_batch, left_row, left_column, right_batch, right_row, right_column,
         addend_batch, addend_row, addend_column, out_batch, out_row, out_column,
         HAS_ADDEND: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
     ) -> None:  # fmt: skip
-        # Tiles on and below the diagonal are numbered row by row: row r begins at r (r + 1) / 2.
         number, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
         tile_row = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
         tile_row = tl.where(tile_row * (tile_row + 1) // 2 > number, tile_row - 1, tile_row)
         tile_row = tl.where((tile_row + 1) * (tile_row + 2) // 2 <= number, tile_row + 1, tile_row)
         tile_column = number - tile_row * (tile_row + 1) // 2
-        rows = tile_row * SIDE + tl.arange(0, SIDE)
-        columns = tile_column * SIDE + tl.arange(0, SIDE)
+        rows, columns = tile_row * SIDE + tl.arange(0, SIDE), tile_column * SIDE + tl.arange(0, SIDE)
         steps = tl.arange(0, INNER)
         # Rows beyond the end are read from the start again: they are not stored, and need no mask.
         a_rows, b_columns = rows, columns

@@ -32,16 +32,15 @@ MASK_COLUMNS = 16
 
 
 @contextmanager
-def composite_kernels(compute_capability: str, forced: ChosenKernel | None = None) -> Iterator[None]:
+def composite_kernels(compute_capability: str) -> Iterator[None]:
     """Run attention, norms, softmax and dropout as CUDA would on a card, also where a part is computed again.
 
     Args:
         compute_capability: Of the card, such as ``8.6``.
-        forced: The attention kernel, where a job allows no other.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     overrides: dict[str, Callable[..., Tensor]] = {
-        "scaled_dot_product_attention": _attention(compute_capability, forced),
+        "scaled_dot_product_attention": _attention(compute_capability),
         "rms_norm": _rms_norm,
         "dropout": _dropout,
         "softmax.int": _softmax,
@@ -50,13 +49,13 @@ def composite_kernels(compute_capability: str, forced: ChosenKernel | None = Non
         for name, function in overrides.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
         library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
-        library.impl("_fused_sdp_choice", _choice(compute_capability, forced), "Meta")  # type: ignore[no-untyped-call]
+        library.impl("_fused_sdp_choice", _choice(compute_capability), "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
 
 
-def _attention(compute_capability: str, forced: ChosenKernel | None) -> Callable[..., Tensor]:
+def _attention(compute_capability: str) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,
@@ -69,14 +68,14 @@ def _attention(compute_capability: str, forced: ChosenKernel | None) -> Callable
         enable_gqa: bool = False,
     ) -> Tensor:
         call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
-        kernel = forced or chosen_kernel(call, compute_capability, _allowed())
+        kernel = chosen_kernel(call, compute_capability, _allowed())
         mask = _additive(attn_mask, query.dtype)
         return _KERNELS[kernel](query, key, value, mask, call, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
 
 
-def _choice(compute_capability: str, forced: ChosenKernel | None) -> Callable[..., int]:
+def _choice(compute_capability: str) -> Callable[..., int]:
     numbers = {name: backend.value for backend, name in BACKENDS.items()}
 
     def fused_sdp_choice(
@@ -91,7 +90,7 @@ def _choice(compute_capability: str, forced: ChosenKernel | None) -> Callable[..
         **__: Any,
     ) -> int:
         call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
-        return numbers[forced or chosen_kernel(call, compute_capability, _allowed())]
+        return numbers[chosen_kernel(call, compute_capability, _allowed())]
 
     return fused_sdp_choice
 

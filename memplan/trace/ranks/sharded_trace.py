@@ -101,12 +101,7 @@ class ShardedSession(Session):
 
 
 def trace_sharded(
-    model: Model,
-    setup: TrainingSetup,
-    *,
-    compute_capability: str | None = None,
-    workspaces: bool = True,
-    steps: int = 2,
+    model: Model, setup: TrainingSetup, *, compute_capability: str | None = None, workspaces: bool = True
 ) -> Trace:
     """Return the trace of one rank under ``zero_stage: 3``, whose last step is reported."""
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
@@ -120,7 +115,7 @@ def trace_sharded(
         session.collective.recorder = recorder
         session.watch(recorder)
         with optimizers.cuda_optimizer_paths(), cuda_operators(), recorder.following(), recorder:
-            for number in range(steps):
+            for number in range(2):
                 if number == 1:
                     session.watch_whole_gradients(recorder)
                 recorder.next_step()

@@ -24,7 +24,6 @@ class StackDetails:
     attention: AttentionImplementation = "sdpa"  # How attention runs; ``sdpa`` is torch's choice on the card
     reentrant: bool = False  # Whether layers are computed again by the older, reentrant kind of checkpointing
     adapter_dropout: float = 0.0  # Probability of dropout in front of adapters
-    rank_stabilised: bool = False  # Whether adapters are scaled by the root of their rank
     modules_to_save: tuple[str, ...] = ()  # Modules beside the adapters that are trained whole
     rank: int = 0  # Which of several ranks is traced, where they differ
 

@@ -36,7 +36,6 @@ def lora_config(inputs: StackInputs, chosen: list[str] | str | None = None) -> A
         target_modules=targets,
         exclude_modules=TOWER if chosen is None and not adapter.vision else None,
         use_dora=adapter.kind == "dora",
-        use_rslora=details.rank_stabilised,
         modules_to_save=list(details.modules_to_save) or None,
         fan_in_fan_out=inputs.model.spec.transposed_linear,
         bias="none",
