@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
@@ -56,7 +58,8 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the stack of a setup builds it, whatever of it trains."""
     if model.spec.tower is not None:
         model = _with_tower(model, setup)
-    _refuse_what_is_not_followed(model, setup)
+    for text in chain(_unfollowed_dtypes(model, setup), _unfollowed_parts(model, setup)):
+        raise CannotAnswerError(f"{setup.name}: {text}")
     rules = setup.stack.models
     if rules.experts == "apart":
         _refuse_experts(model.spec, setup)
@@ -66,67 +69,67 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
 
 
-def _refuse_what_is_not_followed(model: Model, setup: TrainingSetup) -> None:
-    """Refuse models and settings whose way through a stack's code nobody has followed.
-
-    Raises:
-        CannotAnswerError: It is one of them.
-    """
-    stack = setup.stack
+def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
+    """Yield the adapters and dtypes of a job whose way through its stack's code nobody has followed, each with its key."""
+    stack, spec, narrow = setup.stack, model.spec, setup.config.compute_dtype
+    alone = setup.autocast and not setup.config.parallel.zero_stage
     if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
-        raise CannotAnswerError(f"{setup.name}: adapter: adapters on models of {stack.label} are not modelled yet")
-    if setup.autocast and stack.shards_alone and not setup.config.parallel.zero_stage:
-        raise CannotAnswerError(
-            f"{setup.name}: compute_dtype: {setup.config.compute_dtype} over fp32 weights is not modelled for {stack.label}, "
-            "which wraps a model on one GPU in FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
+        yield f"adapter: adapters on models of {stack.label} are not modelled yet"
+    if alone and stack.shards_alone:
+        yield (
+            f"compute_dtype: {narrow} over fp32 weights is not modelled for {stack.label}, which wraps a model on one GPU in "
+            "FSDP over a group of one; use weights: bf16, or compute_dtype: fp32"
         )
-    if stack.autocast == "always" and setup.autocast and not setup.config.parallel.zero_stage:
-        _refuse_kept_graph(setup)
+    reruns = (
+        setup.checkpointing == "full" and not stack.checkpointing.early_stop
+    )  # its second graph lives as long as the first
+    if alone and stack.autocast == "always" and reruns and setup.format_names["hidden_matrix"] == narrow:
+        yield (
+            f"activation_checkpointing: full over {narrow} weights on one GPU, where {stack.label} runs under autocast, is not "
+            "modelled; use weights: fp32, selective, or several GPUs"
+        )
     if setup.config.autocast is False and stack.kbit_floats == "fp32-but-ends" and multiplies_integers(setup):
-        raise CannotAnswerError(
-            f"{setup.name}: autocast: LLM.int8 without it, as {stack.label} casts beside it, is not modelled; leave it out, there bf16: true"
+        yield (
+            f"autocast: LLM.int8 without it, as {stack.label} casts beside it, is not modelled; leave it out, there bf16: true"
         )
-    embedding = model.spec.names.embedding.rpartition(".")[-1]
+    embedding = spec.names.embedding.rpartition(".")[-1]
     if stack.kbit_floats == "fp32-norms" and setup.kbit_floats and embedding not in CAST_BACK:
-        raise CannotAnswerError(
-            f"{setup.name}: model: {stack.label} casts an embedding that is called {embedding} to fp32 beside quantised matrices, "
-            "and its head not, which is not modelled; use lora over bf16"
+        yield (
+            f"model: {stack.label} casts an embedding that is called {embedding} to fp32 beside quantised matrices, and its "
+            "head not, which is not modelled; use lora over bf16"
         )
-    if (
-        setup.kbit_floats
-        and setup.autocast
-        and any(isinstance(r.layer.feed_forward, MixtureOfExperts) for r in model.spec.runs)
-    ):
-        raise CannotAnswerError(
-            f"{setup.name}: model: {stack.label} casts experts to fp32 beside quantised matrices and runs them under autocast, "
-            "which is not modelled; use lora over bf16"
+    mixture = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs)
+    if setup.kbit_floats and setup.autocast and mixture:
+        yield (
+            f"model: {stack.label} casts experts to fp32 beside quantised matrices and runs them under autocast, which is not "
+            "modelled; use lora over bf16"
         )
-    if setup.autocast and setup.config.parallel.engine == "fsdp1" and model.spec.final_norm.kind == "layer":
-        raise CannotAnswerError(
-            f"{setup.name}: parallel.engine: fsdp1 runs {model.spec.name}'s layer norms by autocast, in fp32 beside what is "
-            "gathered in 16 bits, which is not modelled; use engine: torch (FSDP2)"
+    if setup.autocast and setup.config.parallel.engine == "fsdp1" and spec.final_norm.kind == "layer":
+        yield (
+            f"parallel.engine: fsdp1 runs {spec.name}'s layer norms by autocast, in fp32 beside what is gathered in 16 bits, "
+            "which is not modelled; use engine: torch (FSDP2)"
         )
-    if model.spec.tower is None and setup.config.images.per_row:
-        raise CannotAnswerError(
-            f"{setup.name}: images: {model.spec.name} has no vision tower, or {stack.label} runs the text model alone"
-        )
+
+
+def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
+    """Yield the same of a model's family and of its parts."""
+    stack, spec = setup.stack, model.spec
+    if spec.tower is None and setup.config.images.per_row:
+        yield f"images: {spec.name} has no vision tower, or {stack.label} runs the text model alone"
     shards = setup.config.parallel.zero_stage and setup.config.parallel.engine == "torch"
-    if stack.sharded_units == "own-root" and shards and not model.spec.tie_word_embeddings:
-        raise CannotAnswerError(
-            f"{setup.name}: model: {stack.label} shards {model.spec.name}'s embedding, which its head is not tied to, as a unit "
-            "below the layers, which is not modelled; tied models are, and others under LLaMA-Factory's Trainer (--stack llama-factory)"
+    if stack.sharded_units == "own-root" and shards and not spec.tie_word_embeddings:
+        yield (
+            f"model: {stack.label} shards {spec.name}'s embedding, which its head is not tied to, as a unit below the layers, "
+            "which is not modelled; tied models are, and others under LLaMA-Factory's Trainer (--stack llama-factory)"
         )
-    if model.spec.learned_positions and stack.rotary_tables.rows == "batch":
-        raise CannotAnswerError(
-            f"{setup.name}: model: {stack.label} says the positions of every row, for which {model.spec.name}'s learned ones "
-            "are looked up row by row, which is not modelled; use --stack llama-factory"
+    if spec.learned_positions and stack.rotary_tables.rows == "batch":
+        yield (
+            f"model: {stack.label} says the positions of every row, for which {spec.name}'s learned ones are looked up row by "
+            "row, which is not modelled; use --stack llama-factory"
         )
-    rules, family = stack.models, model.spec.architecture
-    if rules.families and family not in rules.families:
-        known = ", ".join(rules.families)
-        raise CannotAnswerError(
-            f"{setup.name}: stack: models of family {family} are not modelled for {stack.label}; {known} are"
-        )
+    families, family = stack.models.families, spec.architecture
+    if families and family not in families:
+        yield f"stack: models of family {family} are not modelled for {stack.label}; {', '.join(families)} are"
 
 
 def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -154,20 +157,6 @@ def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
     if config.parallel.zero_stage and config.parallel.data > min(counts):
         raise CannotAnswerError(
             f"{where} are {min(counts)}, and more GPUs share each by its width, which is not modelled; use at most as many GPUs"
-        )
-
-
-def _refuse_kept_graph(setup: TrainingSetup) -> None:
-    """Refuse 16-bit weights under autocast where whole layers run again to their end, whose second graph then lives as long as the first.
-
-    Raises:
-        CannotAnswerError: They do.
-    """
-    narrow = setup.format_names["hidden_matrix"] == setup.config.compute_dtype
-    if narrow and setup.checkpointing == "full" and not setup.stack.checkpointing.early_stop:
-        raise CannotAnswerError(
-            f"{setup.name}: activation_checkpointing: full over {setup.config.compute_dtype} weights on one GPU, where "
-            f"{setup.stack.label} runs under autocast, is not modelled; use weights: fp32, selective, or several GPUs"
         )
 
 
