@@ -22,39 +22,57 @@ Form = Literal["adafactor", "adam-mini", "adamw", "chunks", "copies", "in-place"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a figure was read, and when."""
+    """Where a figure was read, and when.
 
-    url: str  # Primary source: datasheet, paper, header file, log of a run
-    checked: str  # Date of the check, ``YYYY-MM-DD``
-    covers: tuple[str, ...] = ()  # Keys of the entry that this source supports; empty for all of them
+    Attributes:
+        url: Primary source: datasheet, paper, header file, log of a run.
+        checked: Date of the check, ``YYYY-MM-DD``.
+        covers: Keys of the entry that this source supports; empty for all of them.
+    """
+
+    url: str
+    checked: str
+    covers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """Link to other devices; bytes per second in one direction."""
+    """Link to other devices; bytes per second in one direction.
 
-    kind: str  # One of configs/links.yaml, or another with a ``host``
+    Attributes:
+        kind: One of configs/links.yaml, or another with a ``host``.
+        host: Link to the host, one of configs/links.yaml; by default that of the kind.
+        network: What joins nodes of its vendor's reference system, one port for each GPU; one of configs/networks.yaml.
+    """
+
+    kind: str
     bytes_per_second: int
-    host: str | None = None  # Link to the host, one of configs/links.yaml; by default that of the kind
-    # What joins nodes of its vendor's reference system, one port for each GPU; one of configs/networks.yaml.
+    host: str | None = None
     network: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as one device."""
+    """One GPU as one device.
+
+    Attributes:
+        memory_bytes: Total memory as the driver reports it (NVML).
+        cuda_total_bytes: Total memory as CUDA reports it to a program; the usable bytes.
+        dense_flops: Floating-point operations per second without sparsity, by dtype.
+        unified_memory: Memory is shared with the CPU.
+    """
 
     name: str
     vendor: Literal["nvidia", "amd", "apple"]
     architecture: str
-    memory_bytes: int  # Total memory as the driver reports it (NVML)
+    memory_bytes: int
     memory_kind: Literal["measured", "stated"]
-    cuda_total_bytes: int  # Total memory as CUDA reports it to a program; the usable bytes
+    cuda_total_bytes: int
     cuda_total_kind: Literal["measured", "stated", "derived"]
     bandwidth_bytes_per_second: int
-    dense_flops: Mapping[str, int]  # Floating-point operations per second without sparsity, by dtype
+    dense_flops: Mapping[str, int]
     interconnect: Interconnect
-    unified_memory: bool  # Memory is shared with the CPU
+    unified_memory: bool
     sources: tuple[Source, ...]
     compute_capability: str | None = None
     aliases: tuple[str, ...] = ()
@@ -84,44 +102,63 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class CodecScratch:
-    """Scratch memory of a codec."""
+    """Scratch memory of a codec.
 
-    coding_bytes: int  # For each block while codes are sought, with stochastic rounding
-    blocks_at_once: int  # Blocks whose codes are sought together
-    decoding_bytes: int  # For each block while it is decoded
-    once_bytes: int = 0  # Once while anything is decoded
-    table_bytes: int = 0  # Tables in fp32 that codes point into
+    Attributes:
+        coding_bytes: For each block while codes are sought, with stochastic rounding.
+        blocks_at_once: Blocks whose codes are sought together.
+        decoding_bytes: For each block while it is decoded.
+        once_bytes: Once while anything is decoded.
+        table_bytes: Tables in fp32 that codes point into.
+    """
+
+    coding_bytes: int
+    blocks_at_once: int
+    decoding_bytes: int
+    once_bytes: int = 0
+    table_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StorageFormat:
-    """How numbers are stored: ``block_elements`` of them in ``block_bytes``."""
+    """How numbers are stored: ``block_elements`` of them in ``block_bytes``.
+
+    Attributes:
+        blocking: ``row``: blocks lie within rows of a matrix, whose width must divide into
+            them (GGML); ``tensor``: blocks run over the flattened tensor.
+        tensor_bytes: Bytes once per tensor, such as a scale.
+        coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
+        decoding_temporaries: For each block, every temporary that is there when operators of torch have formed the copy
+            that a product reads; nothing where a kernel decodes.
+        row_bytes: Bytes once for each row of a matrix, such as a scale.
+        product: Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it.
+        ggml_type: Id of the type in GGUF files.
+        storable: False for formats that exist only during computation.
+        training: ``float``: a dtype of torch's own parameters; ``coded``: its codec forms it again after
+            an update; ``frozen``: nothing does, and a kernel decodes it straight into the copy that is read.
+        codec: Name of the codec, or ``package.module.NAME``.
+        codec_scratch: What the codec takes.
+        needs: What a card has to be able to do for it.
+    """
 
     title: str
     block_elements: int
     block_bytes: int
     description: str
     sources: tuple[Source, ...]
-    # ``float``: a dtype of torch's own parameters; ``coded``: its codec forms it again after an update; ``frozen``:
-    # nothing does, and a kernel decodes it straight into the copy that is read.
     training: Literal["float", "coded", "frozen"]
     kind: Kind = "exact"
-    # ``row``: blocks lie within rows of a matrix, whose width must divide into them (GGML); ``tensor``: blocks run over
-    # the flattened tensor.
     blocking: Literal["row", "tensor"] = "row"
-    tensor_bytes: int = 0  # Bytes once per tensor, such as a scale
-    coded_scale_elements: int = 0  # Elements that share a scale which is a code itself; 0 where scales are floats
-    # For each block, every temporary that is there when operators of torch have formed the copy that a product reads;
-    # nothing where a kernel decodes.
+    tensor_bytes: int = 0
+    coded_scale_elements: int = 0
     decoding_temporaries: tuple[int, ...] = ()
-    row_bytes: int = 0  # Bytes once for each row of a matrix, such as a scale
-    # Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it.
+    row_bytes: int = 0
     product: Literal["decoded", "integers"] = "decoded"
-    ggml_type: int | None = None  # Id of the type in GGUF files
-    storable: bool = True  # False for formats that exist only during computation
-    codec: str | None = None  # Name of the codec, or ``package.module.NAME``
-    codec_scratch: CodecScratch | None = None  # What the codec takes
-    needs: tuple[Feature, ...] = ()  # What a card has to be able to do for it
+    ggml_type: int | None = None
+    storable: bool = True
+    codec: str | None = None
+    codec_scratch: CodecScratch | None = None
+    needs: tuple[Feature, ...] = ()
     aliases: tuple[str, ...] = ()
 
     @property
@@ -171,66 +208,98 @@ class GradientDtype:
 
 @dataclass(frozen=True, slots=True)
 class StateSlot:
-    """One tensor that an optimizer keeps for each parameter tensor."""
+    """One tensor that an optimizer keeps for each parameter tensor.
 
-    name: str  # Its key in ``optimizer.state``
-    block_elements: int = 1  # Numbers per block, for elementwise slots
-    block_bytes: int = 4  # Bytes per block; of one number where blocks have one element
-    # ``elementwise``: one number per parameter; ``rows``: one per row and leading dimension; ``columns``: one per
-    # column and leading dimension; ``scalar``: one per tensor.
+    Attributes:
+        name: Its key in ``optimizer.state``.
+        layout: ``elementwise``: one number per parameter; ``rows``: one per row and leading
+            dimension; ``columns``: one per column and leading dimension; ``scalar``: one per tensor.
+        block_elements: Numbers per block, for elementwise slots.
+        block_bytes: Bytes per block; of one number where blocks have one element.
+        tensor_bytes: Bytes once per tensor, such as a lookup table.
+        device: Where it lies; scalars of for-loop and foreach optimizers lie on the host.
+        as_parameter: Numbers are stored as the parameter's own are; ``block_bytes`` is ignored.
+        dimensions: Whether only tensors of one dimension hold it, or only those of more.
+        scale_bytes: Of a block, bytes that are its scale: a tensor of its own.
+        codebook_bytes: Bytes of the table that codes point into and of the boundaries between its levels; 0 where codes
+            are evenly spaced. Such codes are looked up by 32-bit numbers.
+    """
+
+    name: str
+    block_elements: int = 1
+    block_bytes: int = 4
     layout: Literal["elementwise", "rows", "columns", "scalar"] = "elementwise"
-    tensor_bytes: int = 0  # Bytes once per tensor, such as a lookup table
-    # Where it lies; scalars of for-loop and foreach optimizers lie on the host.
+    tensor_bytes: int = 0
     device: Literal["device", "host", "device-if-fused"] = "device"
-    as_parameter: bool = False  # Numbers are stored as the parameter's own are; ``block_bytes`` is ignored
-    # Whether only tensors of one dimension hold it, or only those of more.
+    as_parameter: bool = False
     dimensions: Literal["any", "one", "more"] = "any"
-    scale_bytes: int = 4  # Of a block, bytes that are its scale: a tensor of its own
-    # Bytes of the table that codes point into and of the boundaries between its levels; 0 where codes are evenly
-    # spaced. Such codes are looked up by 32-bit numbers.
+    scale_bytes: int = 4
     codebook_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateScratch:
-    """Scratch memory of an update."""
+    """Scratch memory of an update.
 
-    form: Form  # How it arises
-    all_tensors: int = 0  # Copies of all trained tensors that are there at once, of form ``copies``
-    largest_tensor: int = 0  # Copies of one tensor at a time, of form ``copies``
+    Attributes:
+        form: How it arises.
+        all_tensors: Copies of all trained tensors that are there at once, of form ``copies``.
+        largest_tensor: Copies of one tensor at a time, of form ``copies``.
+    """
+
+    form: Form
+    all_tensors: int = 0
+    largest_tensor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What an optimizer keeps, and for which tensors it keeps something else."""
+    """What an optimizer keeps, and for which tensors it keeps something else.
+
+    Attributes:
+        algorithm: What people call the update rule; nothing is computed from it.
+        slots: State tensors of each parameter tensor.
+        takes: ``all`` tensors, or only ``matrices`` (Muon), the rest going elsewhere.
+        rest: Optimizer of the tensors that it does not take.
+        exempt_below: Tensors with fewer elements keep ``exempt_slots`` instead.
+        exempt_unless_multiple: Tensors whose size is no multiple keep ``exempt_slots`` instead.
+        exempt_slots: State tensors of exempt tensors.
+        shared_bytes: Bytes once per optimizer, such as lookup tables.
+        scratch: What an update allocates beyond what it keeps.
+        implementation: The class that is traced; ``untraced``: none is, and answers say so; ``none``:
+            there is no update.
+        step: Kernel family: ``torch`` follows the kernel profile, ``tensor`` goes tensor by tensor,
+            ``in-place`` needs no temporaries.
+        options: Options of the class that shape its memory; decimals as text.
+        bundled: The update rule of the bundled optimizer that steps the same, which alone takes coded
+            weights, narrow gradients and states in host memory.
+        searched: Whether ``suggest`` considers it.
+        status: How training with it learns.
+        evidence: The record in ``configs/evidence/`` that says so.
+        needs: What a card has to be able to do for it.
+    """
 
     title: str
-    algorithm: str  # What people call the update rule; nothing is computed from it
+    algorithm: str
     description: str
-    slots: tuple[StateSlot, ...]  # State tensors of each parameter tensor
+    slots: tuple[StateSlot, ...]
     sources: tuple[Source, ...]
-    scratch: UpdateScratch  # What an update allocates beyond what it keeps
-    # The class that is traced; ``untraced``: none is, and answers say so; ``none``: there is no update.
+    scratch: UpdateScratch
     implementation: str
-    # Kernel family: ``torch`` follows the kernel profile, ``tensor`` goes tensor by tensor, ``in-place`` needs no
-    # temporaries.
     step: Literal["torch", "tensor", "in-place"]
-    # Options of the class that shape its memory; decimals as text.
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
-    # The update rule of the bundled optimizer that steps the same, which alone takes coded weights, narrow gradients
-    # and states in host memory.
     bundled: Literal["adamw", "muon"] | None = None
-    searched: bool = False  # Whether ``suggest`` considers it
-    takes: Literal["all", "matrices"] = "all"  # ``all`` tensors, or only ``matrices`` (Muon), the rest going elsewhere
-    rest: str | None = None  # Optimizer of the tensors that it does not take
-    exempt_below: int = 0  # Tensors with fewer elements keep ``exempt_slots`` instead
-    exempt_unless_multiple: int = 1  # Tensors whose size is no multiple keep ``exempt_slots`` instead
-    exempt_slots: tuple[StateSlot, ...] = ()  # State tensors of exempt tensors
-    shared_bytes: int = 0  # Bytes once per optimizer, such as lookup tables
-    status: Status = "untried"  # How training with it learns
-    evidence: str | None = None  # The record in ``configs/evidence/`` that says so
+    searched: bool = False
+    takes: Literal["all", "matrices"] = "all"
+    rest: str | None = None
+    exempt_below: int = 0
+    exempt_unless_multiple: int = 1
+    exempt_slots: tuple[StateSlot, ...] = ()
+    shared_bytes: int = 0
+    status: Status = "untried"
+    evidence: str | None = None
     validated: bool = False
-    needs: tuple[Feature, ...] = ()  # What a card has to be able to do for it
+    needs: tuple[Feature, ...] = ()
     aliases: tuple[str, ...] = ()
 
     @property
@@ -250,17 +319,24 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A released model: the keys of its config that shape it, and its expected totals."""
+    """A released model: the keys of its config that shape it, and its expected totals.
+
+    Attributes:
+        hf_id: Its published id, of the base model where there are several.
+        ids: Ids of the same publisher's with the same shapes: instruction-tuned ones, say.
+        mirrors: Other publishers' ids with the same shapes: copies, quantised uploads, fine-tunes.
+        released: Day or month of the release.
+    """
 
     title: str
     architecture: str
-    hf_id: str  # Its published id, of the base model where there are several
+    hf_id: str
     expected_parameters: int
     config: Mapping[str, Any]
     sources: tuple[Source, ...]
     aliases: tuple[str, ...] = ()
-    ids: tuple[str, ...] = ()  # Ids of the same publisher's with the same shapes: instruction-tuned ones, say
-    mirrors: tuple[str, ...] = ()  # Other publishers' ids with the same shapes: copies, quantised uploads, fine-tunes
-    released: str | None = None  # Day or month of the release
+    ids: tuple[str, ...] = ()
+    mirrors: tuple[str, ...] = ()
+    released: str | None = None
     expected_active_parameters: int | None = None
     published: Published | None = None

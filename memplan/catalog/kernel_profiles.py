@@ -59,45 +59,51 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True)
 class KernelProfile:
-    """One choice for every operation that has several implementations."""
+    """One choice for every operation that has several implementations.
 
-    # Backend of scaled-dot-product attention, of which ``math`` keeps the score matrix; ``eager`` is attention written
-    # out in Python, with an additive mask; ``auto`` leaves the backend to torch, which is flash until a card, a dtype
-    # and widths of heads say otherwise.
+    Attributes:
+        attention: Backend of scaled-dot-product attention, of which ``math`` keeps the score matrix; ``eager`` is
+            attention written out in Python, with an additive mask; ``auto`` leaves the backend to torch, which is flash
+            until a card, a dtype and widths of heads say otherwise.
+        norm: ``fused`` saves input and one statistic per row; ``composite`` is the usual
+            chain of Python operations in fp32, which saves a copy in fp32 besides; ``in-place`` is fused, and
+            writes the gradient of its input over that of its result.
+        rotary: ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours
+            for complex numbers, in fp32, and multiplies them; ``pairs`` turns neighbours in fp32, number by number;
+            ``in-place`` is one kernel that turns what it is given; ``together`` is one for query and key, whose backward forms both gradients.
+        activation: ``composite`` keeps activation and product apart; ``fused`` is one kernel
+            for SwiGLU or GeGLU, which keeps only its inputs; ``in-place`` writes their gradients over them.
+        optimizer: How AdamW with fp32 or bf16 states steps.
+        newton_schulz: Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``.
+        muon_batch_bytes: Scratch in which the bundled Muon updates matrices of one shape together; 0: one by one.
+        loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
+            ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
+            at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
+            own, and so are ``token-chunks-fp32``, whose rows and head are copied in fp32; ``fused-head`` multiplies by the head inside the loss and never has whole logits, nor does
+            ``fused-linear``, which forms gradients in forward, and ``cut-cross-entropy``, which forms them in backward, block
+            by block of logits that no tensor holds; ``tiled-linear`` has them in fp32, of some tokens and 16,384 words at a time, and
+            forms the input's gradient in forward; ``pieced-linear`` is the same on cards of more than 24.5 GiB, where a short
+            micro-batch has logits of some tokens and all words; ``in-place`` works in the fp32 copy; ``fp32-pieces``
+            are pieces of that copy without the last token, one after another; ``fp32-stretches`` the same of stretches of
+            each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of whole fp32 logits
+            are what preference methods compared before they had a fused head.
+        loss_chunks: Chunks of a chunked loss.
+        adapters: ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and
+            its like are some of these without the others.
+        linear_attention: Gated delta networks: ``torch`` is transformers' own code, which computes in fp32 and saves much;
+            ``fla`` the kernels of flash-linear-attention and causal-conv1d, which its models run where both are installed.
+    """
+
     attention: AttentionKernel = "flash"
-    # ``fused`` saves input and one statistic per row; ``composite`` is the usual chain of Python operations in fp32,
-    # which saves a copy in fp32 besides; ``in-place`` is fused, and writes the gradient of its input over that of its
-    # result.
     norm: NormKernel = "fused"
-    # ``composite`` forms the rotated halves as tensors; ``fused`` is one kernel; ``complex`` takes neighbours for
-    # complex numbers, in fp32, and multiplies them; ``pairs`` turns neighbours in fp32, number by number; ``in-place``
-    # is one kernel that turns what it is given; ``together`` is one for query and key, whose backward forms both
-    # gradients.
     rotary: RotaryKernel = "composite"
-    # ``composite`` keeps activation and product apart; ``fused`` is one kernel for SwiGLU or GeGLU, which keeps only
-    # its inputs; ``in-place`` writes their gradients over them.
     activation: ElementwiseKernel = "composite"
-    optimizer: OptimizerKernel = "foreach"  # How AdamW with fp32 or bf16 states steps
-    newton_schulz: NewtonSchulzKernel = "min"  # Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``
-    muon_batch_bytes: int = 0  # Scratch in which the bundled Muon updates matrices of one shape together; 0: one by one
-    # Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on ``loss_chunks`` chunks of tokens,
-    # each recomputed in backward (``chunked``), or run backward at once, before the next, as far as the head's input
-    # (``chunked-backward``); ``token-chunks`` are of a length of their own, and so are ``token-chunks-fp32``, whose
-    # rows and head are copied in fp32; ``fused-head`` multiplies by the head inside the loss and never has whole
-    # logits, nor does ``fused-linear``, which forms gradients in forward, and ``cut-cross-entropy``, which forms them
-    # in backward, block by block of logits that no tensor holds; ``tiled-linear`` has them in fp32, of some tokens and
-    # 16,384 words at a time, and forms the input's gradient in forward; ``pieced-linear`` is the same on cards of more
-    # than 24.5 GiB, where a short micro-batch has logits of some tokens and all words; ``in-place`` works in the fp32
-    # copy; ``fp32-pieces`` are pieces of that copy without the last token, one after another; ``fp32-stretches`` the
-    # same of stretches of each sequence, for which the head multiplies one after another, too; ``log-probabilities`` of
-    # whole fp32 logits are what preference methods compared before they had a fused head.
+    optimizer: OptimizerKernel = "foreach"
+    newton_schulz: NewtonSchulzKernel = "min"
+    muon_batch_bytes: int = 0
     loss: LossKernel = "bf16"
-    loss_chunks: int = 8  # Chunks of a chunked loss
-    # ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and its
-    # like are some of these without the others.
+    loss_chunks: int = 8
     adapters: AdapterKernel = "composite"
-    # Gated delta networks: ``torch`` is transformers' own code, which computes in fp32 and saves much; ``fla`` the
-    # kernels of flash-linear-attention and causal-conv1d, which its models run where both are installed.
     linear_attention: LinearAttentionKernel = "torch"
 
     @property

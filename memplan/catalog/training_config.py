@@ -27,28 +27,39 @@ ALL_LINEAR = ("all-linear",)
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """How gradients are kept between backward and step."""
+    """How gradients are kept between backward and step.
 
-    dtype: str | None = None  # Name of a gradient dtype; None is the dtype of the weight itself, as autograd has it
-    # ``step`` keeps all of them; ``layer`` updates inside backward and frees each one.
+    Attributes:
+        dtype: Name of a gradient dtype; None is the dtype of the weight itself, as autograd has it.
+        lifetime: ``step`` keeps all of them; ``layer`` updates inside backward and frees each one.
+    """
+
+    dtype: str | None = None
     lifetime: GradientLifetime = "step"
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Low-rank adapters on frozen weights (https://arxiv.org/abs/2106.09685, DoRA 2402.09353)."""
+    """Low-rank adapters on frozen weights (https://arxiv.org/abs/2106.09685, DoRA 2402.09353).
 
-    kind: Literal["lora", "dora"] = "lora"  # ``lora``, or ``dora`` with a learned magnitude per output row
-    rank: int = 16  # Width of the adapter
-    # Last parts of the names of the adapted projections, of the embedding or head, such as ``q_proj`` or
-    # ``self_attn.q_proj``; or ``all-linear``.
+    Attributes:
+        kind: ``lora``, or ``dora`` with a learned magnitude per output row.
+        rank: Width of the adapter.
+        targets: Last parts of the names of the adapted projections, of the embedding or head, such as ``q_proj`` or
+            ``self_attn.q_proj``; or ``all-linear``.
+        dtype: Format of the adapter's weights; None is that of the stack.
+        dropout: Probability with which the adapter's input is dropped; None is 0.
+        modules_to_save: Embedding, head and norms, by how their names end, that are trained whole: as copies, beside
+            which the originals stay.
+        vision: Whether targets count in a vision tower and its projector too, or in one of them alone; None is as the stack does.
+    """
+
+    kind: Literal["lora", "dora"] = "lora"
+    rank: int = 16
     targets: tuple[str, ...] = ALL_LINEAR
-    dtype: Literal["bf16", "fp32", "fp16"] | None = None  # Format of the adapter's weights; None is that of the stack
-    dropout: float | None = None  # Probability with which the adapter's input is dropped; None is 0
-    # Embedding, head and norms, by how their names end, that are trained whole: as copies, beside which the originals
-    # stay.
+    dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    dropout: float | None = None
     modules_to_save: tuple[str, ...] = ()
-    # Whether targets count in a vision tower and its projector too, or in one of them alone; None is as the stack does.
     vision: Literal[True, False, "tower", "projector"] | None = None
 
 
@@ -58,16 +69,23 @@ class Freeze:
 
     What ``parameters`` match is frozen, or all where it is empty; of that, what ``train`` matches trains, and what is of
     the layers, parts and roles that are said, of all of these together.
+
+    Attributes:
+        parameters: Regular expressions, found anywhere in the names of parameters that are frozen.
+        train: Regular expressions, found likewise in names of those that train.
+        first_layers: How many layers train, counted from the first.
+        last_layers: How many layers train, counted from the last.
+        parts: Beginnings of what parameters that train are called within their layer, such as ``mlp``.
+        roles: Roles of parameters that train.
+        input_gradients: Whether a frozen embedding's output is made to need a gradient; None is as the stack does.
     """
 
-    parameters: tuple[str, ...] = ()  # Regular expressions, found anywhere in the names of parameters that are frozen
-    train: tuple[str, ...] = ()  # Regular expressions, found likewise in names of those that train
-    first_layers: int | None = None  # How many layers train, counted from the first
-    last_layers: int | None = None  # How many layers train, counted from the last
-    # Beginnings of what parameters that train are called within their layer, such as ``mlp``.
+    parameters: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    first_layers: int | None = None
+    last_layers: int | None = None
     parts: tuple[str, ...] = ()
-    roles: tuple[str, ...] = ()  # Roles of parameters that train
-    # Whether a frozen embedding's output is made to need a gradient; None is as the stack does.
+    roles: tuple[str, ...] = ()
     input_gradients: bool | None = None
 
     @property
@@ -92,21 +110,30 @@ ALL_TRAIN = Freeze()
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What is kept in host memory."""
+    """What is kept in host memory.
 
-    # ``cpu`` keeps them in host memory; the bundled optimizer then steps, or the ranks of FSDP and DeepSpeed do there.
+    Attributes:
+        optimizer_states: ``cpu`` keeps them in host memory; the bundled optimizer then steps, or the ranks of FSDP and DeepSpeed do there.
+        weights: ``cpu`` keeps the shards of FSDP's ranks there, with gradients and states, or the pieces of DeepSpeed's stage 3.
+        activations: ``cpu`` keeps there what full checkpointing saves, where a stack does so.
+    """
+
     optimizer_states: Place = "none"
-    # ``cpu`` keeps the shards of FSDP's ranks there, with gradients and states, or the pieces of DeepSpeed's stage 3.
     weights: Place = "none"
-    activations: Place = "none"  # ``cpu`` keeps there what full checkpointing saves, where a stack does so
+    activations: Place = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointedLayers:
-    """Which layers full checkpointing computes again; all of them by default."""
+    """Which layers full checkpointing computes again; all of them by default.
 
-    every: int = 1  # One layer of so many: every second, say, counted from the first layer
-    first: int | None = None  # The first so many of these; None is all
+    Attributes:
+        every: One layer of so many: every second, say, counted from the first layer.
+        first: The first so many of these; None is all.
+    """
+
+    every: int = 1
+    first: int | None = None
 
     def has(self, number: int) -> bool:
         """Tell whether a layer, numbered from 0, is one of them.
@@ -136,49 +163,69 @@ class CheckpointedLayers:
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """One training config as a file gives it; names are not yet looked up."""
+    """One training config as a file gives it; names are not yet looked up.
+
+    Attributes:
+        stack: Whose training loop it is run by: a file of ``configs/stacks/``, with ``@VERSION`` for an older one.
+        status: How it learns; whatever a file says, a resolved setup has what the evidence says.
+        evidence: The record in ``configs/evidence/`` behind it.
+        weights: Format by role; ``default`` stands for roles that are not named.
+        master_weights: A second copy that the optimizer updates.
+        compute_dtype: Dtype of matrix products; narrower than the weights means autocast.
+        autocast: Whether the model runs under autocast where products are in 16 bits; None is as the stack does.
+        optimizer: Optimizer by role; ``default`` stands for roles that are not named, and is AdamW
+            with states in the dtype of the weights where it is not given.
+        activation_checkpointing: What a layer keeps for backward; None is as the stack does.
+        checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
+        method: What a step learns from.
+        images: Images in its rows, of a vision-language model.
+        adapter: Adapters; the other weights are frozen then.
+        freeze: Which of a model's own parameters train.
+        dropout: Probability; None takes the model's own.
+        clip_gradients: Clip by the norm of all gradients; None is as the stack does.
+        zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
+        loss_scaling: Dynamic loss scale for fp16.
+        weight_average: Format of an averaged copy of the weights on the device, or ``none``.
+        evaluation: The job evaluates, without gradients, at the same length.
+        evaluation_batch_size: Rows that it evaluates together; None is as many as a micro-batch has.
+        save_checkpoint: The job saves checkpoints.
+        reserve: Memory kept free, such as ``500 MiB`` for a desktop.
+        allocator: ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        compile: What torch compiles: nothing, each layer by itself, or the model as a whole.
+    """
 
     description: str
-    # Whose training loop it is run by: a file of ``configs/stacks/``, with ``@VERSION`` for an older one.
     stack: str = "bundled"
-    status: Status = "untried"  # How it learns; whatever a file says, a resolved setup has what the evidence says
-    evidence: str | None = None  # The record in ``configs/evidence/`` behind it
-    # Format by role; ``default`` stands for roles that are not named.
+    status: Status = "untried"
+    evidence: str | None = None
     weights: Mapping[str, str] = field(default_factory=lambda: {"default": "bf16"})
-    master_weights: MasterWeights = "none"  # A second copy that the optimizer updates
-    compute_dtype: ComputeDtype = "bf16"  # Dtype of matrix products; narrower than the weights means autocast
-    # Whether the model runs under autocast where products are in 16 bits; None is as the stack does.
+    master_weights: MasterWeights = "none"
+    compute_dtype: ComputeDtype = "bf16"
     autocast: bool | None = None
     gradients: Gradients = Gradients()
-    # Optimizer by role; ``default`` stands for roles that are not named, and is AdamW with states in the dtype of the
-    # weights where it is not given.
     optimizer: Mapping[str, str] = field(default_factory=dict)
     micro_batch_size: int = 1
     sequence_length: int = 2048
     gradient_accumulation_steps: int = 1
-    activation_checkpointing: Checkpointing | None = None  # What a layer keeps for backward; None is as the stack does
-    checkpointed_layers: CheckpointedLayers = CheckpointedLayers()  # Of ``full`` checkpointing, which layers it is of
+    activation_checkpointing: Checkpointing | None = None
+    checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     kernels: Kernels = Kernels()
-    method: Method = Method()  # What a step learns from
-    images: Images = Images()  # Images in its rows, of a vision-language model
-    adapter: Adapter | None = None  # Adapters; the other weights are frozen then
-    freeze: Freeze = ALL_TRAIN  # Which of a model's own parameters train
+    method: Method = Method()
+    images: Images = Images()
+    adapter: Adapter | None = None
+    freeze: Freeze = ALL_TRAIN
     parallel: Parallel = Parallel()
     offload: Offload = Offload()
-    dropout: float | None = None  # Probability; None takes the model's own
-    clip_gradients: bool | None = None  # Clip by the norm of all gradients; None is as the stack does
-    # ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
+    dropout: float | None = None
+    clip_gradients: bool | None = None
     zero_gradients: Literal["free", "fill"] = "free"
-    loss_scaling: bool = False  # Dynamic loss scale for fp16
-    # Format of an averaged copy of the weights on the device, or ``none``.
+    loss_scaling: bool = False
     weight_average: Literal["none", "fp32", "bf16"] = "none"
-    evaluation: bool = False  # The job evaluates, without gradients, at the same length
-    evaluation_batch_size: int | None = None  # Rows that it evaluates together; None is as many as a micro-batch has
-    save_checkpoint: bool = False  # The job saves checkpoints
-    reserve: str = "0 MiB"  # Memory kept free, such as ``500 MiB`` for a desktop
-    # ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    evaluation: bool = False
+    evaluation_batch_size: int | None = None
+    save_checkpoint: bool = False
+    reserve: str = "0 MiB"
     allocator: Literal["native", "expandable"] = "native"
-    # What torch compiles: nothing, each layer by itself, or the model as a whole.
     compile: Literal["none", "layers", "model"] = "none"
 
     @property

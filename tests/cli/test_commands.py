@@ -116,6 +116,13 @@ def test_every_schema_is_a_json_schema(cli, name):
     jsonschema.Draft202012Validator.check_schema(cli("schema", name).data)
 
 
+@pytest.mark.parametrize("name", ["training", "gpu", "format", "optimizer", "model"])
+def test_the_schema_of_a_file_says_what_its_keys_are(cli, name):
+    schema = cli("schema", name).data
+    told = {key: "Attributes:" in part.get("description", "") for key, part in {"": schema, **schema["$defs"]}.items()}
+    assert {key for key, said in told.items() if not said} <= {"Kernels", "Published"}  # whose keys others explain
+
+
 def test_the_schema_without_a_name_is_that_of_a_plan(cli):
     assert cli("schema").data == cli("schema", "plan").data
 

@@ -18,45 +18,62 @@ ReferenceModel = Literal["none", "resident", "adapter-off", "precomputed"]
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The completions that a step learns from, and what generates them."""
+    """The completions that a step learns from, and what generates them.
 
-    completion_length: int = 256  # Tokens of each row that are generated, the rest being its prompt
-    # Micro-batches whose rows are generated together; None is as many as a step accumulates.
+    Attributes:
+        completion_length: Tokens of each row that are generated, the rest being its prompt.
+        micro_batches: Micro-batches whose rows are generated together; None is as many as a step accumulates.
+        iterations: Steps that learn from the same completions.
+        engine: ``transformers`` generates with the model that is trained; ``vllm`` is an engine on the same GPU, with
+            weights of its own; ``server`` one elsewhere.
+        engine_fraction: Share of the GPU that an engine on it takes.
+        sleeps: Whether that engine lets go of its memory while a step runs.
+    """
+
+    completion_length: int = 256
     micro_batches: int | None = None
-    iterations: int = 1  # Steps that learn from the same completions
-    # ``transformers`` generates with the model that is trained; ``vllm`` is an engine on the same GPU, with weights of
-    # its own; ``server`` one elsewhere.
+    iterations: int = 1
     engine: Literal["transformers", "vllm", "server"] = "transformers"
-    engine_fraction: float = 0.3  # Share of the GPU that an engine on it takes
-    sleeps: bool = False  # Whether that engine lets go of its memory while a step runs
+    engine_fraction: float = 0.3
+    sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What a step learns from, and the model that it is compared with."""
+    """What a step learns from, and the model that it is compared with.
 
-    # ``sft``, which pretraining is too; or a preference method, whose micro-batch counts pairs where it has pairs.
+    Attributes:
+        stage: ``sft``, which pretraining is too; or a preference method, whose micro-batch counts pairs where it has pairs.
+        reference_model: ``resident`` is a frozen second copy; ``adapter-off`` the model without its adapters;
+            ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
+        rollout: What a method learns from that generates, which others have not.
+        chosen_nll: Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
+        labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
+    """
+
     stage: Stage = "sft"
-    # ``resident`` is a frozen second copy; ``adapter-off`` the model without its adapters; ``precomputed`` none, its
-    # log-probabilities having been computed before; None is as the stack does.
     reference_model: ReferenceModel | None = None
-    rollout: Rollout | None = None  # What a method learns from that generates, which others have not
-    # Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
+    rollout: Rollout | None = None
     chosen_nll: bool | None = None
-    labels: int | None = None  # Classes that rows are told apart by, one score each; None is 2, as transformers has it
+    labels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Images in the rows that a vision-language model learns from: as many in each row, all of one size."""
+    """Images in the rows that a vision-language model learns from: as many in each row, all of one size.
 
-    per_row: int = 0  # Images in each row; 0 for rows of text
-    # Pixels of each as its processor hands it on, after it has resized it: whole patches that are merged.
+    Attributes:
+        per_row: Images in each row; 0 for rows of text.
+        height: Pixels of each as its processor hands it on, after it has resized it: whole patches that are merged.
+        width: The same.
+        pixels: In their place: the most pixels that its processor leaves an image, of which the largest grid is planned.
+        tower: Whether the vision tower is trained or frozen; None is as the stack does, and frozen beside adapters.
+        projector: The same of what merges patches and hands them to the text model.
+    """
+
+    per_row: int = 0
     height: int | None = None
-    width: int | None = None  # The same
-    # In their place: the most pixels that its processor leaves an image, of which the largest grid is planned.
+    width: int | None = None
     pixels: int | None = None
-    # Whether the vision tower is trained or frozen; None is as the stack does, and frozen beside adapters.
     tower: Literal["trained", "frozen"] | None = None
-    # The same of what merges patches and hands them to the text model.
     projector: Literal["trained", "frozen"] | None = None

@@ -19,84 +19,115 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "z
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeed:
-    """Keys of ``zero_optimization`` in DeepSpeed's configuration, by their names and with their defaults (0.19.8)."""
+    """Keys of ``zero_optimization`` in DeepSpeed's configuration, by their names and with their defaults (0.19.8).
 
-    # Elements of gradients that are reduced together; ``auto`` is the hidden size squared, as transformers fills it in.
+    Attributes:
+        reduce_bucket_size: Elements of gradients that are reduced together; ``auto`` is the hidden size squared, as
+            transformers fills it in.
+        overlap_comm: Whether they are reduced beside backward, which takes a second bucket; None is as the stage does.
+        reduce_scatter: Whether a rank's gradients are reduced for it; else all are, for all, and none are copied.
+        round_robin_gradients: Whether parameters are dealt out to ranks in turn.
+        persistence_threshold: Elements up to which stage 3 keeps a parameter gathered; ``auto`` is ten hidden sizes.
+        sub_group_size: Elements that stage 3 steps at once.
+        prefetch_bucket_size: Elements that stage 3 gathers ahead at once; ``auto`` is 0.9 times the hidden size squared.
+        max_live_parameters: Elements that it gathers ahead as long as fewer are gathered.
+        max_reuse_distance: Elements of modules ahead among which one that needs a parameter again keeps it gathered.
+        pinned_optimizer: Whether what ``offload.optimizer_states`` keeps in host memory is pinned (``offload_optimizer.pin_memory``).
+        pinned_weights: Whether what ``offload.weights`` keeps there is (``offload_param.pin_memory``).
+    """
+
     reduce_bucket_size: int | Literal["auto"] = 500_000_000
-    # Whether they are reduced beside backward, which takes a second bucket; None is as the stage does.
     overlap_comm: bool | None = None
-    # Whether a rank's gradients are reduced for it; else all are, for all, and none are copied.
     reduce_scatter: bool = True
-    round_robin_gradients: bool = False  # Whether parameters are dealt out to ranks in turn
-    # Elements up to which stage 3 keeps a parameter gathered; ``auto`` is ten hidden sizes.
+    round_robin_gradients: bool = False
     persistence_threshold: int | Literal["auto"] = 100_000
-    sub_group_size: int = 1_000_000_000  # Elements that stage 3 steps at once
-    # Elements that stage 3 gathers ahead at once; ``auto`` is 0.9 times the hidden size squared.
+    sub_group_size: int = 1_000_000_000
     prefetch_bucket_size: int | Literal["auto"] = 50_000_000
-    max_live_parameters: int = 1_000_000_000  # Elements that it gathers ahead as long as fewer are gathered
-    # Elements of modules ahead among which one that needs a parameter again keeps it gathered.
+    max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
-    # Whether what ``offload.optimizer_states`` keeps in host memory is pinned (``offload_optimizer.pin_memory``).
     pinned_optimizer: bool = True
-    pinned_weights: bool = True  # Whether what ``offload.weights`` keeps there is (``offload_param.pin_memory``)
+    pinned_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class FlatShards:
-    """What FullyShardedDataParallel (FSDP1) is told, by torch's names, with the defaults of TrainingArguments."""
+    """What FullyShardedDataParallel (FSDP1) is told, by torch's names, with the defaults of TrainingArguments.
 
-    # When the next unit is gathered in backward: when it is needed, ``pre`` as a unit begins, or ``post`` when it is
-    # done.
+    Attributes:
+        backward_prefetch: When the next unit is gathered in backward: when it is needed, ``pre`` as a unit begins, or ``post``
+            when it is done.
+        use_orig_params: Whether the optimizer is given parameters as they were, and not flat tensors.
+    """
+
     backward_prefetch: Literal["none", "pre", "post"] = "none"
-    use_orig_params: bool = True  # Whether the optimizer is given parameters as they were, and not flat tensors
+    use_orig_params: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py."""
+    """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
 
-    data: int = 1  # GPUs that each train on a micro-batch of their own
-    # 0 replicates everything (torch's DistributedDataParallel), 3 shards weights, gradients and optimizer states
-    # (torch's ``fully_shard``).
+    Attributes:
+        data: GPUs that each train on a micro-batch of their own.
+        zero_stage: 0 replicates everything (torch's DistributedDataParallel), 3 shards weights,
+            gradients and optimizer states (torch's ``fully_shard``).
+        replicate: Groups that these GPUs form, each of which divides everything anew (HSDP).
+        virtual: Chunks of layers in each pipeline stage.
+        schedule: In what order a pipeline runs micro-batches; None is 1f1b, or interleaved where there are chunks.
+        micro_batches: Micro-batches that pass a pipeline together; None is as many as there are chunks of layers.
+        stage: The pipeline's rank that is planned; None is the fullest.
+        expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
+        engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
+            FullyShardedDataParallel, or ``deepspeed``.
+        first_stage_layers: Layers of the first pipeline stage, where stages are uneven.
+        last_stage_layers: Layers of the last one.
+        first_stage_less_layers: Layers that the first stage has less than others, for its embedding (torchtitan).
+        last_stage_less_layers: Layers that the last one has less, for its head.
+        stage_layout: Every chunk's layers, as Megatron-LM's ``--pipeline-model-parallel-layout`` has them.
+        embedding_as_layer: The embedding counts as a layer where layers are divided among stages.
+        loss_as_layer: So does the loss.
+        precision_aware: Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
+        overlap_gradients: Megatron-LM reduces gradients in buckets, during backward.
+        vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
+        transformer_impl: Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
+        recompute_modules: What Megatron-LM's selective recompute computes again; its default is the core attention.
+        unused_parameters: Whether replicas look for parameters without a gradient (``ddp_find_unused_parameters``); None is
+            as the stack decides.
+        deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
+        flat: What FullyShardedDataParallel is told, where it is the engine.
+        reshard_after_forward: Whether shards let go of a layer's gathered weights behind its forward; else they stay until
+            its backward is done.
+    """
+
+    data: int = 1
     zero_stage: int = 0
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    replicate: int = 1  # Groups that these GPUs form, each of which divides everything anew (HSDP)
-    virtual: int = 1  # Chunks of layers in each pipeline stage
-    # In what order a pipeline runs micro-batches; None is 1f1b, or interleaved where there are chunks.
+    replicate: int = 1
+    virtual: int = 1
     schedule: Schedule | None = None
-    # Micro-batches that pass a pipeline together; None is as many as there are chunks of layers.
     micro_batches: int | None = None
-    stage: int | None = None  # The pipeline's rank that is planned; None is the fullest
-    expert_tensor: int | None = None  # GPUs that share each expert's matrices; as many as ``tensor`` where it is None
-    # Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
-    # FullyShardedDataParallel, or ``deepspeed``.
+    stage: int | None = None
+    expert_tensor: int | None = None
     engine: Engine = "torch"
-    first_stage_layers: int | None = None  # Layers of the first pipeline stage, where stages are uneven
-    last_stage_layers: int | None = None  # Layers of the last one
-    first_stage_less_layers: int = 1  # Layers that the first stage has less than others, for its embedding (torchtitan)
-    last_stage_less_layers: int = 1  # Layers that the last one has less, for its head
-    # Every chunk's layers, as Megatron-LM's ``--pipeline-model-parallel-layout`` has them.
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    first_stage_less_layers: int = 1
+    last_stage_less_layers: int = 1
     stage_layout: str | None = None
-    embedding_as_layer: bool = False  # The embedding counts as a layer where layers are divided among stages
-    loss_as_layer: bool = False  # So does the loss
-    # Megatron-LM's optimizer that keeps the half of an fp32 weight which its bf16 weight lacks.
+    embedding_as_layer: bool = False
+    loss_as_layer: bool = False
     precision_aware: bool = False
-    overlap_gradients: bool = False  # Megatron-LM reduces gradients in buckets, during backward
-    vocabulary_multiple: int = 128  # Megatron-LM pads the vocabulary to a multiple of this times ``tensor``
-    # Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
+    overlap_gradients: bool = False
+    vocabulary_multiple: int = 128
     transformer_impl: TransformerImplementation = "transformer_engine"
-    # What Megatron-LM's selective recompute computes again; its default is the core attention.
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    # Whether replicas look for parameters without a gradient (``ddp_find_unused_parameters``); None is as the stack
-    # decides.
     unused_parameters: bool | None = None
-    deepspeed: DeepSpeed = DeepSpeed()  # What DeepSpeed is told besides the stage, where it is the engine
-    flat: FlatShards = FlatShards()  # What FullyShardedDataParallel is told, where it is the engine
-    # Whether shards let go of a layer's gathered weights behind its forward; else they stay until its backward is done.
+    deepspeed: DeepSpeed = DeepSpeed()
+    flat: FlatShards = FlatShards()
     reshard_after_forward: bool = True
 
     @property
