@@ -159,6 +159,10 @@ def _of_lengths(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlen
     return attended(lengths, (q, k, v), deterministic=deterministic)
 
 
+INSTALLED_CHECKS = ("_flash_attn_import_error", "_flash_attn_2_can_dispatch")
+"""What a model asks before it takes flash-attn: of transformers now, and of 5.0."""
+
+
 @contextmanager
 def flash_attention_2() -> Iterator[None]:
     """Let transformers find flash-attn 2, with the allocations of its kernels on a card; rows are full."""
@@ -167,12 +171,13 @@ def flash_attention_2() -> Iterator[None]:
 
     own: Any = modeling_flash_attention_utils
     functions = flash_attn_func, _of_lengths, None, own._pad_input, own._unpad_input
+    check = next(name for name in INSTALLED_CHECKS if hasattr(PreTrainedModel, name))
     register: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     with (
         mock.patch.multiple(own, _lazy_imports=lambda *_, **__: functions, _loaded_implementation=None,
                             _is_packed_sequence=lambda *_: False),
         mock.patch.object(modeling_falcon, "_flash_attention_forward", own._flash_attention_forward, create=True),
-        mock.patch.object(PreTrainedModel, "_flash_attn_import_error", return_value=None),
+        mock.patch.object(PreTrainedModel, check, return_value=None),
         mock.patch.dict(register._global_mapping, {"flash_attention_2": lambda *_, **__: None}),
     ):  # fmt: skip
         yield
