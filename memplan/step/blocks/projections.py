@@ -61,7 +61,7 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     saves = [x] if weight.trainable else []
     packs = True if builder.settings.projections.codes_saved else None
     traits = Traits(packs=packs, custom=True, product=True)
-    builder.tape.apply(f"linear {name}", [(x, VIEW)], out, saves, [weight], traits=traits)
+    builder.tape.apply(f"linear {name}", [(x, NEW)], out, saves, [weight], traits=traits)
     if bias is None:
         return out
     scratch = [] if bias.element_bytes == builder.compute else [(ONE, rows * builder.compute)]
@@ -84,7 +84,7 @@ def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: 
     out = builder.tape.value(x.quantity, rows, builder.compute)
     traits = Traits(custom=True, product=True, adds_bias=f"{name}.bias" in builder.weights)
     with builder.tape.alive(low):
-        builder.tape.apply(f"linear {name}", [(low, VIEW)], out, weights=[weight], traits=traits)
+        builder.tape.apply(f"linear {name}", [(low, NEW)], out, weights=[weight], traits=traits)
         return builder.cast(out, x.element_bytes, foreign=x.foreign)
 
 
