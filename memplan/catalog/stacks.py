@@ -200,8 +200,8 @@ class Stack:
     full_floats: Literal["as-is", "fp32-unless-flash"] = "as-is"
     stages: tuple[Stage, ...] = ("sft",)  # What it can learn from whose steps the formula follows
     # Whether DoRA's magnitudes on quantised weights stay ``apart`` as PEFT makes them, or are ``cast`` like other
-    # adapters.
-    magnitudes: Literal["apart", "cast"] = "apart"
+    # adapters, be it by its trainers of preferences alone.
+    magnitudes: Literal["apart", "cast", "cast-but-sft"] = "apart"
     # When replicas look for parameters without a gradient, for which DistributedDataParallel copies what the model
     # returns: ``unless-checkpointed`` is where no model of transformers is checkpointed itself, so that with adapters,
     # which PEFT wraps it in, it is always; ``whole-unless-checkpointed`` is so without adapters alone, and

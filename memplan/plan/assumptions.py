@@ -106,6 +106,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
     if method.rollout is None:
         tokens = "rows are full" if method.stage == "classification" else "every token of a row is one of the answer"
         yield f"method {method.stage}{pairs}; {tokens}"
+        if method.stage == "kto" and plan.setup.profile.loss == "log-probabilities":
+            yield "every answer is taken to be desirable; metrics copy logits of those that are, and of those that are not"
     else:
         yield from _rollout(plan, method.rollout)
     if plan.setup.scores:

@@ -232,8 +232,10 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
         around += single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, mask + ENTROPY_BYTES)
         if metrics != "fused":
             yield around + piece + (copy if metrics == "entropy" else ZERO)
-        # logits of the chosen answers, which half of the rows are, and their means
-        yield around + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, 2 * (taped.settings.vocab_size + 1))
+        # logits of the chosen answers, which half of the rows are, and their means; KTO's may all be, and are copied twice
+        vocabulary = taped.settings.vocab_size
+        own = 4 * (2 * vocabulary + 1) if inputs.setup.config.method.stage == "kto" else 2 * (vocabulary + 1)
+        yield around + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, own)
         return
     around += whole + single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, ENTROPY_BYTES)
     yield around + piece + (ZERO if metrics == "accuracy" else copy)

@@ -91,7 +91,14 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
 
 
 def _loaded_setup(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup of modules whose copies are trained, and cast: they stay as they were loaded."""
+    """Return the setup of modules whose copies are trained, and cast: they stay as they were loaded, or made ready for adapters.
+
+    Source:
+        ``_prepare_model_for_quantization`` in axolotl/loaders/model.py (0.21.0), which casts back what has other names.
+    """
+    coded = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
+    if setup.scores and coded and setup.stack.kbit_floats == "fp32-but-ends":
+        return setup.with_floats({"head": "fp32"})
     if setup.stack.saved_modules == "weights":
         return setup
     return setup.with_floats({role: format_name(setup.config, role) for role in SAVED_ROLES})

@@ -50,5 +50,14 @@ class ChosenRows(TorchDispatchMode):
         return tuple(found.unbind(1))
 
 
+class AllDesirable(ChosenRows):  # type: ignore[no-untyped-call]
+    """Takes all answers for desirable, which a mask says, so that the opposite of a mask chooses none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.bitwise_not.default and args[0].dtype == torch.bool and args[0].dim() == 1:
+            return torch.empty(0, dtype=torch.long, device=args[0].device)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def _masks(indices: Any) -> bool:
     return any(isinstance(item, Tensor) and item.is_meta and item.dtype == torch.bool for item in indices)

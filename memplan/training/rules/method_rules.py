@@ -150,7 +150,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     whole = _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
     softmax, own = stack.loop.metrics == "softmax", stack.loop.own_comparison
-    narrow = stage not in UNREFERRED and not own and (stack.magnitudes == "cast" or whole)
+    casts = stack.magnitudes == "cast" or (stack.magnitudes == "cast-but-sft" and stage != "sft")
+    narrow = stage not in UNREFERRED and not own and (casts or whole)
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text

@@ -63,8 +63,8 @@ def default_checkpointing(config: TrainingConfig, stack: Stack, hidden: str) -> 
 def adapter_dtype(config: TrainingConfig, stack: Stack, hidden: str) -> Floats:
     """Return the dtype of adapters that a stack makes where a config does not say."""
     rule = stack.adapter_dtype if hidden in FLOATS else stack.adapter_dtype_quantised
-    if hidden not in FLOATS and config.method.stage in REFERRED and not stack.loop.own_comparison:
-        rule = "bf16"  # TRL's trainers make the adapters then (trl/trainer/dpo_trainer.py, 1.14.1 and 1.16.0)
+    if hidden not in FLOATS and config.method.stage in (*REFERRED, "reward") and not stack.loop.own_comparison:
+        rule = "bf16"  # TRL's trainers make, or cast, them (trl/trainer/dpo_trainer.py and reward_trainer.py, 1.14.1 and 1.16.0)
     elif hidden not in FLOATS and config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None:
         rule = "fp32"  # as PEFT makes them (trl/experimental/orpo/orpo_trainer.py, 1.16.0)
     if rule == "weights":

@@ -46,7 +46,7 @@ def with_adapters(config: TrainingConfig, profile: KernelProfile, stack: Stack, 
     """
     if config.adapter is not None and config.kernels.loss is None and stack.adapted_loss is not None:
         profile = replace(profile, loss=stack.adapted_loss)
-    unfit = hidden.product == "integers" or config.method.stage != "sft"
+    unfit = hidden.product == "integers" or config.method.stage not in ("sft", "reward")
     alone = unfit and config.kernels.adapters is None
     return replace(profile, adapters="composite") if alone else profile
 
@@ -151,7 +151,11 @@ def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str
     sharded = config.parallel.zero_stage == 3  # FSDP takes weights of one dtype
     if stack.full_floats == "as-is" or config.adapter is not None or flash or sharded or _casts_back(config):
         return dict(names)
-    ends = ("embedding", "head", "norm")
+    ends = (
+        "embedding",
+        "norm",
+        *(() if config.method.stage in SCORED else ("head",)),
+    )  # a head that scores has no such name
     return {role: "fp32" if role in ends and name in FLOATS else name for role, name in names.items()}
 
 

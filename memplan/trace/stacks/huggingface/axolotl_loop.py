@@ -35,6 +35,7 @@ from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.trainer_loop import Rows, collated, pretended_machine, trained, training_arguments
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.training.rules.method_rules import REFERRED
 
 PACKAGES = ("axolotl", "transformers", "peft", "accelerate", "bitsandbytes", "triton")
 EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -45,17 +46,15 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model as axolotl's loader leaves it."""
     setup = inputs.setup
     if setup.config.method.stage != "sft":
-        with pretended_machine(inputs):
+        with pretended_machine(inputs), _axolotl() as patches:
             preferences = import_module("memplan.trace.stacks.huggingface.sft_loop")  # TRL, which SFT does not take
-            adapted = setup.compares_pairs  # by axolotl (``rl_trainer_builds_adapter`` in loaders/patch_manager.py)
-            run: StackRun = preferences.run_on(_adapted if adapted else _prepared, inputs, recorder, adapted=adapted)
+            # by axolotl (``rl_trainer_builds_adapter`` in loaders/patch_manager.py)
+            adapted = setup.config.method.stage not in REFERRED
+            load = partial(_adapted, patches) if adapted else _prepared
+            run: StackRun = preferences.run_on(load, inputs, recorder, adapted=adapted)
             return replace(run, title=f"axolotl's model in {run.title}")
     with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
-        model = _prepared(inputs)
-        if setup.config.adapter is not None:
-            model = with_adapters(model, inputs)
-            if setup.profile.fused_adapters:
-                _with_functions(model, patches, setup.profile.fused_adapters)
+        model = _adapted(patches, inputs)
         looks = bool(setup.config.parallel.unused_parameters)  # core/builders/causal.py, 265 to 271
         named = {**training_arguments(inputs, Path(folder)), "ddp_find_unused_parameters": looks}
         arguments = transformers.TrainingArguments(**named)
@@ -65,10 +64,14 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
 
 
-def _adapted(inputs: StackInputs) -> Any:
-    """Return the model with axolotl's own adapters on it, where it has any."""
-    model = _prepared(inputs)
-    return model if inputs.setup.config.adapter is None else with_adapters(model, inputs)
+def _adapted(patches: ModuleType, inputs: StackInputs) -> Any:
+    """Return the model with axolotl's own adapters on it, where it has any, and its functions for them."""
+    setup, model = inputs.setup, _prepared(inputs)
+    if setup.config.adapter is not None:
+        model = with_adapters(model, inputs)
+        if setup.profile.fused_adapters:
+            _with_functions(model, patches, setup.profile.fused_adapters)
+    return model
 
 
 def _prepared(inputs: StackInputs) -> Any:

@@ -34,8 +34,11 @@ ON_CUDA = ("_can_use_mm_out", "fused_linear_cross_entropy_forward")
 
 
 def liger_options(setup: TrainingSetup) -> dict[str, bool]:
-    """Return which of Liger's kernels a setup asks for."""
-    return {option: getattr(setup.profile, key) == value for key, (value, option) in OPTIONS.items()}
+    """Return which of Liger's kernels a setup asks for; a model that scores has no head for its loss."""
+    return {
+        option: getattr(setup.profile, key) == value and not (setup.scores and key == "loss")
+        for key, (value, option) in OPTIONS.items()
+    }
 
 
 def with_liger(model: Any, setup: TrainingSetup) -> None:

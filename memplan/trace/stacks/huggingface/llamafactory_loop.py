@@ -17,7 +17,7 @@ import transformers
 
 from memplan.catalog.training_config import ALL_TRAIN, Freeze
 from memplan.errors import CannotAnswerError
-from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
+from memplan.trace.pretended_cuda.chosen_rows import AllDesirable
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
@@ -97,7 +97,7 @@ def _on_preferences(model: Any, arguments: dict[str, Any], inputs: StackInputs, 
     )
     if reference == "resident":
         mark_weights(trainer.ref_model, recorder)
-    with _AllDesirable():
+    with AllDesirable():
         return trained(trainer, model, recorder, f"LLaMA-Factory's {type(trainer).__name__}", setup)
 
 
@@ -119,15 +119,6 @@ def _mismatched(rows: list[Any]) -> Any:
     batch: Any = transformers.default_data_collator(rows)
     others = {f"kl_{name}": value.clone() for name, value in batch.items()}
     return {**batch, **others, "kto_tags": torch.ones(len(rows), dtype=torch.bool)}
-
-
-class _AllDesirable(ChosenRows):  # type: ignore[no-untyped-call]
-    """Takes all answers for desirable, which a mask says, so that the opposite of a mask chooses none."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.bitwise_not.default and args[0].dtype == torch.bool and args[0].dim() == 1:
-            return torch.empty(0, dtype=torch.long, device=args[0].device)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Unset(SimpleNamespace):

@@ -19,7 +19,7 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
-from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
+from memplan.trace.pretended_cuda.chosen_rows import AllDesirable, ChosenRows
 from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
@@ -108,13 +108,14 @@ def run_on(
             )
         own = trainer.data_collator
         trainer.data_collator = lambda rows: {**own(rows), **image_columns(inputs.model.spec, inputs.setup, len(rows))}
-        if adapters is not None:
+        if config.adapter is not None and (adapters is not None or stage == "reward"):
             _in_the_setups_dtype(trainer.model, inputs)
         if reference == "resident":
             mark_weights(trainer.ref_model, recorder)
         if stage in GENERATING:
             generating(trainer, inputs, recorder)
-        chosen = ChosenRows(inputs.setup.answer_length) if inputs.is_traced else nullcontext()
+        answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
+        chosen = answers if inputs.is_traced else nullcontext()
         with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
