@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.trace.jobs.bundled_optimizer import short_loops
@@ -24,6 +23,7 @@ from memplan.trace.pretended_cuda.cuda_kernels import cuda_kernels
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
+from memplan.trace.recording.valueless_tensors import without_memory
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
 
@@ -32,16 +32,6 @@ _DATA_DEPENDENT = re.compile(
 )
 
 Factory = Callable[[], nn.Module]
-
-
-class _NoInitialisation(TorchFunctionMode):
-    """Skips ``torch.nn.init``: tensors without memory need no numbers."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return (kwargs or {}).get("tensor", args[0] if args else None)
-        return func(*args, **(kwargs or {}))
 
 
 def imported_factory(name: str) -> Factory:
@@ -81,7 +71,7 @@ def trace_module(factory: str | Factory, setup: TrainingSetup, batch: Mapping[st
     """
     build = imported_factory(factory) if isinstance(factory, str) else factory
     label = factory if isinstance(factory, str) else getattr(factory, "__name__", "the factory")
-    with _explained(f"building {label}"), _NoInitialisation(), torch.device("meta"):
+    with _explained(f"building {label}"), without_memory():
         module = build()
     if not isinstance(module, nn.Module):
         raise CannotAnswerError(f"{label} returned {type(module).__name__}, not a torch.nn.Module")
@@ -108,7 +98,7 @@ def trace_huggingface(directory: str | Path, setup: TrainingSetup) -> Trace:
         raise CannotAnswerError(
             "transformers is not installed: pip install '.[hf]' in a checkout of memplan"
         ) from error
-    with _explained(f"building the model of {directory}"), _NoInitialisation(), torch.device("meta"):
+    with _explained(f"building the model of {directory}"), without_memory():
         module = causal_model(Path(directory), setup)
     _to_dtype(module, setup)
     ids = torch.zeros(setup.config.micro_batch_size, setup.config.sequence_length, dtype=torch.long, device="meta")

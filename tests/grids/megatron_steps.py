@@ -68,7 +68,7 @@ def traced(job: MegatronStep) -> dict[str, int]:  # pragma: no cover - needs meg
 
     from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
     from memplan.trace.recording.recorder import Recorder
-    from memplan.trace.stacks.watched_parts import AnyNumber
+    from memplan.trace.recording.valueless_tensors import AnyNumber
 
     recorder = Recorder("meta")
     with _ranks(job), composite_kernels("9.0"):

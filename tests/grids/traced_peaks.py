@@ -80,7 +80,7 @@ def traced(job: PeakJob, show: bool = False) -> dict[str, int]:  # pragma: no co
 
     recording = import_module("memplan.trace.recording.recorder")
     from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
-    from memplan.trace.stacks.watched_parts import AnyNumber
+    from memplan.trace.recording.valueless_tensors import AnyNumber
 
     for choice in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(choice, None)

@@ -61,7 +61,7 @@ def known_libraries(
                 replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
             ),
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
-            "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack, compute_capability),
+            "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
             "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
@@ -127,10 +127,10 @@ def _in_one_process(module: Any, stack: ExitStack) -> None:
     stack.enter_context(replaced(module.Dataset, {name: alone(getattr(module.Dataset, name)) for name in names}))
 
 
-def _quantised_on_the_gpu(module: Any, stack: ExitStack, compute_capability: str) -> None:
+def _quantised_on_the_gpu(module: Any, stack: ExitStack) -> None:
     """Run bitsandbytes' kernels as its CUDA backend does; paged states are host memory, which it manages itself."""
     functional = module.functional
-    stack.enter_context(cuda_backend(compute_capability))
+    stack.enter_context(cuda_backend())
 
     def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
         del device

@@ -77,7 +77,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
         narrow = part.score_correction and builder.settings.autocast and builder.settings.code.grouped_uncast
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
-            share = _normalised(builder, share)
+            share = normalised(builder, share)
         if part.score_scale != 1.0:
             share = builder.pointwise("scale", share)
         return share if part.fp32_scores else builder.cast(share, builder.compute), indices
@@ -152,11 +152,13 @@ def _chosen(builder: Builder, logits: Value, indices: Value, part: MixtureOfExpe
                 return tape.apply("gather", [(scores, NEW)], builder.fresh(scores, used), [indices])
 
 
-def _normalised(builder: Builder, share: Value) -> Value:
-    """Return the scores of a token's experts divided by their sum."""
+def normalised(builder: Builder, share: Value, *, shifted: bool = False) -> Value:
+    """Return the scores of a token's experts divided by their sum, to which a little is added where it is shifted."""
     tape = builder.tape
     with tape.alive(share):
         total = tape.apply("sum", [(share, SAME)], builder.fresh(share, 1), traits=SAVES_NOTHING)
+        if shifted:
+            total = tape.apply("add", [(total, SAME)], builder.fresh(total), traits=SAVES_NOTHING)
         ways, scratch = [(share, NEW), (total, NEW)], [(TOKENS, share.coefficient)]
         return tape.apply("div", ways, builder.fresh(share), [share, total], traits=Traits(workspace=scratch))
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.feed_forwards.feed_forward import activated, mlp
-from memplan.step.feed_forwards.mixture_of_experts import aligned, row_bytes
+from memplan.step.feed_forwards.mixture_of_experts import aligned, normalised, row_bytes
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, VIEW, Traits, Value
 
 
 def torchtitan_mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
@@ -51,7 +51,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
         with tape.alive(choice, best, chosen):
             share = tape.apply("gather", [(scores, NEW)], builder.fresh(scores, used), [chosen])
             if part.normalised:
-                share = _normalised(builder, share)
+                share = normalised(builder, share, shifted=True)
             return scores, builder.pointwise("scale", share), chosen
 
 
@@ -88,16 +88,6 @@ def _limited(builder: Builder, choice: Value, part: MixtureOfExperts) -> Value:
                 masked = tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES)
                 with tape.alive(taking, mask):
                     return tape.make("groups that take part", masked, choice, mask)
-
-
-def _normalised(builder: Builder, share: Value) -> Value:
-    """Return the scores of a token's experts divided by their sum, to which a little is added."""
-    tape = builder.tape
-    with tape.alive(share):
-        total = tape.apply("sum", [(share, SAME)], builder.fresh(share, 1), traits=SAVES_NOTHING)
-        divisor = tape.apply("add", [(total, SAME)], builder.fresh(total), traits=SAVES_NOTHING)
-        ways, scratch = [(share, NEW), (divisor, NEW)], [(TOKENS, share.coefficient)]
-        return tape.apply("div", ways, builder.fresh(share), [share, divisor], traits=Traits(workspace=scratch))
 
 
 def _indices(builder: Builder, width: int) -> Value:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.catalog import entries
 from memplan.catalog.kernel_profiles import OptimizerKernel
@@ -23,6 +22,7 @@ from memplan.step.tensors.update_kernels import Updated, stepper
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion, PagedAdamw
+from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
 
@@ -71,7 +71,7 @@ class ClassUpdate:
 
     def step(self) -> None:
         """Update the parameters from their gradients."""
-        with _AnyNumber():  # type: ignore[no-untyped-call]
+        with AnyNumber():  # type: ignore[no-untyped-call]
             self.optimizer.step()
         self._refuse_unnamed_states()
 
@@ -94,16 +94,6 @@ class ClassUpdate:
         """Yield every tensor in the optimizer's state."""
         for state in self.optimizer.state.values():
             yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
-
-
-class _AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ``item()`` of a tensor without memory return one."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0
-        return func(*args, **(kwargs or {}))
 
 
 class StatesOnly:

@@ -163,7 +163,7 @@ def quantised_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def cuda_backend(compute_capability: str) -> Iterator[None]:
+def cuda_backend() -> Iterator[None]:
     """Run bitsandbytes' operators on ``meta`` tensors with the allocations of its CUDA backend."""
     try:
         import bitsandbytes  # noqa: F401
@@ -174,7 +174,6 @@ def cuda_backend(compute_capability: str) -> Iterator[None]:
     library.impl("gemm_4bit", _gemm_4bit, "AutogradMeta")  # type: ignore[no-untyped-call]
     library.impl("int8_vectorwise_quant", _int8_vectorwise_quant, "AutogradMeta")  # type: ignore[no-untyped-call]
     library.impl("int8_mixed_scaled_mm", _int8_mixed_scaled_mm, "AutogradMeta")  # type: ignore[no-untyped-call]
-    del compute_capability
     try:
         yield
     finally:

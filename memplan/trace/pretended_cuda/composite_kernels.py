@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 from torch.nn.attention import SDPBackend
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
-from memplan.trace.pretended_cuda.cuda_kernels import grouped_mm
+from memplan.trace.pretended_cuda.cuda_kernels import overridden
 from memplan.trace.reference.operations import FusedRMSNorm, aten
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.units import round_up
@@ -38,21 +38,14 @@ def composite_kernels(compute_capability: str) -> Iterator[None]:
     Args:
         compute_capability: Of the card, such as ``8.6``.
     """
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     overrides: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": _attention(compute_capability),
         "rms_norm": _rms_norm,
         "dropout": _dropout,
         "softmax.int": _softmax,
     }
-    try:
-        for name, function in overrides.items():
-            library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
-        library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
-        library.impl("_fused_sdp_choice", _choice(compute_capability), "Meta")  # type: ignore[no-untyped-call]
+    with overridden(overrides, {"_fused_sdp_choice": _choice(compute_capability)}):
         yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _attention(compute_capability: str) -> Callable[..., Tensor]:

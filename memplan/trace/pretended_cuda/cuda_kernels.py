@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,16 +23,19 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @contextmanager
-def _overridden(overrides: Mapping[str, Callable[..., Tensor]]) -> Iterator[None]:
+def overridden(
+    overrides: Mapping[str, Callable[..., Tensor]], below: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> Iterator[None]:
     """Run operators on ``meta`` tensors by other functions, and grouped products in every dtype.
 
-    Grouped products are replaced below autograd, which keeps their own derivatives.
+    Grouped products, and what is told of ``below``, are replaced below autograd, which keeps their own derivatives.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, function in overrides.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
-        library.impl("_grouped_mm", grouped_mm, "Meta")  # type: ignore[no-untyped-call]
+        for name, function in {"_grouped_mm": _grouped_mm, **below}.items():
+            library.impl(name, function, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
@@ -43,7 +47,7 @@ def cuda_operators() -> Iterator[None]:
 
     CUDA's mask of dropout is one byte, and its grouped products take fp16 and fp32 besides bf16.
     """
-    with _overridden({"dropout": _dropout}):
+    with overridden({"dropout": _dropout}):
         yield
 
 
@@ -61,7 +65,7 @@ def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) ->
     }
     if autocast is not None:
         overrides |= _autocast(autocast)
-    with _overridden(overrides):
+    with overridden(overrides):
         yield
 
 
@@ -121,7 +125,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p else x
 
 
-def grouped_mm(
+def _grouped_mm(
     first: Tensor,
     second: Tensor,
     offs: Tensor | None = None,

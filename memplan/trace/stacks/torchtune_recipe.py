@@ -24,9 +24,10 @@ from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.torchtune_models import META, built
-from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_parts, watch_states
+from memplan.trace.stacks.watched_parts import refuse_settings, watch_parts, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("torchtune",)

@@ -7,22 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.errors import CannotAnswerError
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
-
-
-class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ``item()`` of a tensor without memory return one, or true."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        return func(*args, **(kwargs or {}))
 
 
 def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module | None, recorder: Recorder) -> None:
@@ -41,7 +29,7 @@ def watch_tensors(model: nn.Module, recorder: Recorder) -> None:
         for tensor in stored_tensors(parameter):
             recorder.mark(tensor, "weights", name)
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(finished_gradient(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in model.named_buffers():
         recorder.mark(tensor, "buffers", name)
 
@@ -95,7 +83,9 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
         yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
 
 
-def _finished(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
+def finished_gradient(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
+    """Return a hook that books a parameter's gradient."""
+
     def hook(parameter: Tensor) -> None:
         if parameter.grad is not None:
             recorder.mark(parameter.grad, "gradients", name)

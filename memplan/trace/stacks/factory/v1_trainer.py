@@ -25,9 +25,9 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine
-from memplan.trace.stacks.huggingface.watched_model import mark_states, mark_weights, watch, watched_by
+from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import refuse_settings
+from memplan.trace.stacks.watched_parts import refuse_settings, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("llamafactory", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -149,7 +149,7 @@ class _Told(sft_trainer.SFTTrainer):  # type: ignore[misc]
         self.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def _stepped(self) -> None:
-        mark_states(self.recorder, self.optimizer)
+        watch_states(self.optimizer, self.recorder)
         mark_weights(self.model, self.recorder)
         self.done = 0
 

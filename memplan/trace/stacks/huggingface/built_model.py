@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +21,7 @@ from memplan.step.tower.tower_settings import is_of_tower
 from memplan.trace.pretended_cuda.bitsandbytes_layers import bitsandbytes_options, quantised, quantises
 from memplan.trace.pretended_cuda.cut_loss import with_cut_cross_entropy
 from memplan.trace.pretended_cuda.idle_kernels import with_linear_attention
+from memplan.trace.recording.valueless_tensors import without_memory
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.liger_kernels import with_liger
 from memplan.trace.stacks.stack_inputs import StackInputs
@@ -33,23 +33,6 @@ DROPOUT_KEYS = (
 )  # fmt: skip
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 """Tokens that no step without values reads; those of large vocabularies lie outside of small ones."""
-
-
-class _NoInitialisation(TorchFunctionMode):
-    """Skips ``torch.nn.init``: tensors without memory need no numbers."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return (kwargs or {}).get("tensor", args[0] if args else None)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Make every tensor on ``meta``, and initialise none."""
-    with _NoInitialisation(), torch.device("meta"):
-        yield
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import adapted
 from memplan.trace.stacks.huggingface.built_model import loaded_model
-from memplan.trace.stacks.huggingface.watched_model import mark_states, mark_weights, watch, watched_by
+from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.watched_parts import watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
@@ -61,7 +62,7 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
     with (
         cuda_autocast(),
         composite_kernels(capability),
-        cuda_backend(capability),
+        cuda_backend(),
         cuda_optimizer_paths(),
         flash_attention_2(),
         known_images(inputs.model.spec, inputs.setup),
@@ -94,7 +95,7 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         recorder.instant("optimizer step")
         optimizer.step()
-        mark_states(recorder, optimizer)
+        watch_states(optimizer, recorder)
         mark_weights(model, recorder)
         optimizer.zero_grad()
 

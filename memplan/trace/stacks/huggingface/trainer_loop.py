@@ -33,8 +33,9 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
-from memplan.trace.stacks.huggingface.watched_model import mark_states, mark_weights, watch, watched_by
+from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.watched_parts import watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
@@ -98,7 +99,7 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
         for one in (
             cuda_autocast(),
             composite_kernels(compute_capability),
-            cuda_backend(compute_capability),
+            cuda_backend(),
             liger_backend(compute_capability),
             cuda_optimizer_paths(),
             flash_attention_2(),
@@ -291,5 +292,5 @@ class _Instants(transformers.TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control
-        mark_states(self.recorder, _innermost(objects["optimizer"]))
+        watch_states(_innermost(objects["optimizer"]), self.recorder)
         mark_weights(objects["model"], self.recorder)

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.model.tower import LANGUAGE
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.stacks.watched_parts import tensor_of
+from memplan.trace.recording.valueless_tensors import AnyNumber
+from memplan.trace.stacks.watched_parts import finished_gradient, tensor_of
 
 
-class AnyNumber(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ``item()`` of a tensor without memory return one, or true, and a copy on the CPU be ones; two such tensors are not equal."""
+class _AnyValues(AnyNumber):  # type: ignore[no-untyped-call]
+    """Lets also a copy on the CPU be ones; two tensors without memory are not equal."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         if func is torch.ops.aten.equal.default and args[0].is_meta:
             return False
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         options = kwargs or {}
         if func is torch.ops.aten._to_copy.default and args[0].is_meta and str(options.get("device")) == "cpu":
             return torch.ones(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
-        return func(*args, **options)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -39,7 +35,7 @@ def watched_by(recorder: Recorder) -> Iterator[None]:
     if not isinstance(recorder, Recorder):
         yield
         return
-    with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
+    with _AnyValues(), recorder:  # type: ignore[no-untyped-call]
         yield
 
 
@@ -48,7 +44,7 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
     mark_weights(model, recorder)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and gradients:
-            parameter.register_post_accumulate_grad_hook(_finished(recorder, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(finished_gradient(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in model.named_buffers():
         recorder.mark(tensor, "buffers", name)
     layers = _layers(model)
@@ -68,22 +64,6 @@ def mark_weights(model: nn.Module, recorder: Recorder) -> None:
     for name, parameter in sorted(model.named_parameters(), key=lambda named: ".lora_" in named[0]):
         for tensor in (parameter, *beside[name]):
             recorder.mark(tensor, "weights", name)
-
-
-def mark_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    """Book the states of an optimizer, as far as it has made them."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                recorder.mark(value, "optimizer_states", key)
-
-
-def _finished(recorder: Recorder, name: str) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            recorder.mark(parameter.grad, "gradients", name)
-
-    return hook
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

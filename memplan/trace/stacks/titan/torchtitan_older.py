@@ -34,9 +34,10 @@ from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
+from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import AnyNumber, refuse_settings, watch_layers, watch_states, watch_tensors
+from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("torchtitan",)
