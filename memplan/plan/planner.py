@@ -189,7 +189,7 @@ class CompiledPlan:
 
     def _doubt_bytes(self, tokens: int) -> int:
         """Return what a compiler may take besides, which only a timing on the card decides."""
-        if self.setup.config.compile == "none":
+        if self.setup.config.compile != "model":
             return 0
         from memplan.step.compiled.compiled_model import padded_bytes
 

@@ -17,6 +17,7 @@ from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends.head_on_tape import IN_PIECES
+from memplan.step.fused.compiled_layer import layer_orders
 from memplan.step.head_instants import (
     copied_outputs,
     gradients_left,
@@ -133,6 +134,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         staged=waits_on_host(spec, setup, tokens),
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
+        orders=layer_orders(spec, setup, batch, length) if setup.config.compile == "layers" else (),
     )
 
 
@@ -176,6 +178,8 @@ def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
 
 def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
     """Return, for each run of layers, the tensors that one of its layers saves."""
+    if taped.compiled is not None:
+        return tuple((f"{run.count} x layer {run.first + 1}", taped.compiled.saved_tensors) for run in taped.runs)
     return tuple(
         (f"{run.count} x layer {run.first + 1}", taped.layer_of(index).saved_tensors)
         for index, run in enumerate(taped.runs)

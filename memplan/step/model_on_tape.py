@@ -12,6 +12,7 @@ from memplan.step.blocks.block_settings import BlockSettings, Regime, block_sett
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
+from memplan.step.fused.compiled_layer import CompiledLayer, layer_shape
 from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.places import layer_counts
@@ -71,6 +72,7 @@ class ModelOnTape:
     # The run whose first layer is given a leaf of autograd's graph that needs a gradient; None for none.
     leaf: int | None = None
     tower: TowerOnTape | None = None  # The tower that images pass through; None for rows of text
+    compiled: CompiledLayer | None = None  # What each layer runs in the place of its tape, where torch compiles it
 
     @property
     def scattered(self) -> bool:
@@ -107,7 +109,10 @@ class ModelOnTape:
         """Return what is alive while all parts run forward and backward."""
         embedding, head = self.embedding.played(mode), self.head.section.played(mode)
         ways = [recomputation if again else NOTHING_AGAIN for again in self.again]
-        layers = tuple([section.played(mode, way) for section, way in zip(self.layers, ways, strict=True)])
+        if self.compiled is None:
+            layers = tuple([section.played(mode, way) for section, way in zip(self.layers, ways, strict=True)])
+        else:
+            layers = (self.compiled.played(mode),) * len(self.layers)
         tower = None if self.tower is None else self.tower.played(mode, recomputation)
         before = embedding.saved if tower is None else embedding.saved + tower.saved
         saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), before)
@@ -157,8 +162,12 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     head = head_on_tape(settings, root, *stream[:2])
     layers, numbers = zip(*runs, strict=True)
     sections, again, staged = tuple(kinds.sections), tuple(kinds.again), tuple(kinds.staged)
-    lowest = leaves[0] if leaves else None
-    return ModelOnTape(settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower)
+    lowest, compiled = leaves[0] if leaves else None, None
+    if inputs.regime.orders:
+        compiled = CompiledLayer(layer_shape(spec, inputs.setup), inputs.regime.orders)
+    return ModelOnTape(
+        settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled
+    )
 
 
 class _Kinds:

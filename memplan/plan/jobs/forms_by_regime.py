@@ -125,7 +125,7 @@ class FormsByRegime:
             from memplan.step.engines.engine_step import compile_engine_step
 
             return compile_engine_step(*self.tapes(regime))
-        if self.setup.config.compile != "none":
+        if self.setup.config.compile == "model":
             from memplan.step.compiled.compiled_model import compile_compiled_step
 
             return compile_compiled_step(*self.tapes(regime))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
+from memplan.step.fused.kernel_order import Schedule
 from memplan.step.kernels.family_code import FamilyCode, dropouts, family_code
 from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import is_partitioned
@@ -37,6 +38,7 @@ class Regime:
     # Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
     delta_chunks: int = 0
     pads_delta: bool = False  # The last of them is not full
+    orders: tuple[Schedule, ...] = ()  # How a compiled layer's programs run, which the compiler chooses for their sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from functools import cached_property
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.behind_forward import EVALUATION
+from memplan.step.fused.compiled_layer import refuse_compiled_layers
 from memplan.step.instants import StepForms, step_instants
 from memplan.step.kept_by_loop import held_by_loop
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
@@ -65,13 +66,11 @@ def refuse_compiled(spec: ModelSpec, setup: TrainingSetup) -> None:
     compiled = setup.config.compile
     if compiled == "none":
         return
+    if compiled == "layers":
+        refuse_compiled_layers(spec, setup)
+        return
     known = setup.stack.name == "nanogpt" and is_gpt2_shaped(spec)
-    if compiled == "layers" and setup.stack.name == "torchtitan":
-        raise CannotAnswerError(
-            "compile: layers has no formula; memplan trace --stack torchtitan --set compile=layers runs torchtitan's own compiled "
-            "layers, and with compile: none the answer is that of the same step without a compiler"
-        )
-    if compiled == "layers" or not known:
+    if not known:
         raise CannotAnswerError(
             f"compile: {compiled} is not modelled for {spec.architecture} under stack {setup.stack.name}; what is: model, for "
             "GPT-2's shapes under nanogpt; with compile: none the answer is that of the same step without a compiler"

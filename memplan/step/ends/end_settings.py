@@ -43,6 +43,7 @@ class EndSettings:
     answers: bool = False  # Whether only the tokens that were generated have labels
     metrics: Metrics = "none"  # What a loss's metrics copy of whole logits
     pairs: PairKernel | None = None  # How a loss over pairs looks at whole logits, where it has no reference model
+    compiled_loss: bool = False  # Whether torch compiles the loss by itself
     chosen_nll: bool = False  # Whether the likelihood of chosen answers is a second loss
     # What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     arguments: tuple[tuple[Quantity, int], ...] = ()
@@ -90,6 +91,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         metrics=setup.stack.loop.metrics,
         pairs=setup.stack.loop.pairs if setup.compares_pairs else None,
         chosen_nll=bool(setup.config.method.chosen_nll),
+        compiled_loss=setup.config.compile == "layers",
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )
 

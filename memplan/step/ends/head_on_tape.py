@@ -15,6 +15,7 @@ from memplan.step.divided.divided_products import whole_rows
 from memplan.step.ends.end_settings import EndSettings, head_weights
 from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
+    compiled_cross_entropy,
     cross_entropy,
     cross_entropy_in_pieces,
     stretched_cross_entropy,
@@ -220,6 +221,9 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
     """
     if settings.scores:
         return _last_score(builder, given)
+    if settings.compiled_loss:
+        with builder.tape.alive(given):
+            return compiled_cross_entropy(builder, given, named=settings.backward_at_once)
     logits = builder.cast(given, 4) if wide else given
     with builder.tape.alive(logits, *((given,) if settings.names_logits else ())):
         if settings.block.divided:

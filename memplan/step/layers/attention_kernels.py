@@ -125,7 +125,7 @@ def flash_attention(builder: Builder, heads: Heads) -> Value:
         x if width == padded else _padded(builder, x, count * padded)
         for x, count, width in zip(heads.tensors, counts, widths, strict=True)
     )
-    scratch = _flash_workspace(builder, heads.number, heads.groups, padded)
+    scratch = flash_workspace(heads.number, heads.groups, padded, builder.compute)
     out = attention_kernel(builder, Heads(query, key, value, heads.number, heads.groups), scratch)
     builder.tape.touch(query, key, value)
     return out if padded == widths[2] else builder.sliced(out, heads.number * widths[2])
@@ -154,8 +154,8 @@ def _padded(builder: Builder, x: Value, width: int) -> Value:
     return builder.tape.apply("pad", [(x, NEW)], builder.fresh(x, width), traits=SAVES_NOTHING)
 
 
-def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> Sizes:
-    """Return what flash attention's backward allocates inside itself.
+def flash_workspace(heads: int, groups: int, width: int, element_bytes: int) -> Sizes:
+    """Return what flash attention's backward allocates inside itself, of heads as wide as ``width``.
 
     Source:
         flash_api.cpp, ``mha_bwd``: softmax_d and dq_accum in fp32 over lengths rounded to
@@ -163,7 +163,7 @@ def _flash_workspace(builder: Builder, heads: int, groups: int, width: int) -> S
     """
     rounded = round_up(width, 32 if width <= 128 else 64)
     sums, query = (Quantity.PADDED_TOKENS, 4 * heads), (Quantity.PADDED_TOKENS, 4 * heads * rounded)
-    repeated = (TOKENS, builder.compute * heads * width)
+    repeated = (TOKENS, element_bytes * heads * width)
     return (sums, query) if groups == heads else (sums, query, repeated, repeated)
 
 

@@ -38,6 +38,27 @@ def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes:
     return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
 
 
+COMPILED = "compiled loss"
+"""What cross-entropy is called that torch compiles by itself."""
+
+
+def compiled_cross_entropy(builder: Builder, logits: Value, *, named: bool) -> Value:
+    """Record cross-entropy that torch compiles by itself; return the loss.
+
+    It saves the logits as they are and two numbers of each row, its highest and the log of its sum; backward writes their
+    gradient in their dtype.
+
+    Args:
+        named: Whether the loop has a name for the logits throughout, and counts them.
+
+    Source:
+        ``memplan trace MODEL --stack torchtitan --set compile=layers``: the programs that Inductor writes for it (torch 2.13.0).
+    """
+    tape = builder.tape
+    loss, rows = tape.value(ONE, 1, 4, part=Part.LOGITS), tape.value(logits.quantity, 2, 4)
+    return tape.apply(COMPILED, [(logits, NEW)], (loss, rows), [*(() if named else (logits,)), rows])
+
+
 PIECE_TOKENS = 128
 """Tokens whose loss is formed together (``chunk_size`` of ``chunked_cross_entropy`` in litgpt/utils.py, 0.5.13)."""
 

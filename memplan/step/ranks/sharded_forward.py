@@ -11,6 +11,7 @@ from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.kept_by_loop import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.losses.cross_entropy import COMPILED
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
@@ -140,9 +141,10 @@ def _loss_on_both_sides(step: ShardedStep, around: Form) -> Iterator[Instant]:
 def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the head's product, which is the model's last, and the loss outside it."""
     tail, head, settings = step.tail.gathered_bytes + step.below_head, step.taped.head, step.taped.settings
-    inputs = next(n.inputs[0][0] for n in head.section.tape.nodes if n.name == "log_softmax")
+    node = next(n for n in head.section.tape.nodes if n.name in ("log_softmax", COMPILED))
+    inputs = node.inputs[0][0]
     logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * settings.block.compute_bytes)
-    read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient)
+    read = single_form(Part.LOGITS, inputs.quantity, inputs.coefficient if node.name != COMPILED else 0)
     form = around + head.section.tape.saved_form() + read + constant_form(Part.LOGITS, settings.loss_bytes)
     form = form + logits if head.logits is not None and inputs.storage != head.logits.storage else form
     if settings.block.divided:

@@ -97,7 +97,9 @@ class ShardedStep:
     @property
     def end_instant(self) -> str:
         """The instant in which the first layer's gradients are reduced, and the embedding is gathered, as libraries' hooks tell it."""
-        return "layer 1 backward" if self.inputs.setup.stack.sharded_units == "root" else "end of backward"
+        setup = self.inputs.setup
+        inside = setup.stack.sharded_units == "root" or setup.config.compile == "layers"
+        return "layer 1 backward" if inside else "end of backward"
 
     @property
     def reduces_last(self) -> bool:

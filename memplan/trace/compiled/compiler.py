@@ -52,6 +52,7 @@ def pretended_compiler(
         pads: Tells whether a product is faster with longer rows, of which the compiler gives the match and both matrices.
     """
     import torch._dynamo.convert_frame as frames
+    import torch._functorch.partitioners as partitioners
 
     inductor: Any = import_module("torch._inductor.compile_fx")
     torch._dynamo.reset()
@@ -80,6 +81,8 @@ def pretended_compiler(
         for owner, values in (
             (inductor, {name: of_cuda(getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
+            # of kernels that are run again: generators, which are not there and have nothing on a card
+            (partitioners, {"functionalize_rng_ops": lambda _joint, forward, backward, _: (forward, backward)}),
             (torch, {"compile": lambda model=None, **given: own(model, **{**given, "backend": backend, "mode": None})}),
         ):
             stack.enter_context(replaced(owner, values))

@@ -108,7 +108,8 @@ def _watch_layer(layer: nn.Module, number: int, recorder: Recorder) -> None:
 
     compiled: Any = layer._compiled_call_impl
     if compiled is None:
-        layer.register_forward_pre_hook(entering)
+        # in front of the hooks that shard it, as where it is compiled in place
+        layer.register_forward_pre_hook(entering, prepend=hasattr(layer, "_orig_mod"))
         layer.register_forward_hook(leaving, always_call=True)
         return
 

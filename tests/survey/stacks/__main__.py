@@ -37,6 +37,7 @@ from tests.survey.stacks.stack_records import traced_records, write_records
 from tests.survey.stacks.varied_stack_jobs import (
     DEEPSPEED_STAGES,
     at_version,
+    compiled_job,
     under_deepspeed,
     with_images,
     with_kernels,
@@ -50,6 +51,7 @@ Draw = Callable[[StackJob, int, int], StackJob]
 DRAWN: Mapping[str, tuple[str, Draw]] = {
     "some_layers": ("jobs that checkpoint some layers only, which is drawn", layered_job),
     "experts": ("jobs of mixtures of experts, which are drawn", mixed_job),
+    "compiled": ("jobs whose layers torch compiles", compiled_job),
     "hsdp": ("jobs of groups of GPUs that each divide everything, groups and GPUs drawn", replicated_job),
     "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
 }

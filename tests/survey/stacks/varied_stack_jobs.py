@@ -55,6 +55,20 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
 
 
+def compiled_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job in bf16 whose layers torch compiles, of widths and lengths that it does not pad."""
+    rng, model, training = Random(f"memplan compiled {seed} {number}"), dict(job.job.model), dict(job.job.training)
+    model["intermediate_size"] = rng.choice((256, 688, 1024, 2048, 3584))
+    if training["compute_dtype"] != "bf16":
+        training |= {"compute_dtype": "bf16", "weights": {"default": "bf16"}, "optimizer": {"default": "adamw-bf16"}}
+    training |= {"compile": "layers", "sequence_length": rng.choice((64, 256, 1024, 2048, 4096))}
+    training["activation_checkpointing"] = rng.choice(("none", "full", "selective"))
+    training.pop("checkpointed_layers", None)
+    card, attention = rng.choice((("8.0", "flash"), ("9.0", "cudnn")))
+    training["kernels"] = {**training.get("kernels", {}), "attention": rng.choice(("flex", attention))}
+    return replace(job, job=Job(model, training), card=card)
+
+
 SIDES = (28, 56, 140, 224, 252, 448, 644, 1008)
 """Pixels of an image, each way."""
 FROZEN_PARTS: tuple[dict[str, str], ...] = (
@@ -123,8 +137,10 @@ def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:
 
 
 def at_version(job: StackJob, version: str) -> StackJob:
-    """Return the same job for an older version of its stack, where an engine generates."""
+    """Return the same job for an older version of its stack, where an engine generates, and torchtitan's attention is torch's choice."""
     training = {**job.job.training, "stack": f"{job.stack}@{version}"}
+    if job.stack == "torchtitan":
+        training["kernels"] = {key: value for key, value in training.get("kernels", {}).items() if key != "attention"}
     if rollout := training.get("method", {}).get("rollout"):
         training["method"] = {**training["method"], "rollout": {**rollout, "engine": "vllm"}}
     return replace(job, job=Job(job.job.model, training))

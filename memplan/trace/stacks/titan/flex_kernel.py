@@ -36,14 +36,18 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("memplan::flex_attention_backward", mutates_args=())
-def flex_backward(query: Tensor, key: Tensor, value: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flex_backward(
+    query: Tensor, key: Tensor, value: Tensor, result: Tensor, statistics: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Refuse to run: only the shapes of its results are known."""
     raise NotImplementedError("flex attention is traced on tensors without memory")
 
 
 @flex_backward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    del statistics
+def _(
+    query: Tensor, key: Tensor, value: Tensor, result: Tensor, statistics: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    del result, statistics, gradient
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -53,9 +57,8 @@ def _saved(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _formed(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-    del gradients
-    query, key, value, _, statistics = ctx.saved_tensors
-    formed: tuple[Tensor, ...] = flex_backward(query, key, value, statistics)
+    query, key, value, result, statistics = ctx.saved_tensors
+    formed: tuple[Tensor, ...] = flex_backward(query, key, value, result, statistics, gradients[0])
     return formed
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import activation_checkpoint
@@ -28,6 +28,7 @@ from torchtitan.train import Trainer
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
+from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
@@ -50,18 +51,21 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run torchtitan's trainer on the Llama that the inputs ask for."""
     logging.getLogger().setLevel(logging.ERROR)
     setup = inputs.setup
-    refuse_settings(setup, "torchtitan")
+    refuse_settings(setup, "torchtitan", compiles="layers")
     _refuse_other(inputs.model.spec, setup)
     with ExitStack() as around:
         for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths()):
             around.enter_context(one)
+        if setup.config.compile == "layers":
+            around.enter_context(pretended_compiler(inputs.compute_capability))
         model, dims = _parallelized(_built(inputs.model.spec, setup), setup, recorder, around)
         trainer = _Trainer(model, setup, recorder, dims)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
                 recorder.next_step()
                 trainer.step()
-    return StackRun("torchtitan's llama3", inputs.model.spec.vocab_size, ())
+    compiled = (COMPILED_NOTE,) if setup.config.compile == "layers" else ()
+    return StackRun("torchtitan's llama3", inputs.model.spec.vocab_size, compiled)
 
 
 def _refuse_other(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -129,7 +133,7 @@ def _parallelized(model: Any, setup: TrainingSetup, recorder: Recorder, around: 
     training = {"mixed_precision_param": TORCH_NAMES[setup.config.compute_dtype], "mixed_precision_reduce": reduced}
     config = SimpleNamespace(
         training=SimpleNamespace(seq_len=setup.config.sequence_length, enable_cpu_offload=False, **training),
-        compile=SimpleNamespace(enable=False, components=[]),
+        compile=_compiling(setup),
         activation_checkpoint=_checkpointing(setup),
         parallelism=SimpleNamespace(
             fsdp_reshard_after_forward="default" if parallel.reshard_after_forward else "never"
@@ -137,6 +141,11 @@ def _parallelized(model: Any, setup: TrainingSetup, recorder: Recorder, around: 
         job=SimpleNamespace(dump_folder=""),
     )
     return parallelize.parallelize_llama(model, dims, config), dims
+
+
+def _compiling(setup: TrainingSetup) -> Any:
+    """Return what a TOML file says of the compiler."""
+    return SimpleNamespace(enable=setup.config.compile == "layers", components=["model", "loss"], backend="inductor")
 
 
 def _checkpointing(setup: TrainingSetup) -> ActivationCheckpoint:
@@ -156,6 +165,7 @@ class _Trainer:
 
     def __init__(self, model: Any, setup: TrainingSetup, recorder: Recorder, dims: Any) -> None:
         self.model, self.setup, self.recorder, self.dims, self.done = model, setup, recorder, dims, 0
+        self.loss: Any = build_cross_entropy_loss(SimpleNamespace(compile=_compiling(setup)))
         kind = setup.profile.optimizer
         options = {"lr": 1e-4, "fused": kind == "fused", "foreach": kind == "foreach"}
         self.optimizers: Any = OptimizersContainer([model], torch.optim.AdamW, options)
@@ -181,7 +191,7 @@ class _Trainer:
             model_args=self.model.model_args,
             model_parts=[self.model],
             parallel_dims=self.dims,
-            loss_fn=cross_entropy_loss,
+            loss_fn=self.loss,
             train_context=contextlib.nullcontext,
             maybe_enable_amp=self._amp(maybe_enable_amp(self.dims, dtype, "cuda")),
             optimizers=SimpleNamespace(zero_grad=self.optimizers.zero_grad, step=self._update),
