@@ -123,6 +123,8 @@ class _Graph:
                         alive[i] += self.sizes[made]
                     yield made, name
             for name in (name for name in ends[step] if name in self.made and name != over):
+                if self.program.kernels[self.made[name]].view:
+                    continue
                 free.setdefault((keys[name], self.sizes[name]), []).append((step, name))
 
     def least_first(self) -> Order:
