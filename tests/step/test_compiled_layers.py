@@ -6,10 +6,10 @@ import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import CannotAnswerError
-from tests.survey.drawn_jobs import Job, resolved
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.step.fused.kernel_order import Kernel, Program, schedule
+from memplan.step.tapes.kernel_order import Kernel, Program, schedule
+from tests.survey.drawn_jobs import Job, resolved
 
 # Requested peaks of torchtitan's own compiled layers and loss (torch 2.13.0), three layers of six heads of 128, two of keys, a
 # feed-forward part of 1,792 and 1,000 words: stack, checkpointing, attention, batch, length -> bytes.

@@ -7,10 +7,10 @@ from dataclasses import replace
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
 from memplan.model.spec import ModelSpec, TensorNames
-from memplan.step.fused.kernel_order import Schedule
 from memplan.step.kernels.family_code import FamilyCode, dropouts, family_code
 from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import is_partitioned
+from memplan.step.tapes.kernel_order import Schedule
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass

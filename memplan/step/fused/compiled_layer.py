@@ -8,10 +8,10 @@ from functools import lru_cache
 from memplan.catalog.training_config import CheckpointedLayers
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
-from memplan.step.fused.kernel_order import Program, Schedule, schedule
 from memplan.step.fused.layer_programs import LayerPrograms, LayerShape, dtypes, layer_programs
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.parallel_shards import is_sharded
+from memplan.step.tapes.kernel_order import Program, Schedule, schedule
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.played import Instant, Played, dominant
 from memplan.step.tapes.taped_weight import Mode

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from memplan.step.fused.kernel_order import Kernel, Program
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES, flash_workspace
 from memplan.step.playing.recomputation import Checkpointing
+from memplan.step.tapes.kernel_order import Kernel, Program
 from memplan.step.tapes.linear_forms import Quantity
 
 Size = tuple[Quantity, int]
