@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,6 @@ from memplan.muon.updates.low_rank import low_rank_state
 from memplan.muon.updates.offload import home_of, pinned
 from memplan.muon.updates.projection import projection_state
 from memplan.muon.updates.steps import FIRST, MOMENTUM, SECOND
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Group = dict[str, Any]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memplan.published.judged_tables import STATUSES
+from memplan.published.judged_tables import STATUSES, JudgedCell, JudgedTable, JudgedTables
+from memplan.published.table_schema import PublishedFile
 from memplan.report.document import Block, Document, Table
 from memplan.units import format_count
-
-if TYPE_CHECKING:
-    from memplan.published.judged_tables import JudgedCell, JudgedTable, JudgedTables
-    from memplan.published.table_schema import PublishedFile
 
 WHAT = (
     "recomputed is what the notes' own rule gives, corrected what memplan holds true (real layouts, parameter counts, "

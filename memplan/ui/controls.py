@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
+from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Checkpointing
 from memplan.report.page.elements import text
-from memplan.ui.question import MOST_GPUS, PRECISIONS
-
-if TYPE_CHECKING:
-    from memplan.catalog.catalog import Catalog
-    from memplan.ui.question import Question
+from memplan.ui.question import MOST_GPUS, PRECISIONS, Question
 
 OWN = "as the method has it"
 SLIDERS = {"batch": ("Micro-batch", 0, 8), "length": ("Sequence length", 7, 17)}

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from shlex import join
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from memplan.catalog.training_config import Checkpointing
+from memplan.catalog.catalog import Catalog, Shelf
+from memplan.catalog.training_config import Checkpointing, TrainingConfig
 from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.library.job_options import LIMITS
 from memplan.training.rules.half_precision import fp16_settings
-
-if TYPE_CHECKING:
-    from memplan.catalog.catalog import Catalog, Shelf
-    from memplan.catalog.training_config import TrainingConfig
 
 MOST_GPUS = 1024
 MOST_CHARACTERS = 2048

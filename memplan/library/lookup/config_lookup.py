@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stack_versions import DEFAULT_STACK, PRESET_STACKS
+from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
@@ -25,10 +27,6 @@ from memplan.training.resolution.config_problems import config_problems
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
-
-if TYPE_CHECKING:
-    from memplan.catalog.config_keys.parallel_keys import Parallel
-    from memplan.catalog.training_config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)

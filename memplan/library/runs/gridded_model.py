@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -17,6 +17,7 @@ from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_i
 from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
+from memplan.report.document import Document
 from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes
 from memplan.step.grids.megatron_peaks import step_intervals
@@ -27,9 +28,6 @@ from memplan.training.parallelism import divides_model
 from memplan.training.resolution.config_problems import config_problems
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import parse_bytes
-
-if TYPE_CHECKING:
-    from memplan.report.document import Document
 
 STACK = "megatron"
 """The stack whose grids are planned, and that of a grid where none is named."""

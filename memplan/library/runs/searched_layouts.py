@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
@@ -15,12 +15,10 @@ from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, cluster_asked
+from memplan.plan.memory_plan import Verdict
+from memplan.report.document import Document
 from memplan.solver.layouts.degrees import AXES, Asked
 from memplan.solver.layouts.layout_search import FoundLayouts, LayoutRequest, find_layouts
-
-if TYPE_CHECKING:
-    from memplan.plan.memory_plan import Verdict
-    from memplan.report.document import Document
 
 CONFIG = "mixed-adamw"
 """What several GPUs train with where nothing is said: fp32 weights and states that are divided, products in bf16."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.method_keys import Stage
@@ -18,12 +18,10 @@ from memplan.model.inventory import ROLES, Role
 from memplan.model.model import Model
 from memplan.plan.inference.served_plan import Request, Served, ServedModel
 from memplan.plan.memory_plan import Device
+from memplan.report.document import Document
 from memplan.step.kernels.on_card import on_card
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES
-
-if TYPE_CHECKING:
-    from memplan.report.document import Document
 
 METHODS = ("pretrain", *(stage for stage in get_args(Stage) if stage != "grpo"), "inference")
 """Methods that are planned; all but the last are training steps, and the first is another name of the second."""

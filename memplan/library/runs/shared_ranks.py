@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
@@ -11,9 +11,7 @@ from memplan.library.job_options import JobOptions, ModelGiven, job_inputs
 from memplan.plan.grids.distinct_ranks import RankRow, rank_rows
 from memplan.plan.memory_plan import MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
-
-if TYPE_CHECKING:
-    from memplan.report.document import Document
+from memplan.report.document import Document
 
 
 @dataclass(frozen=True, repr=False, eq=False)

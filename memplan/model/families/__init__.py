@@ -7,19 +7,16 @@ with ``_`` for ``-``: ``mixtures/qwen3_moe.py`` reads ``model_type: qwen3_moe``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.inventory import inventory_of, parameter_count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from memplan.model.spec import ModelSpec
+from memplan.model.spec import ModelSpec
 
 MAXIMUM_PARAMETERS = 10**15
 """Larger models are refused: none is within a factor of a hundred."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, layer_runs
 from memplan.values import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)

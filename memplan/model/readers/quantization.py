@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from memplan.errors import InvalidFileError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Answer = tuple[str | None, tuple[str, ...]]
 

@@ -9,17 +9,15 @@ the diagonal sets the scale, and INT4 diverges as the notes say.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memplan.muon.orthogonalisation.products import Product, Products, plain_product
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 Scaling = Literal["row", "tensor"] | int
 PRODUCT_NAMES = ("gram", "square", "apply")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Coefficients = tuple[float, float, float]
 Schedule = tuple[Coefficients, ...]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from memplan.errors import MemplanError, UnknownNameError, unknown_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class OptimizerError(MemplanError, ValueError):

@@ -13,14 +13,11 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ADVANCE = (sqrt(5) - 1) / 2
 """What phases advance by in a step: the golden ratio's inverse, whose multiples fill [0, 1) most evenly."""

@@ -6,7 +6,8 @@ it, which together are an exact fp32 master weight. Quantised weights have their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +15,6 @@ from torch import Tensor
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore, TensorGradient
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import random_bits_
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Handle(Protocol):

@@ -11,8 +11,9 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,6 @@ from torch import Tensor
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import uniform
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DEFAULT_SEARCH = 9
 DECODED_AT_ONCE = 1 << 20

@@ -5,13 +5,9 @@ Source: ``transformers/models/gemma/modeling_gemma.py``; https://arxiv.org/abs/2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, factor, model, rms_norm, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Activation, Layer, Mlp, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

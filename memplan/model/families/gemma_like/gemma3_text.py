@@ -8,14 +8,10 @@ Source: ``transformers/models/gemma3/modeling_gemma3.py``; https://arxiv.org/abs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, model, rms_norm, shape, sliding_window
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.gemma_like.gemma import gemma_mlp, query_scale
 from memplan.model.spec import Layer, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

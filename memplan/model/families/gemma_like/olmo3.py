@@ -6,14 +6,11 @@ Source: ``transformers/models/olmo3/modeling_olmo3.py``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memplan.model.families.common_parts import sliding_window
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.llama_like import olmo2
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
-    from memplan.model.spec import ModelSpec
+from memplan.model.spec import ModelSpec
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

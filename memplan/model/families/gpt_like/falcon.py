@@ -9,13 +9,10 @@ Source: ``transformers/models/falcon/modeling_falcon.py``; https://arxiv.org/abs
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memplan.model.families.common_parts import Shape, attention, layer_norm, model, whole_heads
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 NAMES = TensorNames(
     embedding="transformer.word_embeddings",

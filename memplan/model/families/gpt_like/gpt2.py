@@ -5,13 +5,9 @@ Source: ``transformers/models/gpt2/modeling_gpt2.py`` and its ``Conv1D``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, layer_norm, model, whole_heads
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 NAMES = TensorNames(
     embedding="transformer.wte",

@@ -5,13 +5,9 @@ Source: ``transformers/models/gpt_neox/modeling_gpt_neox.py``; https://arxiv.org
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, layer_norm, model, rotary_dim, whole_heads
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 NAMES = TensorNames(
     embedding="gpt_neox.embed_in",

@@ -5,13 +5,9 @@ Source: ``transformers/models/phi/modeling_phi.py``; https://arxiv.org/abs/2309.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, layer_norm, model, rotary_dim, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 NAMES = TensorNames(
     final_norm="model.final_layernorm",

@@ -5,13 +5,9 @@ Source: ``transformers/models/starcoder2/modeling_starcoder2.py``; https://arxiv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, model, shape, sliding_window
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,14 +5,10 @@ Source: ``transformers/models/qwen3_5_moe/modeling_qwen3_5_moe.py`` and its conf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import experts, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.linear_attention.qwen3_next import hybrid, mixture
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
-    from memplan.model.spec import ModelSpec
+from memplan.model.spec import ModelSpec
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,7 +5,7 @@ Source: ``transformers/models/qwen3_next/modeling_qwen3_next.py`` and its config
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from memplan.model.families.common_parts import (
     Shape,
@@ -18,15 +18,9 @@ from memplan.model.families.common_parts import (
     shape,
     sparse_layers,
 )
-from memplan.model.families.config_values import MAXIMUM_LAYERS
+from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
 from memplan.model.gated_delta_net import GatedDeltaNet
-from memplan.model.spec import Attention, Layer, MixtureOfExperts, ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from memplan.model.families.config_values import ConfigValues
-    from memplan.model.spec import Mlp
+from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ROTATED = 0.25

@@ -5,13 +5,9 @@ Source: ``transformers/models/olmo2/modeling_olmo2.py``; https://arxiv.org/abs/2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, gated_mlp, model, rms_norm, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

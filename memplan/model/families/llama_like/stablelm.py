@@ -7,13 +7,9 @@ Source: ``transformers/models/stablelm/modeling_stablelm.py``; https://arxiv.org
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, gated_mlp, layer_norm, model, rotary_dim, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, ModelSpec, Placement
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,13 +5,9 @@ Source: ``transformers/models/arcee/modeling_arcee.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, model, rms_norm, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -6,14 +6,11 @@ Source: ``transformers/models/exaone4/modeling_exaone4.py``; https://arxiv.org/a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memplan.model.families.common_parts import attention, gated_mlp, model, rms_norm, shape, sliding_window
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Layer, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -7,13 +7,9 @@ Source: ``transformers/models/granite/modeling_granite.py``; https://huggingface
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, factor, gated_mlp, model, rms_norm, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,13 +5,9 @@ Source: ``transformers/models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, gated_mlp, model, rms_norm, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

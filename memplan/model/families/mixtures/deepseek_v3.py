@@ -8,13 +8,9 @@ Source: ``transformers/models/deepseek_v3/modeling_deepseek_v3.py``; https://arx
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.mixtures.deepseek_v2 import deepseek, grouped
 from memplan.model.spec import MixtureOfExperts, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

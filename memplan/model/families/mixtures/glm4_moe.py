@@ -8,15 +8,11 @@ Source: ``transformers/models/glm4_moe/modeling_glm4_moe.py``; https://arxiv.org
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memplan.model.families.common_parts import attention, experts, gated_mlp, model, rms_norm, rotary_dim, shape
-from memplan.model.families.config_values import MAXIMUM_LAYERS
+from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
 from memplan.model.families.mixtures.deepseek_v2 import grouped
 from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

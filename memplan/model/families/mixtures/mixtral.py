@@ -5,13 +5,9 @@ Source: ``transformers/models/mixtral/modeling_mixtral.py``; https://arxiv.org/a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, experts, model, rms_norm, shape, sliding_window
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,8 +5,6 @@ Source: ``transformers/models/qwen3_moe/modeling_qwen3_moe.py``; https://arxiv.o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import (
     attention,
     experts,
@@ -17,10 +15,8 @@ from memplan.model.families.common_parts import (
     sliding_window,
     sparse_layers,
 )
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

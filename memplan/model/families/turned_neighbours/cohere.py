@@ -5,13 +5,9 @@ Source: ``transformers/models/cohere/modeling_cohere.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, factor, gated_mlp, model, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, ModelSpec, Norm
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

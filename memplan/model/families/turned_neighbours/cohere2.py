@@ -6,15 +6,12 @@ Source: ``transformers/models/cohere2/modeling_cohere2.py``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memplan.model.families.common_parts import attention, factor, gated_mlp, model, shape, sliding_window
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.layer_windows import layer_windows
 from memplan.model.families.turned_neighbours.cohere import cohere_norm
 from memplan.model.spec import Layer, ModelSpec
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,13 +5,9 @@ Source: ``transformers/models/glm/modeling_glm.py``; https://arxiv.org/abs/2406.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.model.families.common_parts import attention, model, rms_norm, rotary_dim, shape
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.spec import Layer, Mlp, ModelSpec, Placement, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:

@@ -5,13 +5,9 @@ Source: ``transformers/models/glm4/modeling_glm4.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.turned_neighbours.glm import glm
 from memplan.model.spec import ModelSpec, TensorNames
-
-if TYPE_CHECKING:
-    from memplan.model.families.config_values import ConfigValues
 
 
 def model_spec(config: ConfigValues) -> ModelSpec:
