@@ -8,8 +8,9 @@ are counted in blocks, the least that the allocator hands out.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from memplan.allocator.settings import (
     LARGE_ROUNDING_BYTES,
@@ -53,11 +54,11 @@ class Stream:
         sizes: Bytes of each storage.
         codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it; storages of no bytes take nothing.
         alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages,
-            whose order is alike too: once such a stretch leaves everything where it was, later ones do what it did, and
-            are not played.
+            whose order is alike too: once a stretch is known to do what the one before did, neither it nor later ones
+            are played.
         rounds: Within the code up to the first of those places, and within each stretch, where a first part ends and each
             of several that are alike in the same way, if there are: the place, and the number of storages by then. They
-            too are played until one leaves everything where it was; what it leaves then has the names of the last.
+            too are played until they are known to do what they did; what they leave then has the names of the last.
 
     Example:
         >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
@@ -88,34 +89,87 @@ class Stream:
         """
         assert not expandable or capacity_bytes is None
         state = _Allocator(capacity_bytes, downwards=downwards, expandable=expandable)
-        shape = None
-        for (start, end), rounds in zip(self._stretches, self._rounds, strict=True):
-            shape, before = state.shape(), shape
-            if shape == before:
+        before = None
+        for number, ((start, end), rounds) in enumerate(zip(self._stretches, self._rounds, strict=True), 1):
+            now, before = state.shape(), before if number > 2 else None  # the first makes what stays
+            small, large = now.repeats(before, state.parts) if before else (False, False)
+            if small and large:
                 break
-            self._play(state, start, rounds, end)
+            before, peak = now, state.allocated_peak
+            state.parts.clear()
+            alone = large and capacity_bytes is None and number == len(self._stretches)
+            self._play(state, start, rounds, end, small=alone)
+            if alone:
+                state.allocated_peak = peak  # small storages have what they ask for: it is the same once more
             if not state.survives:
                 break
         allocated, reserved = (size * MINIMUM_BLOCK_BYTES for size in (state.allocated_peak, state.reserved_peak))
         return StreamPeaks(allocated, reserved, state.survives, state.retries)
 
-    def _play(self, state: _Allocator, start: int, rounds: Sequence[tuple[int, int]], end: int) -> None:
-        """Play a stretch: what comes before its rounds, these until they change nothing, and what comes after the last."""
-        shapes: list[object] = []
+    def _play(self, state: _Allocator, start: int, rounds: Sequence[tuple[int, int]], end: int, *, small: bool) -> None:
+        """Play a stretch: what comes before its rounds, these until they do what they did, and what comes after the last."""
+        shapes: list[_Shape] = []
         number = 0
-        while number < len(rounds):
+        while number < len(rounds) and state.survives:
             shapes += [state.shape()] if number else []
-            period = next((ago for ago in _PERIODS if len(shapes) > ago and shapes[-1] == shapes[-1 - ago]), 0)
+            periods = (ago for ago in _PERIODS if len(shapes) > ago)
+            period = next((ago for ago in periods if all(shapes[-1].repeats(shapes[-1 - ago], state.parts[-ago:]))), 0)
             if period and (passed := (len(rounds) - number) // period * period):
                 number += passed
                 start, storages = rounds[number - 1]
                 state.renumber(rounds[0][1], by=storages - rounds[number - passed - 1][1])
                 shapes.clear()
                 continue
-            state.play(self._blocks, self._codes[start : rounds[number][0]])
+            state.play(self._blocks, self._part(start, rounds[number][0], small=small))
             start = rounds[number][0]
             number += 1
-        state.play(self._blocks, self._codes[start:end])
+        state.play(self._blocks, self._part(start, end, small=small))
+
+    def _part(self, start: int, end: int, *, small: bool) -> Sequence[int]:
+        """Return the codes from one place to another, or those of small storages alone."""
+        codes, blocks = self._codes[start:end], self._blocks
+        return [code for code in codes if blocks[code >> 1] <= _SMALL] if small else codes
+
+
+class _Part(NamedTuple):
+    """What was taken while codes were played."""
+
+    highest: int  # The highest key of all that was taken, 0 for nothing
+    made: Sequence[
+        tuple[int, int, bool]
+    ]  # Of new segments: the key, the highest taken before, whether it is a large one
+
+
+class _Shape(NamedTuple):
+    """Where everything is: what codes do that are alike depends on nothing else."""
+
+    live: Mapping[int, tuple[int, int]]
+    free: Sequence[Sequence[int]]  # Keys of what is free, of each pool
+    retries: int
+    downwards: bool
+
+    def repeats(self, before: _Shape, parts: Sequence[_Part]) -> tuple[bool, bool]:
+        """Return whether parts that led here from a shape would do the same once more, to small storages and to large ones.
+
+        They do where everything is where it was, but for segments that they made and that are free now: each of these is
+        taken at the moment at which it was made, and no sooner, if nothing that was taken until then is behind it in the
+        order in which the free is tried. All small segments are of one size, so that the highest is the last.
+        """
+        gone = [where for name, where in before.live.items() if name not in self.live]
+        if gone != [where for name, where in self.live.items() if name not in before.live]:
+            return False, False
+        made: tuple[list[int], list[int]] = [], []
+        last, most = [not self.downwards, True], 0
+        for part in parts:
+            for key, taken, large in part.made:
+                most = max(most, taken)
+                last[large] = last[large] and (key > most or not large)
+                most = max(most, key)
+                made[large].append(key)
+            most = max(most, part.highest)
+        free = (sorted([*before.free[pool], *keys]) if keys else before.free[pool] for pool, keys in enumerate(made))
+        small, large = (self.free[pool] == keys and (last[pool] or not made[pool]) for pool, keys in enumerate(free))
+        return small and self.retries == before.retries, large and self.retries == before.retries
 
 
 class _Allocator:
@@ -125,6 +179,7 @@ class _Allocator:
         live: First block of each storage, and the first after it.
         pools: For small requests, and for large ones: ``blocks << _BITS | address`` of all that is free, ascending; where
             each of them ends, by where it begins; where it begins, by where it ends; and the least worth splitting off.
+        parts: What was taken by each sequence of codes that was played.
         tails: Where segments end that grow; none where segments do not.
     """
 
@@ -136,6 +191,7 @@ class _Allocator:
         "allocated",
         "allocated_peak",
         "live",
+        "parts",
         "pools",
         "reserved",
         "reserved_peak",
@@ -148,6 +204,7 @@ class _Allocator:
         self.live: dict[int, tuple[int, int]] = {}
         self.pools: tuple[_Pool, _Pool] = ([], {}, {}, 1), ([], {}, {}, 1 if expandable else _SMALL + 1)
         self.tails = [1, _ADDRESS // 2] if expandable else []
+        self.parts: list[_Part] = []
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
         self.survives = True
         self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
@@ -160,6 +217,7 @@ class _Allocator:
             return
         live, pools, tails = self.live, self.pools, self.tails
         allocated, peak = self.allocated, self.allocated_peak
+        highest, new = 0, list[tuple[int, int, bool]]()
         for code in codes:
             name = code >> 1
             size = blocks[name]
@@ -174,12 +232,17 @@ class _Allocator:
                     if made is None:
                         break
                     start, end = made
+                    key = end - start << _BITS | start
+                    new += [] if tails else [(key, highest, large)]
                 else:
                     if tails and ends[keys[place] & _ADDRESS] == tails[large] and place + 1 < len(keys):
                         place += 1  # what could grow is taken last
-                    start = keys.pop(place) & _ADDRESS
+                    key = keys.pop(place)
+                    start = key & _ADDRESS
                     end = ends.pop(start)
                     del starts[end]
+                if key > highest:
+                    highest = key
                 stop = start + size
                 if end - stop >= least:
                     ends[stop], starts[end] = end, stop
@@ -201,15 +264,15 @@ class _Allocator:
                 ends[start], starts[end] = end, start
                 insort(keys, end - start << _BITS | start)
         self.allocated, self.allocated_peak = allocated, peak
+        self.parts.append(_Part(highest, new))
 
     def renumber(self, first: int, by: int) -> None:
         """Give storages from ``first`` on names that are higher by so much."""
         self.live = {name + by if name >= first else name: where for name, where in self.live.items()}
 
-    def shape(self) -> tuple[object, ...]:
-        """Return where everything is, whatever it is called: what codes do that are alike depends on nothing else."""
-        where = [self.live[name] for name in sorted(self.live)]
-        return where, [keys[:] for keys, *_ in self.pools], self.reserved, self.retries
+    def shape(self) -> _Shape:
+        """Return where everything is."""
+        return _Shape(dict(self.live), [keys[:] for keys, *_ in self.pools], self.retries, self._downwards)
 
     def _new_segment(self, size: int, large: bool) -> tuple[int, int] | None:
         """Return where a new segment begins and ends; None where there is no memory for it."""
