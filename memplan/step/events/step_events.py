@@ -173,7 +173,9 @@ class StepPlayer:
         roots = self.stream.allocate_all([*losses, loss_bytes])
         gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
         if chunks is not None:
+            of_loss = gradient
             gradient, sums = chunks.backward(self._libraries["backward"], self.updates.use_up)
+            self.stream.free(of_loss)
             self._keep(sums, "", waiting, mode)
         for place, (number, part) in enumerate(reversed(parts)):
             if place == 1:
