@@ -9,8 +9,9 @@ from inspect import Parameter, Signature
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from memplan.cli.plain_values import read_plainly
 from memplan.errors import InvalidFileError
 from memplan.values import dataclass
 
@@ -76,6 +77,15 @@ def add_command(app: typer.Typer, name: str, function: Callable[..., Any]) -> No
     app.command(name, cls=GroupedCommand, epilog=epilog, short_help=first[0] if first else doc)(function)
 
 
+class Commands(TyperGroup):
+    """Commands that are called by name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before a command's name."""
+        read_plainly(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
 class GroupedCommand(TyperCommand):
     """A command that shows its options in groups, and refuses one given twice where only one counts."""
 
@@ -85,6 +95,7 @@ class GroupedCommand(TyperCommand):
             _, _, order = self.make_parser(ctx).parse_args(args=list(args))
             _refuse_repeated(order)
             self.params = [one for one in self.params if one in order or one.required or one.envvar]
+        read_plainly(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

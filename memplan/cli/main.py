@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import memplan
-from memplan.cli.grouped_command import add_command
+from memplan.cli.grouped_command import Commands, add_command
 from memplan.cli.usage import UsageError, refuse_undecodable, usage_line
 from memplan.documents.escaping import escaped_lines
 from memplan.documents.writing import guarded_streams, say, write_remark
@@ -97,6 +97,7 @@ def list_of_commands() -> typer.Typer:
 def _empty_app() -> typer.Typer:
     app = typer.Typer(
         name="memplan",
+        cls=Commands,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
