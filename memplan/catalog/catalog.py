@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
@@ -54,7 +54,7 @@ def data_directory() -> Path:
     return packaged if (packaged / "gpu_catalog.yaml").is_file() else package.parent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=False)
 class Shelf(Generic[T]):
     """Entries of one kind, found by name or alias, whatever case and separators."""
 
@@ -62,7 +62,12 @@ class Shelf(Generic[T]):
     section: str
     entries: Mapping[str, T]  # Entries by name, sorted
     origins: Mapping[str, str]  # File that each entry stands in
-    names: Mapping[str, str] = field(repr=False)
+    index: Callable[[], Mapping[str, str]] = field(repr=False, compare=False)  # What makes ``names``
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """The name that each spelling means; it needs the texts of all entries, so that an entry's own name does without."""
+        return self.index()
 
     def name_of(self, given: str) -> str:
         """Return the catalog name that ``given`` means.
@@ -234,18 +239,28 @@ class Catalog:
 
     def _shelf(self, section: str, cls: type[T]) -> Shelf[T]:
         parts, origins = shipped_texts(self.root / SECTIONS[section][0])
-        own = _index(section, ((name, part.aliases) for name, part in parts.items()), origins)
-        added = self._user_entries(section, cls, origins)
+        added, every = self._user_entries(section, cls, origins), dict(parts)
+
+        def own() -> dict[str, str]:
+            return _index(section, ((name, part.aliases) for name, part in every.items()), origins)
+
+        def index() -> dict[str, str]:
+            cards = [(name, part.card) for name, part in parts.items()] if section == "gpus" else []
+            names = _card_index(cards) | own()
+            if added:
+                cards = [(name, getattr(entry, "name", "")) for name, entry in added.items()]
+                names |= _card_index(cards) if section == "gpus" else {}
+                names |= _index(section, ((n, getattr(e, "aliases", ())) for n, e in added.items()), origins)
+            return {key: name for key, name in names.items() if name in entries}
+
+        taken = own() if added else {}
         for name in added:
-            parts.pop(own.get(normalised_name(name), name), None)
+            parts.pop(taken.get(normalised_name(name), name), None)
         entries: Mapping[str, T] = BuiltEntries(cls, parts, added)
-        index = _card_index((name, part.card) for name, part in parts.items()) | own if section == "gpus" else dict(own)
+        shelf = Shelf(SECTIONS[section][1], section, entries, origins, index)
         if added:
-            cards = ((name, getattr(entry, "name", "")) for name, entry in added.items())
-            index |= _card_index(cards) if section == "gpus" else {}
-            index |= _index(section, ((n, getattr(e, "aliases", ())) for n, e in added.items()), origins)
-            index = {key: name for key, name in index.items() if name in entries}
-        return Shelf(SECTIONS[section][1], section, entries, origins, index)
+            _ = shelf.names  # what two of a user's entries share is said at once
+        return shelf
 
     def _extra_files(self, section: str) -> list[Path]:
         """Return the files of the user's catalog that may hold entries of a section."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,18 +23,22 @@ def yaml_files(location: Path) -> list[Path]:
     return [location] if is_file(location) else []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=False)
 class EntryText:
-    """The text of one shipped entry, which is parsed when it is asked for.
+    """The text of one shipped entry, which is read and parsed when it is asked for.
 
     Reading two hundred entries takes far longer than the one or two that an answer needs. Ours
     keep to a layout that tests hold: entries start in the first column, aliases stand in one line.
     """
 
-    text: str
     name: str
     path: Path
-    keyed: bool
+    part: str | None  # The text, where it is a part of a file that has several entries, under its name
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the entry."""
+        return read_text(self.path) if self.part is None else self.part
 
     @property
     def aliases(self) -> list[str]:
@@ -59,7 +64,7 @@ class EntryText:
     def data(self) -> Any:
         """Return the parsed entry."""
         value = parse_document(self.text, str(self.path)).data
-        return value[self.name] if self.keyed else value
+        return value if self.part is None else value[self.name]
 
 
 _CARD = re.compile(r"^  name: (.+?) *$", re.MULTILINE)
@@ -71,14 +76,14 @@ def shipped_texts(location: Path) -> tuple[dict[str, EntryText], dict[str, str]]
     parts: dict[str, EntryText] = {}
     folder = is_folder(location)
     for path in yaml_files(location):
-        text = read_text(path)
         if folder:
-            parts[path.stem] = EntryText(text, path.stem, path, keyed=False)
+            parts[path.stem] = EntryText(path.stem, path, part=None)
             continue
+        text = read_text(path)
         starts = list(_ENTRY.finditer(text))
         ends = [*(match.start() for match in starts[1:]), len(text)]
         for match, end in zip(starts, ends, strict=True):
-            parts[match[1]] = EntryText(text[match.start() : end], match[1], path, keyed=True)
+            parts[match[1]] = EntryText(match[1], path, text[match.start() : end])
     return dict(sorted(parts.items())), {name: str(part.path) for name, part in parts.items()}
 
 
