@@ -54,8 +54,13 @@ class _Plans:
         return self.made[value].on(self.gpu)
 
 
-def largest_values(what: Quantity, model: Model, setup: TrainingSetup, devices: Sequence[Device]) -> list[Largest]:
+def largest_values(
+    what: Quantity, model: Model, setup: TrainingSetup, devices: Sequence[Device], plan: CompiledPlan | None = None
+) -> list[Largest]:
     """Return the largest value of one quantity on each device, all else being as the setup says.
+
+    Args:
+        plan: The plan of model and setup where it is compiled already: what batch and sequence are looked for in.
 
     Raises:
         InvalidFileError: The rank of a config without adapters.
@@ -65,7 +70,7 @@ def largest_values(what: Quantity, model: Model, setup: TrainingSetup, devices: 
         raise InvalidFileError(
             [f"--for lora-rank: {setup.name} has no adapters; add --config lora or --set adapter.kind=lora"]
         )
-    make, made = _maker(what, model, setup), dict[int, CompiledPlan]()
+    make, made = _maker(what, model, setup, plan), dict[int, CompiledPlan]()
     able = able_devices(make(1), devices_for(setup, devices))
     return [_on(what, setup, _Plans(make, device.gpu, made), device) for device in able]
 
@@ -77,15 +82,18 @@ def room_left(plan: MemoryPlan) -> dict[str, int]:
     """
     positions = plan.model.spec.max_position_embeddings or MAXIMUM_TOKENS
     try:
+        compiled = CompiledPlan(plan.model, plan.setup)
         (batch,), (length,) = (
-            largest_values(what, plan.model, plan.setup, [plan.device]) for what in ("batch", "sequence")
+            largest_values(what, plan.model, plan.setup, [plan.device], compiled) for what in ("batch", "sequence")
         )
     except MemplanError:
         return {}
     return {"micro_batch_size": batch.fits.value, "sequence_length": min(length.fits.value, positions)}
 
 
-def _maker(what: Quantity, model: Model, setup: TrainingSetup) -> Callable[[int], CompiledPlan]:
+def _maker(
+    what: Quantity, model: Model, setup: TrainingSetup, known: CompiledPlan | None
+) -> Callable[[int], CompiledPlan]:
     """Return the function that compiles the plan at a value; batch and sequence length share one plan."""
     if what == "layers":
         return lambda count: CompiledPlan(with_layers(model, count), setup)
@@ -94,7 +102,7 @@ def _maker(what: Quantity, model: Model, setup: TrainingSetup) -> Callable[[int]
         return lambda rank: CompiledPlan(
             model, replace(setup, config=replace(setup.config, adapter=replace(adapter, rank=rank)))
         )
-    plan = CompiledPlan(model, setup)
+    plan = known or CompiledPlan(model, setup)
     return lambda _: plan
 
 

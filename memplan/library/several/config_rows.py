@@ -200,8 +200,9 @@ def _methods(inputs: JobInputs, model: Model, device: Device) -> tuple[Method, .
     for name in (*METHODS, *_experimental(ways, model, device)):
         for way in ways:
             with suppress(MemplanError):
-                plan = CompiledPlan(model, _suited(name, way, model, device)[0]).evaluate(device)
-                (largest,) = largest_values("batch", model, plan.setup, [device])
+                compiled = CompiledPlan(model, _suited(name, way, model, device)[0])
+                plan = compiled.evaluate(device)
+                (largest,) = largest_values("batch", model, plan.setup, [device], compiled)
                 methods.append(Method(plan, largest.fits.value))
     return tuple(methods)
 

@@ -53,7 +53,11 @@ class EventStream:
 
     def allocate_all(self, sizes: Iterable[int]) -> list[int]:
         """Allocate several storages, in order."""
-        return [self.allocate(size) for size in sizes]
+        first = len(self.sizes)
+        self.sizes += sizes
+        names = range(first, len(self.sizes))
+        self.codes += [2 * name for name in names]
+        return [*names]
 
     def free(self, storage: int) -> None:
         """Free a storage."""
@@ -67,6 +71,12 @@ class EventStream:
         """Allocate the workspace that a library has from its first product in a thread on, if it has none."""
         if library in libraries:
             self.libraries.add(self.allocate(libraries.pop(library)))
+
+    def repeat(self, sizes: Sequence[int], codes: Sequence[int]) -> None:
+        """Write events that allocate and free these sizes, whose names begin with 0 in the codes."""
+        base = 2 * len(self.sizes)
+        self.sizes += sizes
+        self.codes += [code + base for code in codes]
 
     def passing(self, *sizes: int) -> None:
         """Allocate storages one after the other, then free them, the last first."""

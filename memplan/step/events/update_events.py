@@ -35,7 +35,7 @@ _EARLY = frozenset({BUNDLED, UNTRACED})
 class Updates:
     """Updates of a model's weights, by one optimizer after the other."""
 
-    __slots__ = ("_alone", "_by_name", "_groups", "_inputs", "_setup", "_stored", "_stream", "_tensors")
+    __slots__ = ("_alone", "_by_name", "_groups", "_inputs", "_known", "_setup", "_stored", "_stream", "_tensors")
 
     def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors) -> None:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
@@ -47,6 +47,7 @@ class Updates:
         self._stored = stored_names(inputs.setup, inputs.states.tensors)
         self._by_name = dict(tensors.trained)
         self._alone: set[str] = set()
+        self._known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def make_early_states(self) -> None:
         """Allocate the states that an optimizer makes when it is made."""
@@ -92,9 +93,23 @@ class Updates:
             if not entry.quantized and handed_over(self._setup, entry):
                 stream.free(formed.pop())
         stream.of("temporaries")
-        self._update([(name, entry)], {}, first=entry.stepper not in _EARLY and name not in self._alone)
+        if entry.stepper not in _EARLY and name not in self._alone:
+            self._update([(name, entry)], {}, first=True)
+        else:
+            self._update_again(name, entry)
         self._alone.add(name)
         stream.free_all(formed)
+
+    def _update_again(self, name: str, entry: TensorStates) -> None:
+        """Write the events of updating a weight that has its states: the same for all that are stored alike."""
+        stream = self._stream
+        if id(entry) not in self._known:
+            storages, start = len(stream.sizes), len(stream.codes)
+            self._update([(name, entry)], {}, first=False)
+            codes = [code - 2 * storages for code in stream.codes[start:]]
+            self._known[id(entry)] = stream.sizes[storages:], codes
+        else:
+            stream.repeat(*self._known[id(entry)])
 
     def average(self) -> None:
         """Write the events of moving the averaged weights."""
