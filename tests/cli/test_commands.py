@@ -11,8 +11,10 @@ import sys
 
 import jsonschema
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from memplan.cli.grouped_command import _UNSURE, _plain
 from memplan.cli.main import COMMANDS, list_of_commands, make_app
 
 FIT = ("fit", "gpt2", "--gpu", "rtx4090")
@@ -474,3 +476,30 @@ def test_lists_of_gpus_leave_out_those_that_share_memory_with_the_cpu(cli):
         names = [row["gpu"] for row in cli(*command, "--set", "offload.optimizer_states=cpu", "--json").data["rows"]]
         assert "h100-sxm-80gb" in names
         assert "dgx-spark" not in names
+
+
+TEXTS = ("llama", "12", "0", "007", "4k", "2x h100", "full", "Full", "GiB", " 3", "1_000", "\u0663", "-1", "", "9" * 15)
+
+
+@pytest.mark.parametrize("command", ["fit", "suggest"])
+def test_plain_values_are_what_typer_makes_of_them(command):
+    """What is plain is read without typer's judge, which older versions have none of."""
+    coercion = pytest.importorskip("typer._coercion")
+    parameters = typer.main.get_command(make_app([command])).commands[command].params
+    quick = 0
+    for one in parameters:
+        judge = coercion.build_runtime_param(one.type_descriptor)
+        for text in TEXTS:
+            given = (text, text) if one.multiple else text
+            try:
+                found = _plain(given, one)
+            except typer.BadParameter as error:
+                with pytest.raises(typer.BadParameter, match=re.escape(error.message)):
+                    judge.coerce(given, param=one, ctx=None)
+                continue
+            if found is not _UNSURE:
+                expected = judge.coerce(given, param=one, ctx=None)
+                assert (found, type(found)) == (expected, type(expected)), (one.name, text)
+                quick += 1
+        assert _plain(None, one) == judge.coerce(None, param=one, ctx=None)
+    assert quick > 200
