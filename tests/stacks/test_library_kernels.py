@@ -90,6 +90,11 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
             "of qwen3_moe, as Liger runs it, is not modelled",
         ),
         (("adapter.kind=dora",), {"stack": "axolotl"}, "fused with dora, as axolotl runs it, is not modelled"),
+        (
+            ("parallel.engine=deepspeed", "parallel.zero_stage=3", "parallel.data=8", "adapter.dtype=bf16"),
+            {"stack": "axolotl"},
+            "fused under DeepSpeed's stage 3",
+        ),
         (("adapter.kind=dora", "adapter.targets=[embed_tokens]"), {"model": "llama-2-7b"}, "embedding"),
         (("adapter.targets=[lm_head]",), {"stack": "torchtune"}, "tied to the embedding"),
         (

@@ -7,7 +7,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.kernels.family_code import family_code
-from memplan.step.states.parallel_shards import gathered_setup, is_sharded, shards_codes
+from memplan.step.states.parallel_shards import gathered_setup, is_partitioned, is_sharded, shards_codes
 from memplan.training.adapters import adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import format_bytes
@@ -76,10 +76,24 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
 
 
 def _refuse_fused_adapters(setup: TrainingSetup) -> None:
-    """Raise for adapters fused with projections beyond what the tape has of them."""
+    """Raise for adapters fused with projections beyond what the tape has of them.
+
+    Functions read weights without calling their modules, whose hooks ZeRO 3 gathers by: it gathers each as it is read, and keeps it longer.
+
+    Source:
+        ``get_lora_parameters`` in axolotl/kernels/lora.py (0.21.0); ``ZeROOrderedDict`` in
+        deepspeed/runtime/zero/parameter_offload.py (0.19.8).
+    """
     adapter = setup.config.adapter
     if adapter is None or not setup.profile.fused_adapters:
         return
+    if is_partitioned(setup.config.parallel):
+        own = setup.stack.values["kernels.adapters"]["composite"]
+        keys = ", ".join(f"{key}: {value}" for key, value in own.items())
+        raise CannotAnswerError(
+            f"{setup.name}: kernels.adapters: fused under DeepSpeed's stage 3, which keeps what {setup.stack.name}'s functions read "
+            f"gathered for longer, is not modelled; use composite, there {keys}"
+        )
     if adapter.kind == "dora" or setup.residual_bytes != setup.compute_bytes:
         what = "dora" if adapter.kind == "dora" else "a residual stream in fp32 beside products in 16 bits"
         raise CannotAnswerError(

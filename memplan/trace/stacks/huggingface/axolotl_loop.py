@@ -29,6 +29,7 @@ from memplan.catalog.kernel_profiles import ADAPTED
 from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantises
+from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
@@ -53,7 +54,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             load = partial(_adapted, patches) if adapted else _prepared
             run: StackRun = preferences.run_on(load, inputs, recorder, adapted=adapted)
             return replace(run, title=f"axolotl's model in {run.title}")
-    with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
+    ranks = deepspeed_ranks(setup, inputs.details.rank)
+    with pretended_machine(inputs), ranks, tempfile.TemporaryDirectory() as folder, _axolotl() as patches:
         model = _adapted(patches, inputs)
         looks = bool(setup.config.parallel.unused_parameters)  # core/builders/causal.py, 265 to 271
         named = {**training_arguments(inputs, Path(folder)), "ddp_find_unused_parameters": looks}
