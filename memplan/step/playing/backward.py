@@ -190,9 +190,15 @@ class _Backward:
             self.live.give_back(taken)
         if again:
             self.live.release_all(arrived)
+        if not node.stores_first:
+            self._accumulate_all(node, formed)
         for weight, gradient in trained:
             if not weight.coded:
                 self.store(node, weight, gradient)
+        if node.stores_first:
+            self._accumulate_all(node, formed)
+
+    def _accumulate_all(self, node: Node, formed: Sequence[tuple[Value, int]]) -> None:
         for value, gradient in formed:
             self.accumulate(node, value, gradient)
 

@@ -110,6 +110,18 @@ class Node:
         alone = len(self.weights) == 1 and not self.traits.custom
         return alone and self.weights[0].is_matrix and not self.weights[0].coded
 
+    @property
+    def stores_first(self) -> bool:
+        """Whether weights' gradients are stored before that of the input is added to others, as of a product with a bias.
+
+        Without one, the input is flattened after the weight has been transposed, so that autograd hands on its gradient first.
+
+        Source:
+            ``linear`` and ``_flatten_nd_linear`` in aten/src/ATen/native/Linear.cpp, ``CompareNodeTaskTime`` in
+            torch/csrc/autograd/engine.h (v2.13.0): of nodes that are ready, the one recorded last runs.
+        """
+        return len(self.weights) == 2 and self.traits.product and not self.traits.custom
+
 
 @dataclass(slots=True, eq=False)
 class Operation:

@@ -146,7 +146,9 @@ def eager_attention(
     key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
     scores = torch.matmul(query, key.transpose(2, 3)) * (scale or 1 / math.sqrt(query.shape[-1]))
     if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+        scores = scores / softcap  # a statement each, so that the name is of one tensor at a time
+        scores = torch.tanh(scores)
+        scores = scores * softcap
     scores = scores.masked_fill(mask, float("-inf"))
     if sinks is not None:
         column = run.lowered(sinks).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
