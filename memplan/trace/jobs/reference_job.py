@@ -12,6 +12,7 @@ from memplan.trace.jobs import optimizers, training_job
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.step_data import batch_of
 from memplan.trace.jobs.training_job import Job, Watcher
+from memplan.trace.recording import valueless_tensors
 from memplan.trace.recording.trace_result import Component
 from memplan.trace.reference import operations, run_options, weight_storage
 from memplan.trace.reference.decoder import ReferenceModel
@@ -22,7 +23,7 @@ from memplan.training.stack_models import text_spec
 
 def skipped_files() -> tuple[str, ...]:
     """Return the files whose lines explain nothing about a model."""
-    helpers = (training_job, operations, optimizers, run_options, weight_storage)
+    helpers = (training_job, operations, optimizers, run_options, valueless_tensors, weight_storage)
     return (__file__, *(str(module.__file__) for module in helpers))
 
 
