@@ -12,7 +12,7 @@ LANGUAGE = "model.language_model."
 """What the names of the text model's modules begin with inside the whole, as transformers names them."""
 
 
-TowerKind = Literal["windows", "pooled"]
+TowerKind = Literal["windows", "pooled", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,12 @@ class TowerShape:
     full_blocks: tuple[int, ...]  # Blocks whose attention is over the whole image
     output_size: int  # Width of a token for the text model
     # What patches pass through: blocks with ``windows`` of attention and tables of rotation behind which patches are
-    # merged, or ones that attend to a whole image of one size, whose patches are ``pooled``.
+    # merged, ones that attend to a whole image of one size, whose patches are ``pooled``, or ones that attend to whole
+    # images, of which some hand on patches to early layers of the text model too (``stacked``).
     kind: TowerKind = "windows"
     # Pixels each way of the one size that its processor makes every image; None where it leaves them their own.
     image_size: int | None = None
+    deep_blocks: tuple[int, ...] = ()  # Blocks whose patches are handed on to early layers
 
     @property
     def step(self) -> int:
@@ -92,6 +94,8 @@ class TowerShape:
         if self.kind == "pooled":
             patches = (height // self.patch_size) * (width // self.patch_size)
             return ImageGrid(patches, rows * columns, (patches,))
+        if self.kind == "stacked":
+            return ImageGrid(unit * rows * columns, rows * columns, (unit * rows * columns,))
         sides = [
             [min(self.window, length - self.window * index) for index in range(ceil_div(length, self.window))]
             for length in (rows, columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from memplan.training.image_models import plans_images
 from memplan.training.stack_models import TEXT_ALONE
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def rows_alone(plan: MemoryPlan) -> str:
     if images.per_row or not (tower is not None or runs_text_alone(plan)):
         return ""
     given = "" if images.pixels is None else f", here of up to {images.pixels:,} pixels each,"
-    counted = tower is not None and tower.shape is not None and plan.setup.stack.images != "none"
+    counted = plans_images(plan.model.spec, plan.setup.stack)
     how = "; images.per_row and images.pixels count them" if counted else ""
     return f"Rows hold text alone: rows with images{given} need more{how}."
 

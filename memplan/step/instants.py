@@ -18,6 +18,7 @@ from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.fused.compiled_layer import layer_orders
+from memplan.step.handed_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.head_instants import (
     copied_outputs,
     gradients_left,
@@ -235,6 +236,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         gone = sum((played.layers[kind].escaped * count for kind, count in place.below.items()), ZERO)
         above = escaped - gone - played.layers[place.kind[0]].escaped
         gone = ZERO if place.tables else passed
+        above += handed_back(taped.tower, place.layer)
         return sum(below, bare + above - gone + constant_form(Part.GRADIENTS, place.formed))
 
     for place in ends(places, around_of):
@@ -283,6 +285,7 @@ def _forward(
         apart: The embedding's output where it is a tensor apart.
     """
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
+    arguments += other_features(inputs, taped.tower)
     named = named_embeddings(inputs, taped)
     around += arguments + tables_of_graph(inputs)
     for moment in played.embedding.forward:
@@ -294,13 +297,16 @@ def _forward(
     around += apart + named
     left = {kind: part.saved + part.carried for kind, part in enumerate(played.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
-    places, around = last_places(runs, left, around + played.embedded + played.carried)
+    around += played.embedded + played.carried
+    yield from handed_instants(inputs, taped, left, around)
+    places, around = last_places(runs, left, around)
     own = _enters_alone(inputs, taped)
     given = named if taped.tower is not None else apart + named
     for kind, below in places:
         entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         if taped.staged[kind]:
             entered -= stream_form(inputs)
+        entered -= named_output(inputs, taped, kind)
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)

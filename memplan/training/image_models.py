@@ -13,6 +13,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
+from memplan.model.tower import Tower
 from memplan.training.adapters import is_adapted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.image_rules import UNSAID
@@ -77,7 +78,7 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
         f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
         "with images need more, for patches, the tower's activations and the tokens that images become"
     )
-    if model.spec.tower is not None and model.spec.tower.shape is not None and setup.stack.images != "none":
+    if plans_images(model.spec, setup.stack):
         note += " (images.per_row: 1 plans them)"
     if shown:
         note += "; an image of its own, of 64 x 64 pixels at most or of the tower's one size, that it puts into a batch without any is not counted"
@@ -130,9 +131,9 @@ def _with_images(model: Model, setup: TrainingSetup) -> Model:
     where, shape, images = f"{setup.name}: images:", tower.shape, config.images
     if shape is None:
         raise CannotAnswerError(
-            f"{where} what images pass through of family {model.spec.architecture} is not modelled; of qwen2_5_vl and gemma3 it is"
+            f"{where} what images pass through of family {model.spec.architecture} is not modelled; of qwen2_5_vl, qwen3_vl and gemma3 it is"
         )
-    for text in _unmodelled_images(setup):
+    for text in _unmodelled_images(model, setup):
         raise CannotAnswerError(f"{where} {text}")
     given = {side for side in (images.height, images.width) if side is not None}
     if shape.image_size is None and not given and images.pixels is None:
@@ -170,6 +171,18 @@ def _with_images(model: Model, setup: TrainingSetup) -> Model:
     return noted(replace(model, inventory=inventory), note)
 
 
+def plans_images(spec: ModelSpec, stack: Stack) -> bool:
+    """Tell whether rows with images are planned of a model under a stack."""
+    tower = spec.tower
+    if tower is None or tower.shape is None or stack.images == "none":
+        return False
+    return stack.images == "model" or not _is_stacked(tower)
+
+
+def _is_stacked(tower: Tower) -> bool:
+    return tower.shape is not None and tower.shape.kind == "stacked"
+
+
 def runs_ahead(spec: ModelSpec, config: TrainingConfig, stack: Stack) -> bool:
     """Tell whether images pass through the tower ahead of the forward, out of autocast.
 
@@ -191,9 +204,18 @@ def _is_frozen(tensor: ParameterTensor, projector: tuple[str, ...], images: Imag
     return (images.projector if tensor.name.startswith(projector) else images.tower) == "frozen"
 
 
-def _unmodelled_images(setup: TrainingSetup) -> Iterator[str]:
+def _unmodelled_images(model: Model, setup: TrainingSetup) -> Iterator[str]:
     """Yield what of a job with images is not modelled."""
     config, stack, images = setup.config, setup.stack, setup.config.images
+    stacked = model.spec.tower is not None and _is_stacked(model.spec.tower)
+    if stack.images != "none" and not plans_images(model.spec, stack):
+        yield f"not modelled for {model.spec.name} under stack {stack.name}; transformers and trl are, say; or plan rows of text"
+    adapted = config.adapter is not None and config.adapter.vision in (True, "tower")
+    if stacked and adapted and setup.checkpointing != "none" and stack.checkpointing.reentrant:
+        yield (
+            "transformers asks for no gradient of what Qwen3-VL's patches become (``_input_embed_layer``), so that no adapter on its "
+            "blocks is trained where checkpointing is reentrant; use use_reentrant: false, or adapter.vision: false"
+        )
     if stack.images == "none":
         yield f"not modelled for stack {stack.name}; transformers and trl are, say; or plan rows of text (images.per_row: 0)"
     if config.adapter is not None and "trained" in (images.tower, images.projector):

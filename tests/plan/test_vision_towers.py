@@ -17,6 +17,9 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import full_space
 from memplan.solver.search.best_first import Search
+from memplan.step.handed_features import handed_back
+from memplan.step.instants import regime_of, step_on_tape
+from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog
 
@@ -255,10 +258,23 @@ def test_a_pooled_tower_is_trained_but_where_it_is_frozen():
     assert trained - compiled(still, "gemma-3-4b").states.gradient_bytes == 2 * tower
 
 
+def test_what_a_tower_hands_on_to_early_layers_waits_until_backward_reaches_its_block():
+    plan = compiled(SEEN, "qwen3-vl-8b")
+    regime = regime_of(plan.own, plan.setup, 1, SEEN.sequence_length)
+    _, taped = step_on_tape(plan.own, plan.setup, plan.states, regime)
+    handed = 2 * 4096
+    waiting = [
+        handed_back(taped.tower, layer).coefficient(Part.ACTIVATIONS, Quantity.IMAGE_TOKENS) for layer in (1, 2, 3, 4)
+    ]
+    assert waiting == [3 * handed, 2 * handed, handed, 0]
+
+
 @pytest.mark.parametrize(
     ("config", "model", "reason"),
     [
-        (SEEN, "qwen3-vl-8b", "family qwen3_vl"),
+        (SEEN, "mistral-small-3.1-24b", "family mistral3"),
+        (replace(SEEN, stack="ms-swift"), "qwen3-vl-8b", "stack ms-swift"),
+        (replace(adapted("transformers@4.57"), activation_checkpointing="full"), "qwen3-vl-8b", "reentrant"),
         (SEEN, "qwen2.5-7b", "has no vision tower"),
         (replace(SEEN, stack="llama-factory-v1"), "qwen2.5-vl-7b", "stack llama-factory-v1"),
         (

@@ -84,7 +84,7 @@ def _text_model(rng: Random, family: str, catalog: Catalog) -> Values:
 
 
 IMAGE_FAMILIES = ("qwen2_5_vl", "gemma3")
-"""Families of which rows with images are modelled."""
+"""Families of which rows with images are drawn; those of ``qwen3_vl`` where it is asked for alone."""
 
 POOLED_IMAGES = ((56, 4), (112, 4), (112, 16), (224, 64), (448, 256))
 """Pixels of an image, each way, and the tokens that it becomes where patches are pooled."""
@@ -101,6 +101,14 @@ def image_model(rng: Random, catalog: Catalog, families: Sequence[str] = IMAGE_F
         if rng.random() < 0.3:
             vision |= {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16}
         return {**values, "vision_config": vision, "mm_tokens_per_image": tokens, "image_token_index": 5}
+    if family == "qwen3_vl":
+        if rng.random() < 0.4:
+            vision |= {"hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+        deep = [n for n in range(vision["depth"]) if rng.random() < 0.5]
+        return {
+            **values,
+            "vision_config": {**vision, "deepstack_visual_indexes": deep[: values["text_config"]["num_hidden_layers"]]},
+        }
     if rng.random() < 0.4:
         vision |= {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
     blocks = range(vision["depth"])

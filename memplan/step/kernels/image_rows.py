@@ -69,7 +69,7 @@ def image_sizes(spec: ModelSpec, setup: TrainingSetup) -> tuple[int, int]:
     return (0, 0) if grid is None else (images * grid.patches, images * grid.merged)
 
 
-def named_features(spec: ModelSpec, setup: TrainingSetup, *, graph: bool = False) -> Form:
+def named_features(spec: ModelSpec, setup: TrainingSetup) -> Form:
     """Return what a model has names for of images until its layers have run: what the tower returned, and what that became.
 
     Source:
@@ -86,9 +86,8 @@ def named_features(spec: ModelSpec, setup: TrainingSetup, *, graph: bool = False
         form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, 1)
         return form + single_form(Part.ACTIVATIONS, Quantity.IMAGE_TOKENS, features)
     stream = setup.compute_bytes if setup.autocast else setup.residual_bytes
-    last = 0 if graph and stream == 4 else shape.hidden_size * stream
-    features = shape.output_size * (stream + setup.residual_bytes)
-    form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, last)
+    features = shape.output_size * (stream + setup.residual_bytes + 2 * len(shape.deep_blocks) * stream)
+    form = single_form(Part.ACTIVATIONS, Quantity.PATCHES, shape.hidden_size * stream)
     return form + single_form(Part.ACTIVATIONS, Quantity.IMAGE_TOKENS, features)
 
 

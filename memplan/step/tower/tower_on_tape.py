@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memplan.model.tower import TowerKind
-from memplan.step.playing.places import last_places
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.step.tower.pooled_sections import pooled_block, pooled_closing, pooled_opening
+from memplan.step.tower.stacked_sections import deep_section, stacked_block, stacked_closing, stacked_opening
 from memplan.step.tower.tower_sections import Named, cast_pixels, closing_section, opening_section, tower_block
-from memplan.step.tower.tower_settings import ROW_AND_COLUMN_BYTES, TowerSettings
+from memplan.step.tower.tower_settings import ROW_AND_COLUMN_BYTES, TAP_BYTES, TowerSettings
 
 Kinds = tuple[tuple[int, int], ...]
 """Runs of equal blocks: which of the kinds they are of, and how many they are."""
@@ -33,7 +33,7 @@ class TowerCode:
         closing: Makes the part behind the blocks.
     """
 
-    first: str
+    first: tuple[str, ...]
     block: str
     last: tuple[str, ...]
     opening: Callable[[TowerSettings, Named], Section]
@@ -43,15 +43,23 @@ class TowerCode:
 
 CODE: Mapping[TowerKind, TowerCode] = {
     "windows": TowerCode(
-        "visual.patch_embed", "visual.blocks.{}", ("visual.merger",), opening_section, tower_block, closing_section
+        ("visual.patch_embed",), "visual.blocks.{}", ("visual.merger",), opening_section, tower_block, closing_section
     ),
     "pooled": TowerCode(
-        "vision_tower.embeddings",
+        ("vision_tower.embeddings",),
         "vision_tower.encoder.layers.{}",
         ("vision_tower.post_layernorm", "multi_modal_projector"),
         pooled_opening,
         pooled_block,
         pooled_closing,
+    ),
+    "stacked": TowerCode(
+        ("visual.patch_embed", "visual.pos_embed"),
+        "visual.blocks.{}",
+        ("visual.merger",),
+        stacked_opening,
+        stacked_block,
+        stacked_closing,
     ),
 }
 """Kind of a tower -> what makes its parts."""
@@ -68,6 +76,8 @@ class TowerOnTape:
         runs: Runs of equal blocks, in order.
         closing: The projector, and what puts its result among tokens.
         again: Whether checkpointing is of its blocks.
+        deep: What merges patches behind some blocks, for early layers.
+        deep_runs: Runs behind whose last block that stands.
     """
 
     settings: TowerSettings
@@ -76,6 +86,8 @@ class TowerOnTape:
     runs: Kinds
     closing: Section
     again: bool = False
+    deep: Section | None = None
+    deep_runs: tuple[int, ...] = ()
 
     @property
     def graph(self) -> bool:
@@ -122,18 +134,42 @@ class TowerOnTape:
         positions = single_form(Part.ACTIVATIONS, Quantity.PATCHES, ROW_AND_COLUMN_BYTES)
         saved = {storage for node in self.opening.tape.nodes for storage in node.saved}
         pixels = ZERO if self.opening.entry.storage in saved else single_form(*cast_pixels(self.settings))
+        if self.settings.shape.kind == "stacked":  # ``pos_embeds``, and taps where the graph has them not
+            taps = next(own for item in self.opening.tape.operations if item.name == "taps" for own in item.makes)
+            size = 4 * self.settings.shape.hidden_size + (0 if taps in saved else TAP_BYTES)
+            positions += single_form(Part.ACTIVATIONS, Quantity.PATCHES, size)
         return positions + pixels + self.tables
+
+    @property
+    def handed(self) -> Form:
+        """What one block hands on to an early layer, or its gradient."""
+        if self.deep is None:
+            return ZERO
+        return single_form(Part.ACTIVATIONS, Quantity.IMAGE_TOKENS, self.deep.output.coefficient)
+
+    @property
+    def stream(self) -> Form:
+        """What a block returns, or its gradient."""
+        return single_form(Part.ACTIVATIONS, Quantity.PATCHES, self.closing.entry.coefficient)
+
+    @property
+    def deep_entry(self) -> Form:
+        """What is merged behind a block, where its bytes are counted with the next."""
+        apart = self.deep is None or self.deep.tape.storages[self.deep.entry.storage][2] > 0
+        return ZERO if apart else self.stream
 
     def left(self, mode: Mode) -> int:
         """Return the gradients that its backward leaves."""
         blocks = sum(self.blocks[kind].left(mode) * count for kind, count in self.runs)
-        return self.opening.left(mode) + blocks + self.closing.left(mode)
+        deep = 0 if self.deep is None else self.deep.left(mode) * len(self.deep_runs)
+        return self.opening.left(mode) + blocks + deep + self.closing.left(mode)
 
     def played(self, mode: Mode, recomputation: Recomputation) -> PlayedTower:
         """Return what is alive while all parts run forward and backward."""
         way = recomputation if self.again else NOTHING_AGAIN
         blocks = tuple([block.played(mode, way) for block in self.blocks])
-        return PlayedTower(self, self.opening.played(mode), blocks, self.closing.played(mode), mode)
+        deep = None if self.deep is None else self.deep.played(mode)
+        return PlayedTower(self, self.opening.played(mode), blocks, self.closing.played(mode), mode, deep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +181,12 @@ class PlayedTower:
     blocks: tuple[Played, ...]
     closing: Played
     mode: Mode
+    deep: Played | None = None
+
+    @property
+    def deep_saved(self) -> Form:
+        """What all that merges patches for early layers has saved."""
+        return ZERO if self.deep is None else self.deep.saved * len(self.tape.deep_runs)
 
     @property
     def saved(self) -> Form:
@@ -152,13 +194,14 @@ class PlayedTower:
         tower = self.tape
         inside = sum((self.blocks[kind].saved * count for kind, count in tower.runs), self.opening.saved)
         graph = tower.tables + tower.leaf_apart if tower.graph else ZERO
-        return inside + graph + self.closing.saved
+        return inside + graph + self.deep_saved + self.closing.saved
 
     @property
     def carried(self) -> Form:
         """What stays besides until the whole forward ends."""
         blocks = sum((self.blocks[kind].carried * count for kind, count in self.tape.runs), self.opening.carried)
-        return blocks + self.closing.carried
+        deep = ZERO if self.deep is None else self.deep.carried * len(self.tape.deep_runs)
+        return blocks + deep + self.closing.carried
 
     def forward(self, around: Form) -> list[Instant]:
         """Return the moments of forward.
@@ -172,9 +215,13 @@ class PlayedTower:
         moments = [moment.around(before) for moment in self.opening.forward]
         before += tower.held() + leaf + self.opening.saved + self.opening.carried
         left = {kind: part.saved + part.carried for kind, part in enumerate(self.blocks)}
-        places, after = last_places(tower.runs, left, before)
-        for kind, below in places:
-            moments += [moment.around(below) for moment in self.blocks[kind].forward]
+        after = before
+        for run, (kind, count) in enumerate(tower.runs):
+            moments += [moment.around(after + left[kind] * (count - 1)) for moment in self.blocks[kind].forward]
+            after += left[kind] * count
+            if self.deep is not None and run in tower.deep_runs:
+                moments += [moment.around(after + tower.deep_entry) for moment in self.deep.forward]
+                after += self.deep.saved + self.deep.carried + tower.handed
         after -= tower.tokens + tower.held() - (tower.tables if tower.graph else ZERO)
         return moments + [moment.around(after) for moment in self.closing.forward]
 
@@ -191,12 +238,21 @@ class PlayedTower:
         for kind, count in tower.runs:
             below[kind] = below.get(kind, 0) + count
         graph = tower.tables + tower.leaf_apart if tower.graph else ZERO
-        bare = around + self.opening.saved + graph
+        waiting = tower.handed if tower.deep is not None and tower.deep.output.needs_gradient else ZERO
+        bare = around + self.opening.saved + graph + self.deep_saved + waiting * len(tower.deep_runs)
         moments = [moment.around(self._inside(below, bare)) for moment in self.closing.backward]
-        if not tower.graph:
+        if not tower.graph and not tower.deep_runs:
             return moments
         bare += tower.tokens if tower.settings.reads_tokens else ZERO
-        for kind, count in reversed(tower.runs):
+        for run, (kind, count) in reversed([*enumerate(tower.runs)]):
+            if self.deep is not None and tower.deep is not None and run in tower.deep_runs:
+                bare -= self.deep.saved + waiting
+                inside = self._inside(below, bare) + constant_form(Part.GRADIENTS, formed) + tower.deep_entry
+                inside += tower.stream if tower.graph else ZERO
+                moments += [moment.around(inside) for moment in self.deep.backward]
+                formed += tower.deep.left(self.mode)
+            if not tower.graph:
+                continue
             left = tower.blocks[kind].left(self.mode)
             below[kind] -= count
             for position in dict.fromkeys((count, 1)):
@@ -205,6 +261,8 @@ class PlayedTower:
                 inside = self._inside(counts, bare) + gradients
                 moments += [moment.around(inside) for moment in self.blocks[kind].backward]
             formed += left * count
+        if not tower.graph:
+            return moments
         last = bare - self.opening.saved + constant_form(Part.GRADIENTS, formed)
         return moments + [moment.around(last) for moment in self.opening.backward]
 
@@ -227,11 +285,13 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight],
         weights = {
             name: replace(weight, copy_bytes=0) if not weight.coded else weight for name, weight in weights.items()
         }
-    opening = code.opening(settings, _under(weights, code.first, whole=True))
+    first = tuple(part for prefix in code.first for part in _under(weights, prefix, whole=True))
+    opening = code.opening(settings, first)
     own = _under(weights, code.block)
     kinds: list[tuple[bool, bool, int]] = []
     sections: list[Section] = []
     runs: list[tuple[int, int]] = []
+    deep_runs: list[int] = []
     needs, width = opening.output.needs_gradient, opening.output.element_bytes
     if settings.leaf == "block" and (needs or not any(weight.trainable for _, weight in own)):
         settings = replace(settings, leaf="none")
@@ -243,17 +303,24 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight],
             kinds.append(key)
             sections.append(code.inner(settings, own, *key))
         kind = kinds.index(key)
-        if runs and runs[-1][0] == kind:
+        if runs and runs[-1][0] == kind and number - 1 not in settings.shape.deep_blocks:
             runs[-1] = (kind, runs[-1][1] + 1)
         else:
             runs.append((kind, 1))
+        if number in settings.shape.deep_blocks:
+            deep_runs.append(len(runs) - 1)
         needs, width = sections[kind].output.needs_gradient, sections[kind].output.element_bytes
     tower = TowerOnTape(settings, opening, tuple(sections), tuple(runs), opening, again)
     held = tower.held() - (tower.tables if needs else ZERO)
     size = held.coefficient(Part.ACTIVATIONS, Quantity.PATCHES)
     last = tuple(part for prefix in code.last for part in _under(weights, prefix, whole=True))
     closing = code.closing(settings, last, needs, width, size)
-    return replace(tower, closing=closing)
+    if not deep_runs:
+        return replace(tower, closing=closing)
+    merger = _under(weights, "visual.deepstack_merger_list.{}")
+    casts = settings.block.autocast and width != 4
+    deep = deep_section(settings, merger, needs, width, casts or not needs)
+    return replace(tower, closing=closing, deep=deep, deep_runs=tuple(deep_runs))
 
 
 def _under(weights: Mapping[str, Weight], prefix: str, *, whole: bool = False) -> tuple[tuple[str, Weight], ...]:

@@ -99,7 +99,7 @@ def tower_block(settings: TowerSettings, weights: Named, full: bool, needs_gradi
     entry = tape.given(PATCHES, hidden, width, needs_gradient)
     first = normalised(builder, entry, Norm("rms"), "norm1", hidden)
     with tape.alive(first):
-        part = _attention(builder, settings, first, full=full)
+        part = attention(builder, settings, first, full=full)
     x = builder.add(entry, part)
     with tape.alive(x):
         second = normalised(builder, x, Norm("rms"), "norm2", hidden)
@@ -108,7 +108,7 @@ def tower_block(settings: TowerSettings, weights: Named, full: bool, needs_gradi
     return Section(tape, entry, output)
 
 
-def _attention(builder: Builder, settings: TowerSettings, x: Value, *, full: bool) -> Value:
+def attention(builder: Builder, settings: TowerSettings, x: Value, *, full: bool) -> Value:
     """Return attention of patches, whose query and key are rotated in fp32."""
     tape, hidden = builder.tape, settings.shape.hidden_size
     fused = linear(builder, x, "attn.qkv", 3 * hidden)

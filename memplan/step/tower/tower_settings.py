@@ -16,6 +16,12 @@ from memplan.values import dataclass
 ROW_AND_COLUMN_BYTES = 16
 """Of a patch: its row and its column, in 64 bits each."""
 
+TAPS = 4
+"""Learned positions that one of a patch lies between."""
+
+TAP_BYTES = TAPS * (8 + 4)
+"""Of a patch: their places, in 64 bits each, and their shares, in fp32."""
+
 MASK_BYTES = 1
 """Of a token: whether it is of an image."""
 
@@ -110,7 +116,9 @@ def tower_settings(
         text_bytes=block.residual_bytes,
         patch_bytes=patches.element_bytes,
         stream_bytes=stream,
-        leaf="none" if patches.trainable else _leaf(setup, states),
+        leaf="none"
+        if patches.trainable or shape.kind == "stacked"
+        else _leaf(setup, states),  # no ``_input_embed_layer``
         by_layer=setup.stack.input_gradients == "trained-layers",
         ahead=ahead,
         reads_tokens=reads_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ class ChosenRows(TorchDispatchMode):
     Source:
         aten/src/ATen/native/IndexingUtils.h, ``expandTensors``: a mask becomes its ``nonzero`` (v2.13.0).
     """
+
+    counted: ClassVar[dict[int, int]] = {}
+    """Storage of a mask -> how many it chooses, where that is known."""
 
     def __init__(self, answer_length: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +49,8 @@ class ChosenRows(TorchDispatchMode):
         """Return the positions of a mask's true elements, one tensor for each dimension, which share a storage."""
         if mask is None or mask.dtype != torch.bool:
             return (mask,)
-        found = torch.empty((self._chosen(mask), mask.dim()), dtype=torch.long, device=mask.device)
+        count = self.counted.get(mask.untyped_storage()._cdata) or self._chosen(mask)
+        found = torch.empty((count, mask.dim()), dtype=torch.long, device=mask.device)
         return tuple(found.unbind(1))
 
 

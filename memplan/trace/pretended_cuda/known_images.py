@@ -10,7 +10,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -20,7 +20,12 @@ from torch import Tensor
 
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import TowerShape
+from memplan.step.kernels.image_rows import image_sizes
+from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
 from memplan.training.resolved import TrainingSetup
+
+POSITION_TAPS = 4
+"""Learned positions that one of a patch lies between."""
 
 POSITION_AXES = 3
 """Of a token: its time, its row, its column."""
@@ -64,6 +69,16 @@ def image_columns(spec: ModelSpec, setup: TrainingSetup, rows: int) -> dict[str,
         }
 
 
+class _ImageTokens(ChosenRows):  # type: ignore[no-untyped-call]
+    """Chooses images' tokens of what layers return; other masks are none of its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+        if any(isinstance(mask, Tensor) and mask.untyped_storage()._cdata in self.counted for mask in masks):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
     """Let a model of transformers run rows with images on tensors without memory."""
@@ -75,7 +90,8 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
     family = spec.architecture
     code: Any = import_module(f"transformers.models.{family}.modeling_{family}")
     model = next(own for name, own in vars(code).items() if name.endswith("VLModel"))
-    tower = next(own for name, own in vars(code).items() if name.endswith("VisionTransformerPretrainedModel"))
+    towers = ("VisionTransformerPretrainedModel", "VLVisionModel")
+    tower = next(own for name, own in vars(code).items() if name.endswith(towers))
     features, seen = model.get_image_features, tower.forward
 
     def with_grids(self: Any, pixel_values: Tensor, image_grid_thw: Any = None, **options: Any) -> Any:
@@ -89,6 +105,20 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
     def position_ids(grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.empty((int(grid_thw.prod(-1).sum()), 2), dtype=torch.long, device="meta")
 
+    text = next(own for name, own in vars(code).items() if name.endswith("VLTextModel"))
+    add, counted, tokens = getattr(text, "_deepstack_process", None), dict[int, int](), image_sizes(spec, setup)[1]
+
+    def handed(self: Any, hidden_states: Tensor, mask: Tensor, embeds: Tensor) -> Tensor:
+        counted.clear()  # a mask is there as long as layers run, and their backward
+        counted[mask.untyped_storage()._cdata] = tokens * config.micro_batch_size
+        out: Tensor = add(self, hidden_states, mask, embeds)  # type: ignore[misc]
+        return out
+
+    def taps(grid_thw: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        patches = int(grid_thw.prod(-1).sum())
+        places = torch.empty((patches, POSITION_TAPS), dtype=torch.long, device="meta")
+        return places, torch.empty((patches, POSITION_TAPS), device="meta")
+
     def rope_index(_: Any, input_ids: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
         rows, tokens = input_ids.shape
         positions = torch.zeros((POSITION_AXES, rows, tokens), dtype=torch.long, device=input_ids.device)
@@ -99,5 +129,9 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
         mock.patch.object(tower, "forward", seen_by_tower),
         mock.patch.object(model, "get_rope_index", rope_index),
         mock.patch.object(code, "get_vision_position_ids", position_ids),
+        mock.patch.object(code, "get_vision_interpolation_indices_and_weights", taps, create=True),
+        mock.patch.object(ChosenRows, "counted", counted),
+        mock.patch.object(text, "_deepstack_process", handed, create=True),
+        _ImageTokens() if shape.deep_blocks else nullcontext(),
     ):
         yield

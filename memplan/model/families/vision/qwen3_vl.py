@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memplan.model.families.llama_like import qwen3
 from memplan.model.families.vision_towers import TowerParts, text_inside, with_tower
+from memplan.model.tower import TowerShape
 
 if TYPE_CHECKING:
     from memplan.model.families.config_values import ConfigValues
@@ -25,10 +26,25 @@ def model_spec(config: ConfigValues) -> ModelSpec:
     vision = config.part("vision_config", "qwen3_vl_vision")
     parts = tower(vision)
     early = vision.integers("deepstack_visual_indexes")
-    width = parts.hidden * vision.integer("spatial_merge_size", default=2) ** 2
-    add_merger(vision, parts, "deepstack_merger_list.{}", width, len(DEEPSTACK if early is None else early))
+    deep = DEEPSTACK if early is None else tuple(early)
+    merged = vision.integer("spatial_merge_size", default=2)
+    add_merger(vision, parts, "deepstack_merger_list.{}", parts.hidden * merged**2, len(deep))
+    shape = TowerShape(
+        hidden_size=parts.hidden,
+        intermediate_size=parts.inner,
+        blocks=parts.blocks,
+        heads=parts.heads,
+        patch_size=parts.patch,
+        patch_values=parts.channels * vision.integer("temporal_patch_size", default=2) * parts.patch**2,
+        merge=merged,
+        window=1,
+        full_blocks=(),
+        output_size=vision.integer("out_hidden_size", default=3584),
+        kind="stacked",
+        deep_blocks=deep,
+    )
     config.take(vision)
-    return with_tower(config, text_inside(config, "qwen3", qwen3.model_spec), parts, MERGERS)
+    return with_tower(config, text_inside(config, "qwen3", qwen3.model_spec), parts, MERGERS, shape)
 
 
 def tower(vision: ConfigValues) -> TowerParts:
