@@ -195,6 +195,11 @@ CLAMP_ALPHA = 1.702
 """Constants of gpt-oss's clamped SwiGLU: https://github.com/openai/gpt-oss, ``swiglu``."""
 
 
+def squared_relu(run: Runtime, x: Tensor) -> Tensor:
+    """Return ``relu(x) ** 2``; autocast forms powers in fp32."""
+    return torch.square(run.full(F.relu(x)))
+
+
 def activated(x: Tensor, kind: Activation) -> Tensor:
     """Return the activation of ``x``."""
     if kind not in _ACTIVATIONS:
@@ -205,7 +210,6 @@ def activated(x: Tensor, kind: Activation) -> Tensor:
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
-    "relu-squared": lambda x: torch.square(F.relu(x)),
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "gelu-new": partial(F.gelu, approximate="tanh"),

@@ -13,7 +13,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Role
 from memplan.model.spec import Mlp, ModelSpec, Norm
 from memplan.trace.reference.low_rank_adapters import AdapterPart
-from memplan.trace.reference.operations import FusedRotary, activated, gated, rms_norm, rotated
+from memplan.trace.reference.operations import FusedRotary, activated, gated, rms_norm, rotated, squared_relu
 from memplan.trace.reference.run_options import Runtime
 from memplan.trace.reference.weight_storage import Weight
 
@@ -167,7 +167,9 @@ class MlpPart(nn.Module):
         """Return what the feed-forward part adds to the residual stream."""
         kind, kernel = self.part.activation, self.run.options.profile.activation
         result: Tensor
-        if not self.part.gated:
+        if kind == "relu-squared":
+            result = self._down[0](squared_relu(self.run, self._up[0](x)))
+        elif not self.part.gated:
             result = self._down[0](activated(self._up[0](x), kind))
         elif self.part.fused_gate_up:
             gate, up = self._up[0](x).chunk(2, -1)
