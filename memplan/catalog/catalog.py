@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
-from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts, yaml_files
+from memplan.catalog.shipped_entries import BuiltEntries, aliases_of, all_names, indexed, shipped_texts, yaml_files
 from memplan.catalog.shipped_tables import TABLES, ShippedTables
 from memplan.documents.loading import Document, load_document
 from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path
 from memplan.documents.schemas import validate
 from memplan.errors import (
     MOST_EXPLAINED,
-    CatalogError,
     InvalidFileError,
     UnknownNameError,
     match_hint,
@@ -241,22 +240,11 @@ class Catalog:
         parts, origins = shipped_texts(self.root / SECTIONS[section][0])
         added, every = self._user_entries(section, cls, origins), dict(parts)
 
-        def own() -> dict[str, str]:
-            return _index(section, ((name, part.aliases) for name, part in every.items()), origins)
-
-        def index() -> dict[str, str]:
-            cards = [(name, part.card) for name, part in parts.items()] if section == "gpus" else []
-            names = _card_index(cards) | own()
-            if added:
-                cards = [(name, getattr(entry, "name", "")) for name, entry in added.items()]
-                names |= _card_index(cards) if section == "gpus" else {}
-                names |= _index(section, ((n, getattr(e, "aliases", ())) for n, e in added.items()), origins)
-            return {key: name for key, name in names.items() if name in entries}
-
-        taken = own() if added else {}
+        taken = indexed(section, aliases_of(every), origins) if added else {}
         for name in added:
             parts.pop(taken.get(normalised_name(name), name), None)
         entries: Mapping[str, T] = BuiltEntries(cls, parts, added)
+        index = partial(all_names, section, parts, every, added, origins)
         shelf = Shelf(SECTIONS[section][1], section, entries, origins, index)
         if added:
             _ = shelf.names  # what two of a user's entries share is said at once
@@ -320,34 +308,3 @@ def _user_section(
         if not isinstance(data, dict):
             raise InvalidFileError([f"{document.where(keys)}: expected entries by name"])
     return {name: (entry, (*keys, name)) for name, entry in data.items()}
-
-
-def _card_index(cards: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return normalised names of cards, with their vendor and without -> name.
-
-    One that several entries share only begins what is indexed, so that it is refused as ambiguous.
-    """
-    index: dict[str, set[str]] = {}
-    for name, card in cards:
-        for spelling in {card, card.removeprefix("NVIDIA ")} - {""}:
-            index.setdefault(normalised_name(spelling), set()).add(name)
-    return {
-        spelling if len(names) == 1 else spelling + normalised_name(name): name
-        for spelling, names in index.items()
-        for name in names
-    }
-
-
-def _index(section: str, entries: Iterable[tuple[str, Iterable[str]]], origins: Mapping[str, str]) -> dict[str, str]:
-    """Return normalised names and aliases -> name.
-
-    Raises:
-        CatalogError: Two entries share a name or an alias.
-    """
-    index: dict[str, str] = {}
-    for name, aliases in entries:
-        for spelling in (name, *aliases):
-            other = index.setdefault(normalised_name(spelling), name)
-            if other != name:
-                raise CatalogError(f"{origins[name]}: {section}.{name}: {spelling!r} already names {other!r}")
-    return index

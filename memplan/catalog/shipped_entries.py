@@ -1,9 +1,9 @@
-"""Our own entries: texts by name, each parsed and built when it is asked for."""
+"""Our own entries: texts by name, each parsed and built when it is asked for; names and aliases of all entries."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from memplan.documents.loading import parse_document
 from memplan.documents.opening import files_in, is_file, is_folder, read_text
 from memplan.documents.schemas import build
+from memplan.errors import CatalogError, normalised_name
 from memplan.values import dataclass
 
 T = TypeVar("T")
@@ -119,3 +120,57 @@ class BuiltEntries(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _card_index(cards: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return normalised names of cards, with their vendor and without -> name.
+
+    One that several entries share only begins what is indexed, so that it is refused as ambiguous.
+    """
+    index: dict[str, set[str]] = {}
+    for name, card in cards:
+        for spelling in {card, card.removeprefix("NVIDIA ")} - {""}:
+            index.setdefault(normalised_name(spelling), set()).add(name)
+    return {
+        spelling if len(names) == 1 else spelling + normalised_name(name): name
+        for spelling, names in index.items()
+        for name in names
+    }
+
+
+def all_names(
+    section: str,
+    parts: Mapping[str, EntryText],
+    every: Mapping[str, EntryText],
+    added: Mapping[str, Any],
+    origins: Mapping[str, str],
+) -> dict[str, str]:
+    """Return every name of a section, normalised -> its entry: shipped ones that are ``parts`` still, and a user's own."""
+    cards: list[tuple[str, str]] = []
+    own: list[tuple[str, str]] = []
+    if section == "gpus":
+        cards = [(name, part.card) for name, part in parts.items()]
+        own = [(name, entry.name) for name, entry in added.items()]
+    names = _card_index(cards) | indexed(section, aliases_of(every), origins)
+    names |= _card_index(own) | indexed(section, aliases_of(added), origins)
+    return {key: name for key, name in names.items() if name in parts or name in added}
+
+
+def aliases_of(entries: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the names of entries, each with its aliases."""
+    return [(name, getattr(entry, "aliases", ())) for name, entry in entries.items()]
+
+
+def indexed(section: str, entries: Iterable[tuple[str, Iterable[str]]], origins: Mapping[str, str]) -> dict[str, str]:
+    """Return normalised names and aliases -> name.
+
+    Raises:
+        CatalogError: Two entries share a name or an alias.
+    """
+    index: dict[str, str] = {}
+    for name, aliases in entries:
+        for spelling in (name, *aliases):
+            other = index.setdefault(normalised_name(spelling), name)
+            if other != name:
+                raise CatalogError(f"{origins[name]}: {section}.{name}: {spelling!r} already names {other!r}")
+    return index

@@ -124,7 +124,6 @@ def test_there_is_nothing_to_switch_off_without_adapters():
 @pytest.mark.parametrize(
     ("stack", "settings", "way"),
     [
-        ("axolotl", {"method.stage": "reward"}, ".*TRL's own trainer runs it: --stack trl$"),
         ("trl@1.14", {"method.stage": "kto", "micro_batch_size": 2}, ".*its newest version runs it: --stack trl$"),
         ("torchtune", {}, ".* are sft$"),
         ("trl", {"method.stage": "classification"}, ".*transformers' Trainer runs it: --stack transformers$"),
