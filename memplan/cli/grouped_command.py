@@ -182,7 +182,7 @@ def read_plainly(parameters: Iterable[Any]) -> None:
 def _plain(value: Any, param: Any) -> Any:
     """Return the value of a text or of several, or that it is not plain."""
     if value is None:
-        return () if param.multiple else None
+        return () if param.multiple or param.nargs == -1 else None
     about, kind = param.type_descriptor.parameter_info, param.type_descriptor.annotation
     if param.multiple:
         texts = kind == list[str] and all(isinstance(one, str) for one in value)

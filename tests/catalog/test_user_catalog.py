@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_file_adds_an_entry_and_its_aliases(write, catalog):
     assert extended.gpus["my-card"].memory_bytes == 16 * 2**30
     assert len(extended.gpus) == len(catalog.gpus) + 1
     assert list(extended.gpus) == sorted(extended.gpus)
+
+
+def test_a_catalog_can_be_sent_to_another_process(write):
+    extended = with_extra(write("mine.yaml", section(entry("RTX_4090", "garage"))))
+    assert extended.gpus.name_of("garage") == "RTX_4090"
+    for name in SECTIONS:
+        assert dict(pickle.loads(pickle.dumps(extended)).section(name).names) == dict(extended.section(name).names)
 
 
 def test_an_entry_of_the_same_name_overrides_ours_whatever_the_spelling(write, catalog):
