@@ -169,7 +169,12 @@ class PlainValue:
         if known is not _UNSURE:
             return known
         param._runtime_param = None
-        return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
+        try:
+            return param.get_runtime_param().coerce(value, param=param, ctx=ctx)
+        except typer.BadParameter as error:
+            if isinstance(value, str) and repr(value) not in error.message:
+                error.message = f"{error.message}, got {value!r}"
+            raise
 
 
 def read_plainly(parameters: Iterable[Any]) -> None:

@@ -274,6 +274,11 @@ def test_a_wrong_shorthand_says_which_key_it_is(cli):
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", "0", "", "4k", "a\nb", "9" * 30])
+def test_a_number_that_is_refused_is_shown(refused, value):
+    assert f", got {value!r} (see" in refused(*ONE, "-b", value)
+
+
 @pytest.mark.parametrize("option", [("--timeout", "inf"), ("--timeout", "1e400"), ("--synthetic", "9" * 30)])
 def test_no_number_of_a_run_is_beyond_all_bounds(refused, option):
     assert f"Invalid value for '{option[0]}': Input should be less than or equal to" in refused("run", "x.py", *option)
