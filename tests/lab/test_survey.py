@@ -99,6 +99,31 @@ def test_autocast_casts_an_adapter_once(catalog, kind, checkpointing):
     assert dict(verdict(Job(model, training), catalog).differences) == {}
 
 
+NARROW = {
+    "hidden_size": 384,
+    "intermediate_size": 40,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "training"),
+    [
+        ("arcee", {"weights": {"default": "fp32"}}),  # autocast forms the power of a squared ReLU in fp32
+        ("llama", {"weights": {"hidden_matrix": "nf4"}, "adapter": {"targets": ["down_proj", "k_proj"]}}),
+        ("cohere", {"weights": {"default": "fp16"}, "gradients": {"dtype": "fp32"}, "compute_dtype": "fp16"}),
+        ("phi", {"weights": {"default": "fp16"}, "gradients": {"dtype": "fp32"}, "compute_dtype": "fp16"}),
+    ],
+)
+def test_gradients_of_narrow_layers_come_and_go_as_in_autograd(catalog, family, training):
+    """What is alive between two products decides, where feed-forward parts are no wider than the model."""
+    model = {"model_type": family, "max_position_embeddings": 1024, **NARROW}
+    job = Job(model, {"description": "test", "micro_batch_size": 2, "sequence_length": 512, **training})
+    assert dict(verdict(job, catalog).differences) == {}
+
+
 SMALL = {
     "model_type": "mistral",
     "hidden_size": 64,
