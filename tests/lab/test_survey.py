@@ -99,28 +99,24 @@ def test_autocast_casts_an_adapter_once(catalog, kind, checkpointing):
     assert dict(verdict(Job(model, training), catalog).differences) == {}
 
 
-NARROW = {
-    "hidden_size": 384,
-    "intermediate_size": 40,
-    "num_attention_heads": 6,
-    "num_hidden_layers": 2,
-    "vocab_size": 97,
-}
+NARROW = {"num_hidden_layers": 1, "vocab_size": 1000, "max_position_embeddings": 1024, "tie_word_embeddings": False}
+WIDE_GRADIENTS = {"weights": {"default": "fp16"}, "gradients": {"dtype": "fp32"}, "compute_dtype": "fp16"}
 
 
 @pytest.mark.parametrize(
-    ("family", "training"),
+    ("family", "sizes", "training"),
     [
-        ("arcee", {"weights": {"default": "fp32"}}),  # autocast forms the power of a squared ReLU in fp32
-        ("llama", {"weights": {"hidden_matrix": "nf4"}, "adapter": {"targets": ["down_proj", "k_proj"]}}),
-        ("cohere", {"weights": {"default": "fp16"}, "gradients": {"dtype": "fp32"}, "compute_dtype": "fp16"}),
-        ("phi", {"weights": {"default": "fp16"}, "gradients": {"dtype": "fp32"}, "compute_dtype": "fp16"}),
+        ("arcee", (384, 1024, 6, 2), {"weights": {"default": "fp32"}}),  # autocast forms powers in fp32
+        ("llama", (384, 40, 6, 2), {"weights": {"hidden_matrix": "nf4"}, "adapter": {"targets": ["down_proj"]}}),
+        ("cohere", (1280, 257, 8, 8), WIDE_GRADIENTS),  # without a bias
+        ("phi", (1280, 257, 8, 8), WIDE_GRADIENTS),  # with one
     ],
 )
-def test_gradients_of_narrow_layers_come_and_go_as_in_autograd(catalog, family, training):
+def test_gradients_of_narrow_layers_come_and_go_as_in_autograd(catalog, family, sizes, training):
     """What is alive between two products decides, where feed-forward parts are no wider than the model."""
-    model = {"model_type": family, "max_position_embeddings": 1024, **NARROW}
-    job = Job(model, {"description": "test", "micro_batch_size": 2, "sequence_length": 512, **training})
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    model = {"model_type": family, **dict(zip(keys, sizes, strict=True)), **NARROW}
+    job = Job(model, {"description": "test", "micro_batch_size": 1, "sequence_length": 512, **training})
     assert dict(verdict(job, catalog).differences) == {}
 
 

@@ -47,6 +47,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
             packs=x.needs_gradient or weight.trainable,
             product=True,
             matrices=bias is None,
+            stores_first=bias is not None and copy is None and not keeps,
             custom=keeps,
             reduces=bias_sum(x, bias),
         ),

@@ -73,6 +73,11 @@ class Traits(NamedTuple):
     custom: bool = False  # Whether it is a function written in Python, which saves its tensors when it is done
     matrices: bool = False  # Whether it is the product of two matrices and nothing else (``aten.mm``)
     adds_bias: bool = False  # Whether the kernel of its product adds a bias that is not among its weights
+    # Whether gradients of its weights, the last one's first, are stored before that of its input is added to others, as
+    # those of a product with a bias are that no copies stand for. Without one, the input is flattened after the weight
+    # has been transposed, and of the nodes that are ready autograd runs the one recorded last (``_flatten_nd_linear`` in
+    # aten/src/ATen/native/Linear.cpp, ``CompareNodeTaskTime`` in torch/csrc/autograd/engine.h, v2.13.0).
+    stores_first: bool = False
     batched: bool = False  # Whether it is products of stacked matrices (``aten.bmm``)
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
     # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
@@ -109,18 +114,6 @@ class Node:
         """
         alone = len(self.weights) == 1 and not self.traits.custom
         return alone and self.weights[0].is_matrix and not self.weights[0].coded
-
-    @property
-    def stores_first(self) -> bool:
-        """Whether weights' gradients are stored before that of the input is added to others, as of a product with a bias.
-
-        Without one, the input is flattened after the weight has been transposed, so that autograd hands on its gradient first.
-
-        Source:
-            ``linear`` and ``_flatten_nd_linear`` in aten/src/ATen/native/Linear.cpp, ``CompareNodeTaskTime`` in
-            torch/csrc/autograd/engine.h (v2.13.0): of nodes that are ready, the one recorded last runs.
-        """
-        return len(self.weights) == 2 and self.traits.product and not self.traits.custom
 
 
 @dataclass(slots=True, eq=False)
