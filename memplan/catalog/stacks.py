@@ -235,10 +235,11 @@ class Stack:
     # Kernels that it lets torch's attention choose among, the one that comes first first, where its ``attention`` is
     # ``auto``; nothing is all of them in torch's own order.
     attention_order: tuple[AttentionKernel, ...] = ()
-    shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one
+    shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one, and replicas are so
     # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
     # which all that trains is cast to.
     saved_modules: Literal["weights", "adapters"] = "weights"
+    quantised_towers: bool = True  # Whether a vision tower and its projector are quantised with the text model
     name: str = ""  # Its name, put in where it is looked up
     version: str = ""  # The version of the library that is described, put in likewise
 

@@ -30,14 +30,11 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     Raises:
         CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
     """
-    where = f"{setup.name}: model: {model.spec.name} has a vision tower that rows of text do not pass through:"
-    parallel = setup.config.parallel
-    plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
-    if parallel.zero_stage and not (plain and model.spec.architecture not in UNWRAPPED):
-        replicas = "replicas are (parallel.zero_stage: 0)"
-        raise CannotAnswerError(f"{where} sharding it so is not modelled; {replicas}")
-    if setup.scores:
-        raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
+    parallel, images = setup.config.parallel, setup.config.images
+    passed = "" if images.per_row else " that rows of text do not pass through"
+    where = f"{setup.name}: model: {model.spec.name} has a vision tower{passed}:"
+    if not images.per_row:
+        _refuse_idle_tower(where, model, setup)
     if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
         raise CannotAnswerError(
             f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
@@ -61,7 +58,7 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
             f"{where} {label} runs it ahead of the forward, out of autocast, which is not modelled for weights in {setup.loaded_float}; "
             f"use weights: {setup.config.compute_dtype}"
         )
-    if setup.config.images.per_row:
+    if images.per_row:
         return _with_images(model, setup)
     tower = [tensor for tensor in model.inventory if not tensor.used]
     shown = _shows_image(model, setup)
@@ -87,6 +84,16 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     return noted(model, note)
 
 
+def _refuse_idle_tower(where: str, model: Model, setup: TrainingSetup) -> None:
+    """Raise for a tower without images that is sharded as was not read, or has a head of scores behind it."""
+    parallel = setup.config.parallel
+    plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
+    if parallel.zero_stage and not (plain and model.spec.architecture not in UNWRAPPED):
+        raise CannotAnswerError(f"{where} sharding it so is not modelled; replicas are (parallel.zero_stage: 0)")
+    if setup.scores:
+        raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
+
+
 def _shows_image(model: Model, setup: TrainingSetup) -> bool:
     """Tell whether a batch without images gets one of the library's own.
 
@@ -108,9 +115,10 @@ def _trains_shown(tower: Sequence[ParameterTensor], model: Model, setup: Trainin
 
 def _trains_idle(tensor: ParameterTensor, model: Model, setup: TrainingSetup) -> bool:
     """Tell whether a tensor that no row passes through, or an adapter on it, is to be trained."""
-    adapter = setup.config.adapter
+    adapter, tower = setup.config.adapter, model.spec.tower
+    assert tower is not None
     if adapter is None:
-        return setup.stack.vision == "as-language" and setup.config.images.tower != "frozen"
+        return setup.stack.vision == "as-language" and not _is_frozen(tensor, tower.projector, setup.config.images)
     return is_adapted(tensor, adapter, model.spec.tower)
 
 
@@ -220,8 +228,10 @@ def _unmodelled_images(model: Model, setup: TrainingSetup) -> Iterator[str]:
         yield f"not modelled for stack {stack.name}; transformers and trl are, say; or plan rows of text (images.per_row: 0)"
     if config.adapter is not None and "trained" in (images.tower, images.projector):
         yield "a tower that is trained whole beside adapters is not modelled; adapter.vision says whether it has adapters"
-    if config.parallel != Parallel():
-        yield "not modelled on several GPUs; plan one (parallel.data: 1), or rows of text"
+    if config.parallel.gpus > 1:
+        yield "not modelled on several GPUs; plan one (--gpus 1), or rows of text"
+    elif replace(config.parallel, unused_parameters=None) != Parallel():
+        yield "not modelled with an engine for several GPUs; leave parallel out, or plan rows of text"
     if config.method.stage != "sft":
         yield f"not modelled for method.stage {config.method.stage}; sft is"
     if config.freeze != ALL_TRAIN:

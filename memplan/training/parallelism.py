@@ -154,6 +154,12 @@ def parallel_refusals(
         yield from _when_divided(config, profile, stack)
         yield from _when_parallel(config, formats)
         yield from _when_grouped(parallel)
+        if stack.shards_alone and parallel.zero_stage == 0 and parallel.tensor * parallel.pipeline == 1:
+            text = (
+                f"0 is not modelled for {stack.label}, which wraps replicas in fully_shard too, over groups of one, and not in "
+                "DistributedDataParallel; use 3, as --gpus N does"
+            )
+            yield ("parallel", "zero_stage"), text
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, optimizers, stack, whole)
             if not parallel.reshard_after_forward and (refused := staying_refusal(config, stack)):

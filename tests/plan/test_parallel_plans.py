@@ -238,6 +238,7 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
         ({"parallel": Parallel(pipeline=2)}, "pipeline parallelism"),
         ({"parallel": Parallel(context=2)}, "context parallelism"),
         ({"parallel": Parallel(expert=2)}, "expert parallelism"),
+        ({"stack": "torchtitan", "parallel": Parallel(8)}, "wraps replicas in fully_shard too"),
         ({"parallel": Parallel(8), **CODED}, "q4-0 cannot be trained on several GPUs"),
         ({"parallel": Parallel(8), "gradients": Gradients(lifetime="layer")}, "use step"),
         ({"parallel": Parallel(8), "gradients": Gradients(dtype="fp8-e4m3")}, "reduce gradients in bf16"),

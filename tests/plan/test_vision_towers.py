@@ -31,6 +31,8 @@ COMPOSITE = Kernels(adapters="composite")
 EIGHT_BIT = {"default": "bf16", "hidden_matrix": "llm-int8"}
 FULL = TrainingConfig("test", stack="transformers")
 ADAMW = {"default": "adamw-fp32"}
+IMAGE = Images(per_row=1, height=280, width=280)
+FOUR_BIT = {"default": "bf16", "hidden_matrix": "nf4-dq"}
 
 
 def compiled(config, model="qwen2.5-vl-7b"):
@@ -121,13 +123,25 @@ def test_a_frozen_tower_stays_in_the_dtype_that_it_was_loaded_in():
         (replace(LORA, stack="axolotl"), "lora_qkv_kernel: false"),
         (replace(LORA, stack="axolotl", kernels=COMPOSITE, weights=EIGHT_BIT), "LLM.int8"),
         (replace(FULL, parallel=Parallel(data=8)), "without gradients"),
+        (replace(FULL, parallel=Parallel(data=8), images=Images(tower="frozen")), "without gradients"),
         (replace(LORA, parallel=Parallel(data=8)), "adapter.vision: false"),
+        (replace(LORA, parallel=Parallel(data=8, zero_stage=3), images=IMAGE), "images: not modelled on several GPUs"),
         (replace(LORA, parallel=Parallel(data=8, zero_stage=3)), "sharding"),
     ],
 )
 def test_what_is_not_modelled_is_refused(config, reason):
     with pytest.raises(CannotAnswerError, match=reason):
         compiled(config)
+
+
+def test_ms_swift_leaves_a_tower_out_of_what_it_quantises():
+    swift = TrainingConfig("test", stack="ms-swift", adapter=Adapter(rank=8), weights=FOUR_BIT)
+    theirs, others = compiled(swift).states, compiled(replace(swift, stack="llama-factory")).states
+    stored = [
+        sum(e.weight_bytes * e.tensor.count for e in s.tensors if "visual" in e.tensor.name) for s in (theirs, others)
+    ]
+    assert stored[0] == 2 * TOWER
+    assert stored[0] - stored[1] == theirs.weight_bytes - others.weight_bytes > TOWER
 
 
 def test_a_frozen_tower_is_replicated():

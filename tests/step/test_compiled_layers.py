@@ -73,9 +73,14 @@ def test_compiled_layers_need_less_than_the_same_without_a_compiler():
     [
         ({"kernels": {"attention": "math"}}, "kernels.attention: math"),
         ({"sequence_length": 2047}, "no multiples of 8"),
+        ({"kernels": {"attention": "cudnn", "loss": "token-chunks"}}, "kernels.loss: token-chunks"),
+        ({"kernels": {"attention": "cudnn", "activation": "fused"}}, r"\(kernels.activation\)"),
+        ({"gradients": {"dtype": "fp32"}}, "gradients in a dtype of their own"),
+        ({"weights": {"default": "bf16", "norm": "fp32"}}, "weights in several dtypes"),
+        ({"dropout": 0.1}, "dropout"),
         ({"compute_dtype": "fp32", "weights": {"default": "fp32"}}, "anything but products in bf16"),
         ({"stack": "plain-loop"}, "compile: layers is not modelled for llama under stack plain-loop"),
-        ({"evaluation": True}, "evaluation is not modelled"),
+        ({"evaluation": True}, "not modelled with evaluation"),
     ],
 )
 def test_what_was_not_read_is_refused(more, said):

@@ -649,7 +649,6 @@ def test_an_older_file_of_torchtitan_is_read_as_the_oldest_that_was(tmp_path, ve
     [
         ("[parallelism]\ntensor_parallel_degree = 2", "parallelism.tensor_parallel_degree"),
         ("[parallelism]\npipeline_parallel_degree = 2", "parallelism.pipeline_parallel_degree"),
-        ("[compile]\nenable = true", "compile.enable"),
         (
             "[parallelism]\ndata_parallel_shard_degree = 1\ndata_parallel_replicate_degree = 8",
             "parallelism.data_parallel_shard_degree",

@@ -22,6 +22,10 @@ Orders = tuple[Schedule, ...]
 """Of a layer's forward, and of its backward."""
 
 KERNELS = ("flash", "cudnn", "flex")
+LOSSES = ("fp32", "chunked-backward")
+"""Those of torchtitan's own, which it compiles."""
+FUSED_KERNELS = ("norm", "rotary", "activation")
+"""Operations of which a compiler makes kernels of its own."""
 ALIGNED = 8
 """Elements of 16 bits that rows of products are a multiple of, or the compiler times whether longer ones are faster
 (``get_alignment_size`` in torch/_inductor/fx_passes/pad_mm.py, v2.13.0)."""
@@ -59,40 +63,44 @@ def refuse_compiled_layers(spec: ModelSpec, setup: TrainingSetup) -> None:
     Raises:
         CannotAnswerError: Another stack, family, dtype, kernel or layout.
     """
-    config, parallel = setup.config, setup.config.parallel
+    config, parallel, profile = setup.config, setup.config.parallel, setup.profile
     if setup.stack.name != "torchtitan" or spec.architecture != "llama":
         raise CannotAnswerError(
             f"compile: layers is not modelled for {spec.architecture} under stack {setup.stack.name}; what is: llama under torchtitan; "
             "with compile: none the answer is that of the same step without a compiler"
         )
-    kernels = ", ".join(KERNELS)
-    narrow = setup.config.compute_dtype == "bf16" and (is_sharded(parallel) or not setup.autocast)
+    kernels, (heads, fed) = ", ".join(KERNELS), _parts(spec)
+    narrow = config.compute_dtype == "bf16" and (is_sharded(parallel) or not setup.autocast)
+    own = [name for name in FUSED_KERNELS if getattr(profile, name) != getattr(setup.stack.kernels, name)]
     refused = {
         "adapters": config.adapter is not None,
         "anything but products in bf16, with weights in bf16 or in shards": not narrow,
         "matrices that GPUs share, or pipelines": parallel.tensor * parallel.pipeline * parallel.context > 1,
         "checkpointing of some layers only": config.checkpointed_layers != CheckpointedLayers(),
         "gradients that are released layer by layer": config.gradients.lifetime != "step",
+        "gradients in a dtype of their own": config.gradients.dtype is not None,
+        "weights in several dtypes": len({*setup.format_names.values()}) > 1,
+        "dropout": bool(config.dropout),
+        "projections with biases": heads.qkv_bias or heads.output_bias or fed.bias,
         "evaluation": config.evaluation,
-        f"kernels.attention: {setup.profile.attention} (modelled: {kernels})": setup.profile.attention not in KERNELS,
+        f"kernels.attention: {profile.attention} (modelled: {kernels})": profile.attention not in KERNELS,
+        f"kernels.loss: {profile.loss} (modelled: {', '.join(LOSSES)})": profile.loss not in LOSSES,
+        f"another choice of what the compiler fuses ({', '.join(f'kernels.{name}' for name in own)})": bool(own),
     }
     shape = layer_shape(spec, setup)
-    sizes = (shape.hidden, shape.inner, shape.query, shape.key, config.micro_batch_size * config.sequence_length)
-    refused[f"widths and tokens that are no multiples of {ALIGNED}, which the compiler may pad,"] = any(
-        size % ALIGNED for size in sizes
-    )
+    tokens = config.micro_batch_size * config.sequence_length
+    sizes = (shape.hidden, shape.inner, shape.query, shape.key, shape.head_dim, tokens)
+    refused[f"padding of widths or tokens that are no multiples of {ALIGNED}"] = any(size % ALIGNED for size in sizes)
     for what in (what for what, found in refused.items() if found):
         raise CannotAnswerError(
-            f"compile: layers: {what} is not modelled; memplan trace --stack torchtitan --set compile=layers runs torchtitan's own "
+            f"compile: layers: not modelled with {what}; memplan trace --stack torchtitan --set compile=layers runs torchtitan's own "
             "compiled layers, and with compile: none the answer is that of the same step without a compiler"
         )
 
 
 def layer_shape(spec: ModelSpec, setup: TrainingSetup) -> LayerShape:
     """Return what the programs of a model's layers depend on, which are all alike."""
-    heads, fed = spec.runs[0].layer.attention, spec.runs[0].layer.feed_forward
-    assert isinstance(heads, Attention)
-    assert isinstance(fed, Mlp)
+    heads, fed = _parts(spec)
     return LayerShape(
         spec.hidden_size,
         fed.intermediate_size,
@@ -106,6 +114,14 @@ def layer_shape(spec: ModelSpec, setup: TrainingSetup) -> LayerShape:
         setup.profile.attention,
         setup.checkpointing,
     )
+
+
+def _parts(spec: ModelSpec) -> tuple[Attention, Mlp]:
+    """Return both parts of a layer."""
+    heads, fed = spec.runs[0].layer.attention, spec.runs[0].layer.feed_forward
+    assert isinstance(heads, Attention)
+    assert isinstance(fed, Mlp)
+    return heads, fed
 
 
 def layer_orders(spec: ModelSpec, setup: TrainingSetup, batch: int, length: int) -> Orders:

@@ -54,7 +54,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
     own, added = with_saved_alone(held(inventory, setup), setup), held(adapters, setup)
-    narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup)
+    narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
     steppers = (
@@ -194,12 +194,26 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
         tensor.name.removesuffix("weight")
         for tensor in own
         if tensor.used
+        and (setup.stack.quantised_towers or not tensor.name.startswith(TOWER_PARTS))
         and (not fused or tensor.name.startswith(TOWER_PARTS))
         and tensor.role == "hidden_matrix"
         and stored_format(setup, tensor)[0] not in FLOAT_BYTES
     }
     biases = (tensor for tensor in own if tensor.role == "bias" and tensor.name.removesuffix("bias") in coded)
     return {tensor.name: tensor_states(cast, tensor, frozen=True) for tensor in biases}
+
+
+def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
+    """Return the states of a tower's matrices where these stay floats beside codes, by name.
+
+    Source:
+        ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0).
+    """
+    if setup.stack.quantised_towers or setup.format_names["hidden_matrix"] in FLOAT_BYTES:
+        return {}
+    loaded = setup.with_floats({"hidden_matrix": setup.loaded_float})
+    matrices = (tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(TOWER_PARTS))
+    return {tensor.name: tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
 
 
 def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:

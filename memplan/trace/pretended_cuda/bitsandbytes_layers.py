@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from memplan.step.states.parallel_shards import is_sharded, shards_codes
 from memplan.trace.reference.run_options import TORCH_DTYPES
+from memplan.training.adapters import TOWER_PARTS
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -67,7 +68,8 @@ def quantised(model: Any, setup: TrainingSetup) -> Any:
     from transformers.quantizers.base import get_keys_to_not_convert
 
     options = bitsandbytes_options(setup)
-    kept = get_keys_to_not_convert(model)
+    kept = [*get_keys_to_not_convert(model)]
+    kept += [] if setup.stack.quantised_towers else [part.removesuffix(".") for part in TOWER_PARTS]
     biases = {path: module.bias for path, module in model.named_modules() if getattr(module, "bias", None) is not None}
     model = replace_with_bnb_linear(model, kept, options)
     for path, layer in list(model.named_modules()):

@@ -165,7 +165,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         planned = f"planned of it are {', '.join(stack.stages)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
     elif whole and config.kernels.loss not in (None, "log-probabilities"):
-        there = f", there {stack.keys['kernels.loss']}" if "kernels.loss" in stack.keys else ""
+        keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
+        there = f", there {', '.join(keys)}" if keys else ""
         text = f"{config.kernels.loss} is not what preferences are compared by in what is modelled of {stack.label}; leave it out{there}"
         yield ("kernels", "loss"), text
     elif softmax and stage in UNREFERRED and config.method.chosen_nll:
