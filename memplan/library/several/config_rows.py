@@ -106,7 +106,7 @@ class Fit(Answer):
         """Raise where nothing can be planned.
 
         Raises:
-            MemplanError: The last config's reason.
+            MemplanError: The first config's reason.
         """
         if not self._ways and not self._planned[0]:
             raise CannotAnswerError("no shipped config can be planned")
@@ -239,21 +239,22 @@ def _plans(
     """Return plans of the shipped configs, why others cannot be planned, and what was set in some for the device.
 
     Raises:
-        MemplanError: None can be planned; the last one's reason.
+        MemplanError: None can be planned; the reason of the first, bf16-adamw among those that are shipped.
     """
     plans: list[MemoryPlan] = []
+    refused: list[MemplanError] = []
     reasons: dict[str, str] = {}
     settings: dict[str, tuple[str, ...]] = {}
-    names = list(inputs.catalog.configs)
-    for name in names:
+    for name in inputs.catalog.configs:
         try:
             setup, own = _suited(name, inputs, model, device)
             plans.append(CompiledPlan(model, setup).evaluate(device))
             settings |= {name: own} if own else {}
         except MemplanError as error:
-            if name == names[-1] and not plans:
-                raise
+            refused.append(error)
             reasons[name] = "; ".join(str(error).splitlines())
+    if refused and not plans:
+        raise refused[0]
     if inputs.gpus > 1 and reasons:
         line = "not planned with zero_stage 3; --config NAME says why, --set parallel.zero_stage=0 replicates"
         return plans, (f"{', '.join(reasons)}: {line}",), settings
