@@ -26,6 +26,7 @@ from tests.survey.stacks.drawn_grids import (
     offloaded_job,
     piped_job,
     replicated_job,
+    sharded_job,
     staying_job,
 )
 from tests.survey.stacks.drawn_own_models import OWN_MODELS
@@ -52,6 +53,7 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
     "some_layers": ("jobs that checkpoint some layers only, which is drawn", layered_job),
     "experts": ("jobs of mixtures of experts, which are drawn", mixed_job),
     "compiled": ("jobs whose layers torch compiles", compiled_job),
+    "some_sharded": ("jobs of which every other one is over shards, GPUs and dtype of weights drawn", sharded_job),
     "hsdp": ("jobs of groups of GPUs that each divide everything, groups and GPUs drawn", replicated_job),
     "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
 }

@@ -47,6 +47,18 @@ def layered_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, training))
 
 
+def sharded_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job that is every other time over shards, of weights in fp32 as a rule where products are in bf16."""
+    rng, model, training = Random(f"memplan shards {seed} {number}"), dict(job.job.model), dict(job.job.training)
+    if number % 2:
+        return job
+    model["tie_word_embeddings"] = False
+    training["parallel"] = {"data": rng.choice((2, 3, 8, 64)), "zero_stage": 3}
+    if training["compute_dtype"] == "bf16" and rng.random() < 0.7:
+        training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+    return replace(job, job=Job(model, training))
+
+
 def mixed_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job of a mixture of experts in bf16, its experts drawn; two of three are over shards."""
     rng, model, training = Random(f"memplan experts {seed} {number}"), dict(job.job.model), dict(job.job.training)

@@ -35,9 +35,9 @@ from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
-from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.titan.torchtitan_steps import run_steps
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 
@@ -60,10 +60,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             around.enter_context(pretended_compiler(inputs.compute_capability))
         model, dims = _parallelized(_built(inputs.model.spec, setup), setup, recorder, around)
         trainer = _Trainer(model, setup, recorder, dims)
-        with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
-            for _ in range(STEPS):
-                recorder.next_step()
-                trainer.step()
+        run_steps(trainer.step, recorder)
     compiled = (COMPILED_NOTE,) if setup.config.compile == "layers" else ()
     return StackRun("torchtitan's llama3", inputs.model.spec.vocab_size, compiled)
 
