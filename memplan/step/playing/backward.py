@@ -192,7 +192,7 @@ class _Backward:
             self.live.release_all(arrived)
         if not node.traits.stores_first:
             self._accumulate_all(node, formed)
-        for weight, gradient in reversed(trained) if node.traits.stores_first else trained:
+        for weight, gradient in trained:
             if not weight.coded:
                 self.store(node, weight, gradient)
         if node.traits.stores_first:
