@@ -35,6 +35,35 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     where = f"{setup.name}: model: {model.spec.name} has a vision tower{passed}:"
     if not images.per_row:
         _refuse_idle_tower(where, model, setup)
+    _refuse_unfollowed_tower(where, model, setup)
+    if images.per_row:
+        return _with_images(model, setup)
+    tower = [tensor for tensor in model.inventory if not tensor.used]
+    shown = _shows_image(model, setup)
+    if shown and _trains_shown(tower, model, setup):
+        raise CannotAnswerError(
+            f"{where} {setup.stack.label} puts an image of its own into a batch without any, which trains it; say images.per_row: 1, and images.pixels"
+        )
+    if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, model, setup) for tensor in tower):
+        instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
+        raise CannotAnswerError(
+            f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"
+        )
+    note = (
+        f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
+        "with images need more, for patches, the tower's activations and the tokens that images become"
+    )
+    if plans_images(model.spec, setup.stack):
+        note += " (images.per_row: 1 plans them)"
+    if shown:
+        note += "; an image of its own, of 64 x 64 pixels at most or of the tower's one size, that it puts into a batch without any is not counted"
+    if parallel.zero_stage:
+        note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
+    return noted(model, note)
+
+
+def _refuse_unfollowed_tower(where: str, model: Model, setup: TrainingSetup) -> None:
+    """Raise for a tower whose way through a stack's own code was not followed."""
     if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
         raise CannotAnswerError(
             f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
@@ -58,30 +87,6 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
             f"{where} {label} runs it ahead of the forward, out of autocast, which is not modelled for weights in {setup.loaded_float}; "
             f"use weights: {setup.config.compute_dtype}"
         )
-    if images.per_row:
-        return _with_images(model, setup)
-    tower = [tensor for tensor in model.inventory if not tensor.used]
-    shown = _shows_image(model, setup)
-    if shown and _trains_shown(tower, model, setup):
-        raise CannotAnswerError(
-            f"{where} {label} puts an image of its own into a batch without any, which trains it; say images.per_row: 1, and images.pixels"
-        )
-    if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, model, setup) for tensor in tower):
-        instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
-        raise CannotAnswerError(
-            f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"
-        )
-    note = (
-        f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
-        "with images need more, for patches, the tower's activations and the tokens that images become"
-    )
-    if plans_images(model.spec, setup.stack):
-        note += " (images.per_row: 1 plans them)"
-    if shown:
-        note += "; an image of its own, of 64 x 64 pixels at most or of the tower's one size, that it puts into a batch without any is not counted"
-    if parallel.zero_stage:
-        note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
-    return noted(model, note)
 
 
 def _refuse_idle_tower(where: str, model: Model, setup: TrainingSetup) -> None:

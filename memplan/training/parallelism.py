@@ -146,20 +146,13 @@ def parallel_refusals(
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.gpus == 1:
-        yield (
-            ("parallel", "zero_stage"),
-            "3 is not supported with one GPU, which has nothing to share; set parallel.data",
-        )
+        text = "3 is not supported with one GPU, which has nothing to share; set parallel.data"
+        yield ("parallel", "zero_stage"), text
     elif parallel.gpus > 1:
         yield from _when_divided(config, profile, stack)
         yield from _when_parallel(config, formats)
         yield from _when_grouped(parallel)
-        if stack.shards_alone and parallel.zero_stage == 0 and parallel.tensor * parallel.pipeline == 1:
-            text = (
-                f"0 is not modelled for {stack.label}, which wraps replicas in fully_shard too, over groups of one, and not in "
-                "DistributedDataParallel; use 3, as --gpus N does"
-            )
-            yield ("parallel", "zero_stage"), text
+        yield from _when_replicas(parallel, stack)
         if parallel.zero_stage == 3:
             yield from _when_sharded(config, profile, formats, optimizers, stack, whole)
             if not parallel.reshard_after_forward and (refused := staying_refusal(config, stack)):
@@ -281,6 +274,16 @@ def _when_flat(config: TrainingConfig, formats: Mapping[Role, str], optimizers: 
             yield ("optimizer",), text
 
 
+def _when_replicas(parallel: Parallel, stack: Stack) -> Problems:
+    """Yield that a stack has no replicas, where they are asked for."""
+    if stack.shards_alone and parallel.zero_stage == 0 and parallel.tensor * parallel.pipeline == 1:
+        text = (
+            f"0 is not modelled for {stack.label}, which wraps replicas in fully_shard too, over groups of one, and not in "
+            "DistributedDataParallel; use 3, as --gpus N does"
+        )
+        yield ("parallel", "zero_stage"), text
+
+
 def _when_sharded(
     config: TrainingConfig,
     profile: KernelProfile,
@@ -291,9 +294,10 @@ def _when_sharded(
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
+    instead = "use one GPU" if stack.shards_alone else INSTEAD
     coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
     if coded and not (stack.sharded_units in ("accelerate", "axolotl") and set(coded).issubset(whole)):
-        yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {INSTEAD}"
+        yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {instead}"
     elif coded and stack.sharded_units == "axolotl":
         yield from _when_codes_are_shards(config)
     if len(set(formats.values())) > 1 and config.adapter is None:
@@ -302,31 +306,29 @@ def _when_sharded(
         text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
         yield ("master_weights",), text
     if config.adapter is not None and stack.sharded_units == "accelerate" and profile.loss == "fused-linear":
-        text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {INSTEAD}"
+        text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {instead}"
         yield ("kernels", "loss"), text
     if not config.parallel.reshard_after_forward and stack.sharded_units == "own-root":
-        yield (
-            ("parallel", "reshard_after_forward"),
-            f"false is not modelled for {stack.name}; leave it out, or {INSTEAD}",
-        )
+        text = f"false is not modelled for {stack.name}; leave it out, or {instead}"
+        yield ("parallel", "reshard_after_forward"), text
     if config.adapter is not None and stack.sharded_units == "own-root":
-        text = f"adapters with zero_stage 3 are not modelled for {stack.name}, whose FSDP2 engine makes each of their matrices a unit; {INSTEAD}"
+        text = f"adapters with zero_stage 3 are not modelled for {stack.name}, whose FSDP2 engine makes each of their matrices a unit; {instead}"
         yield ("adapter",), text
     if config.adapter is not None and stack.own_models:
-        yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {INSTEAD}"
+        yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {instead}"
     if config.adapter is not None and config.adapter.modules_to_save:
-        yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {INSTEAD}"
+        yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {instead}"
     if config.weight_average != "none":
-        yield ("weight_average",), f"an average of shards is not modelled; {INSTEAD}"
+        yield ("weight_average",), f"an average of shards is not modelled; {instead}"
     if config.loss_scaling or config.compute_dtype == "fp16":
-        yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {INSTEAD}"
+        yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {instead}"
     if profile.loss not in _LOSSES.get(stack.sharded_units, ("bf16", "fp32")):
-        text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; use bf16 or fp32, or {INSTEAD}"
+        text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; use bf16 or fp32, or {instead}"
         yield ("kernels", "loss"), text
     width = FLOAT_BYTES.get(weights if config.adapter is None else config.adapter.dtype or "", 0)
     for name, entry in optimizers.items():
         if not _elementwise(entry, width):
-            text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {INSTEAD}"
+            text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {instead}"
             yield ("optimizer",), text
 
 

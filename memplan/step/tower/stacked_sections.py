@@ -25,7 +25,7 @@ from memplan.step.tower.tower_sections import (
     attention,
     convolved,
     given_pixels,
-    scattered,
+    joined_images,
 )
 from memplan.step.tower.tower_settings import ROW_AND_COLUMN_BYTES, TAP_BYTES, TAPS, TowerSettings
 
@@ -130,10 +130,4 @@ def stacked_closing(
     tape.apply("view", [(normed, SAME)], merged, traits=SAVES_NOTHING)
     pooled = _merged(builder, settings, merged, "visual.merger.")
     tape.ends(held)
-    parts = tape.apply("split", [(pooled, NEW)], tape.view(pooled), traits=SAVES_NOTHING)
-    with tape.alive(pooled):
-        joined = tape.apply("cat", [(parts, SAME)], builder.fresh(parts), traits=SAVES_NOTHING)
-        features = builder.cast(joined, settings.text_bytes)
-        with tape.alive(features):
-            output = scattered(builder, settings, tokens, features, masks=2)
-    return Section(tape, entry, output)
+    return Section(tape, entry, joined_images(builder, settings, tokens, pooled))

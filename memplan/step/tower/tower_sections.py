@@ -171,13 +171,18 @@ def closing_section(
         features = builder.cast(pooled, settings.text_bytes)
         with tape.alive(pooled, features):
             return Section(tape, entry, scattered(builder, settings, tokens, features, masks=1))
+    return Section(tape, entry, joined_images(builder, settings, tokens, pooled))
+
+
+def joined_images(builder: Builder, settings: TowerSettings, tokens: Value, pooled: Value) -> Value:
+    """Return tokens with images' in their places, which are split by image and joined again."""
+    tape = builder.tape
     parts = tape.apply("split", [(pooled, NEW)], tape.view(pooled), traits=SAVES_NOTHING)
     with tape.alive(pooled):
         joined = tape.apply("cat", [(parts, SAME)], builder.fresh(parts), traits=SAVES_NOTHING)
         features = builder.cast(joined, settings.text_bytes)
         with tape.alive(features):
-            output = scattered(builder, settings, tokens, features, masks=2)
-    return Section(tape, entry, output)
+            return scattered(builder, settings, tokens, features, masks=2)
 
 
 def scattered(builder: Builder, settings: TowerSettings, tokens: Value, features: Value, masks: int) -> Value:

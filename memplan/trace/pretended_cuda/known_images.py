@@ -79,6 +79,22 @@ class _ImageTokens(ChosenRows):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def _position_ids(grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty((int(grid_thw.prod(-1).sum()), 2), dtype=torch.long, device="meta")
+
+
+def _taps(grid_thw: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    patches = int(grid_thw.prod(-1).sum())
+    places = torch.empty((patches, POSITION_TAPS), dtype=torch.long, device="meta")
+    return places, torch.empty((patches, POSITION_TAPS), device="meta")
+
+
+def _rope_index(_: Any, input_ids: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
+    rows, tokens = input_ids.shape
+    positions = torch.zeros((POSITION_AXES, rows, tokens), dtype=torch.long, device=input_ids.device)
+    return positions, torch.zeros((rows, 1), dtype=torch.long, device=input_ids.device)
+
+
 @contextmanager
 def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
     """Let a model of transformers run rows with images on tensors without memory."""
@@ -102,9 +118,6 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
         del grid_thw
         return seen(self, hidden_states, image_grids(spec, setup, config.micro_batch_size), **options)
 
-    def position_ids(grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.empty((int(grid_thw.prod(-1).sum()), 2), dtype=torch.long, device="meta")
-
     text = next(own for name, own in vars(code).items() if name.endswith("VLTextModel"))
     add, counted, tokens = getattr(text, "_deepstack_process", None), dict[int, int](), image_sizes(spec, setup)[1]
 
@@ -114,22 +127,12 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
         out: Tensor = add(self, hidden_states, mask, embeds)  # type: ignore[misc]
         return out
 
-    def taps(grid_thw: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        patches = int(grid_thw.prod(-1).sum())
-        places = torch.empty((patches, POSITION_TAPS), dtype=torch.long, device="meta")
-        return places, torch.empty((patches, POSITION_TAPS), device="meta")
-
-    def rope_index(_: Any, input_ids: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
-        rows, tokens = input_ids.shape
-        positions = torch.zeros((POSITION_AXES, rows, tokens), dtype=torch.long, device=input_ids.device)
-        return positions, torch.zeros((rows, 1), dtype=torch.long, device=input_ids.device)
-
     with (
         mock.patch.object(model, "get_image_features", with_grids),
         mock.patch.object(tower, "forward", seen_by_tower),
-        mock.patch.object(model, "get_rope_index", rope_index),
-        mock.patch.object(code, "get_vision_position_ids", position_ids),
-        mock.patch.object(code, "get_vision_interpolation_indices_and_weights", taps, create=True),
+        mock.patch.object(model, "get_rope_index", _rope_index),
+        mock.patch.object(code, "get_vision_position_ids", _position_ids),
+        mock.patch.object(code, "get_vision_interpolation_indices_and_weights", _taps, create=True),
         mock.patch.object(ChosenRows, "counted", counted),
         mock.patch.object(text, "_deepstack_process", handed, create=True),
         _ImageTokens() if shape.deep_blocks else nullcontext(),
