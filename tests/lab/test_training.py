@@ -13,6 +13,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # 
 from memplan.lab.training.component_bytes import comparisons  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
 from memplan.lab.training.loss_scale import LossScale  # noqa: E402
+from memplan.lab.training.products import fast_products  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
 from memplan.lab.training.trained_model import trained_model  # noqa: E402
 from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
@@ -82,6 +83,19 @@ def test_the_same_seed_gives_the_same_bits(text, name):
     first, second = (ran(text, name, rounding="stochastic") for _ in range(2))
     assert (first.losses, first.validation_loss) == (second.losses, second.validation_loss)
     assert ran(text, name, rounding="stochastic", seed=1).losses != first.losses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_formed_in_fp32_are_those_of_16_bits_but_for_the_order_of_sums(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 96), (256, 96), (256,)))
+    native = torch.nn.functional.linear(x, weight, bias)
+    with fast_products("cpu"):
+        formed = torch.nn.functional.linear(x, weight, bias)
+        written = torch.addmm(bias, x, weight.T, out=torch.empty_like(native))
+    assert formed.dtype is dtype and torch.equal(formed, written)
+    assert (formed != native).float().mean() < 2e-3
+    assert torch.allclose(formed, native, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
 
 
 def test_every_format_starts_from_the_same_numbers():

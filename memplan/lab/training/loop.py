@@ -19,6 +19,7 @@ from memplan.lab.training.optimizer_groups import (
     refuse_unused_formats,
     with_momentum,
 )
+from memplan.lab.training.products import fast_products
 from memplan.lab.training.text import VOCABULARY, Text, even_windows, random_windows
 from memplan.lab.training.trained_model import TrainedModel, trained_model
 from memplan.model.model import Model
@@ -175,6 +176,11 @@ def train(
 
 def trained(trainer: Trainer, seed: int, progress: Progress | None = None) -> Run:
     """Take every step of a trainer; as ``train``, for those who change something about it first."""
+    with fast_products(trainer.options.device):
+        return _trained(trainer, seed, progress)
+
+
+def _trained(trainer: Trainer, seed: int, progress: Progress | None = None) -> Run:
     first = trainer.validation_loss()
     losses: list[float] = []
     began = time.perf_counter()

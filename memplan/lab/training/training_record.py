@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memplan.lab.training.loop import WARMUP_STEPS, Run, TrainingOptions
+from memplan.lab.training.products import products_of
 from memplan.lab.training.text import Text
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
@@ -69,6 +70,7 @@ def evidence(
             "warmup_steps": WARMUP_STEPS,
             "schedule": "cosine to zero",
             **asdict(options),
+            "products": products_of(options.device),
         },
         "text": {"source": text.source, "python": platform.python_version(), "sha256": text.digest},
         "bytes": _bytes(runs[0]),
