@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
 from memplan.lab.training.component_bytes import comparisons  # noqa: E402
+from memplan.lab.training.fp32_products import fast_products  # noqa: E402
 from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
 from memplan.lab.training.loss_scale import LossScale  # noqa: E402
-from memplan.lab.training.products import fast_products  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
 from memplan.lab.training.trained_model import trained_model  # noqa: E402
 from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
@@ -93,7 +93,8 @@ def test_products_formed_in_fp32_are_those_of_16_bits_but_for_the_order_of_sums(
     with fast_products("cpu"):
         formed = torch.nn.functional.linear(x, weight, bias)
         written = torch.addmm(bias, x, weight.T, out=torch.empty_like(native))
-    assert formed.dtype is dtype and torch.equal(formed, written)
+    assert formed.dtype is dtype
+    assert torch.equal(formed, written)
     assert (formed != native).float().mean() < 2e-3
     assert torch.allclose(formed, native, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
 

@@ -12,6 +12,7 @@ import torch
 
 from memplan.errors import InvalidFileError
 from memplan.lab.training.component_bytes import Comparison, comparisons, measured_bytes, planned_bytes
+from memplan.lab.training.fp32_products import fast_products
 from memplan.lab.training.loss_scale import LossScale
 from memplan.lab.training.optimizer_groups import (
     optimizer_for,
@@ -19,7 +20,6 @@ from memplan.lab.training.optimizer_groups import (
     refuse_unused_formats,
     with_momentum,
 )
-from memplan.lab.training.products import fast_products
 from memplan.lab.training.text import VOCABULARY, Text, even_windows, random_windows
 from memplan.lab.training.trained_model import TrainedModel, trained_model
 from memplan.model.model import Model

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from memplan.lab.training.fp32_products import products_of
 from memplan.lab.training.loop import WARMUP_STEPS, Run, TrainingOptions
-from memplan.lab.training.products import products_of
 from memplan.lab.training.text import Text
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model

@@ -10,13 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
-    overload
-    for product in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-    for overload in (product.default, product.out)
+    overload for product in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm) for overload in (product.default, product.out)
 )
 
 
-class SinglePrecisionProducts(TorchDispatchMode):
+class SinglePrecisionProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Multiplies 16-bit matrices of the CPU as fp32 ones, and rounds what comes out to 16 bits.
 
     Operands are exact in fp32, and kernels for 16 bits sum in fp32 too, so only the order of the sums
@@ -37,7 +35,7 @@ class SinglePrecisionProducts(TorchDispatchMode):
 
 def fast_products(device: str) -> AbstractContextManager[Any]:
     """Return what to train under on ``device``: on a CPU, 16-bit products are formed in fp32 and rounded."""
-    return SinglePrecisionProducts() if device == "cpu" else nullcontext()
+    return SinglePrecisionProducts() if device == "cpu" else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def products_of(device: str) -> str:
