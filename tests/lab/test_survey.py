@@ -108,7 +108,8 @@ WIDE_GRADIENTS = {"weights": {"default": "fp16"}, "gradients": {"dtype": "fp32"}
     [
         ("arcee", (384, 1024, 6, 2), {"weights": {"default": "fp32"}}),  # autocast forms powers in fp32
         ("llama", (384, 40, 6, 2), {"weights": {"hidden_matrix": "nf4"}, "adapter": {"targets": ["down_proj"]}}),
-        ("cohere", (1280, 257, 8, 8), WIDE_GRADIENTS),
+        ("cohere", (1280, 257, 8, 8), WIDE_GRADIENTS),  # without a bias
+        ("phi", (1280, 257, 8, 8), WIDE_GRADIENTS),  # with one
     ],
 )
 def test_gradients_of_narrow_layers_come_and_go_as_in_autograd(catalog, family, sizes, training):

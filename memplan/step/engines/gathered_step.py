@@ -140,9 +140,10 @@ class GatheredGradients:
         if kind == "saved":
             self._gathered.hold(self._modules.parameters(name))
             return before
+        if kind == "unsaved":
+            self._gathered.unhold(self._modules.parameters(name))
+            return before
         if kind.startswith("left") and name:
-            if kind == "left backward":
-                self._gathered.unhold(self._modules.parameters(name))
             way = kind.removeprefix("left ")
             for module, parameters in self._modules.ends(way, name):
                 self._gathered.release(module, parameters, backward=way == "backward")

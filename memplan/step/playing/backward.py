@@ -190,9 +190,10 @@ class _Backward:
             self.live.give_back(taken)
         if again:
             self.live.release_all(arrived)
+            self.player.mark_unsaved(node)
         if not node.traits.stores_first:
             self._accumulate_all(node, formed)
-        for weight, gradient in trained:
+        for weight, gradient in reversed(trained) if node.traits.stores_first else trained:
             if not weight.coded:
                 self.store(node, weight, gradient)
         if node.traits.stores_first:

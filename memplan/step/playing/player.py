@@ -157,6 +157,11 @@ class Player:
         ):
             self.marks.append(Mark(len(self.instants), "saved", module_of(operation)))
 
+    def mark_unsaved(self, node: Node) -> None:
+        """Mark that these hooks hold a module's weights no more."""
+        if self.visits and self.marks is not None and node.weights:
+            self.marks.append(Mark(len(self.instants), "unsaved", module_of(node)))
+
     def end(self, operation: Operation | Node, way: Way) -> None:
         """Mark the end of the module that an operation stands for."""
         if self.visits and self.marks is not None and operation.weights:

@@ -32,15 +32,17 @@ class Mark(NamedTuple):
 
     place: int  # The moment, among those that are noted
     # A weight's gradient leaves; a module begins, or has ended, in forward, in what is computed again, in backward;
-    # what is computed again has saved a module's weights.
-    kind: Literal["gradient", "forward", "again", "backward", "saved", "left forward", "left again", "left backward"]
+    # what is computed again has saved a module's weights, or its backward has let go of them.
+    kind: Literal[
+        "gradient", "forward", "again", "backward", "saved", "unsaved", "left forward", "left again", "left backward"
+    ]
     name: str  # The weight, or the module
 
 
 Way = Literal["forward", "again", "backward"]
 """How a module runs."""
 
-WITHOUT_MOMENT = ("saved", "left forward", "left again", "left backward")
+WITHOUT_MOMENT = ("saved", "unsaved", "left forward", "left again", "left backward")
 """Kinds of marks that stand between two moments."""
 
 ACTIVATION = "activation"

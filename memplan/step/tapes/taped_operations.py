@@ -73,10 +73,11 @@ class Traits(NamedTuple):
     custom: bool = False  # Whether it is a function written in Python, which saves its tensors when it is done
     matrices: bool = False  # Whether it is the product of two matrices and nothing else (``aten.mm``)
     adds_bias: bool = False  # Whether the kernel of its product adds a bias that is not among its weights
-    # Whether gradients of its weights are stored before that of its input is added to others, as those of a product with
-    # a bias are that no copies stand for. Without one, the input is flattened after the weight has been transposed, and
-    # of the nodes that are ready autograd runs the one recorded last (``_flatten_nd_linear`` in
-    # aten/src/ATen/native/Linear.cpp, ``CompareNodeTaskTime`` in torch/csrc/autograd/engine.h, v2.13.0).
+    # Whether gradients of its weights, the last one's first, are stored before that of its input is added to others, as
+    # those of a product with a bias are that no copies stand for: of the nodes that are ready, autograd runs those first
+    # that store, and then the one recorded last, where the weight is transposed after the input has been flattened; it is
+    # before that without a bias (``_flatten_nd_linear`` in aten/src/ATen/native/Linear.cpp, ``CompareNodeTaskTime`` in
+    # torch/csrc/autograd/engine.h, v2.13.0).
     stores_first: bool = False
     batched: bool = False  # Whether it is products of stacked matrices (``aten.bmm``)
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
