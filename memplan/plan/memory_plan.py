@@ -219,6 +219,11 @@ class MemoryPlan:
         return limit is not None and self.node_host_bytes > limit
 
     @property
+    def exceeds_device(self) -> bool:
+        """Whether blocks and context alone are more than the device has, whatever the allocator's reserve."""
+        return self.allocated_bytes + self.allowances.context_bytes > self.usable_bytes
+
+    @property
     def training(self) -> dict[str, Any]:
         """The keys of the training config with every default filled in, at the plan's own batch and length."""
         keys = resolved_keys(self.setup)

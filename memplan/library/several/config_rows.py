@@ -93,8 +93,13 @@ class Fit(Answer):
 
     @cached_property
     def methods(self) -> tuple[Method, ...]:
-        """The methods that people choose from, and the best experimental one, with checkpointing and without."""
-        plans = [(simulated(way.plan, least=False), way.batch) for way in self._ways]
+        """The methods that people choose from, and the best experimental one, with checkpointing and without.
+
+        One whose tensors alone are more than the device has is not simulated: its reserve is a share.
+        """
+        plans = [
+            (way.plan if way.plan.exceeds_device else simulated(way.plan, least=False), way.batch) for way in self._ways
+        ]
         return tuple(Method(plan, _batch(plan, batch)) for plan, batch in plans)
 
     @cached_property

@@ -42,7 +42,7 @@ def methods_screen(
         *_words(plans),
         *in_short(plans),
         *notes,
-        "max batch: about, with the allocator's reserve as a share; -b N simulates it.",
+        "~ and max batch: about, with the allocator's reserve as a share; -b N simulates it.",
         f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
@@ -69,15 +69,16 @@ def _head(plans: Sequence[MemoryPlan], canvas: Canvas, unit: str) -> list[str]:
 def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) -> tuple[str, ...]:
     names = [plan.setup.name for plan, _ in rows]
     widest = max(map(len, (*names, HEADERS[0])))
-    columns = max(8, min(GAUGE, canvas.width - widest - 51))
-    title = f"  {HEADERS[0]:<{widest}}  {HEADERS[1]}  {HEADERS[2]:>10}  {'':<5}  {'':<{columns + 2}}  {HEADERS[4]}"
+    columns = max(8, min(GAUGE, canvas.width - widest - 52))
+    title = f"  {HEADERS[0]:<{widest}}  {HEADERS[1]}  {HEADERS[2]:>11}  {'':<5}  {'':<{columns + 2}}  {HEADERS[4]}"
     lines = []
     for place, (plan, batch) in enumerate(rows):
         name = "" if place and names[place - 1] == names[place] else names[place]
         gauge = canvas.gauge(plan.device_bytes, plan.upper_bytes, plan.usable_bytes, columns)
-        needs, verdict = format_bytes(plan.device_bytes, unit), VERDICT_WORDS[plan.verdict]
+        about = "~" if plan.reserve_by_share else ""
+        needs, verdict = about + format_bytes(plan.device_bytes, unit), VERDICT_WORDS[plan.verdict]
         kind = plan.setup.checkpointing
-        lines.append(f"  {name:<{widest}}  {kind:<13}  {needs:>10}  {verdict:<5}  {gauge}  {batch or '-':>9}")
+        lines.append(f"  {name:<{widest}}  {kind:<13}  {needs:>11}  {verdict:<5}  {gauge}  {batch or '-':>9}")
     return (title.rstrip(), *lines)
 
 
