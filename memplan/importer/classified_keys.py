@@ -68,7 +68,7 @@ def _switches(mapped: Mapped) -> frozenset[str]:
                 asked[name] = asked.get(name, True) and words <= {"true", "false", "absent", "given"}
         names = rule.get("key", [])
         for name in [names] if isinstance(names, str) else names:
-            if "value" not in rule and "set" not in rule:
+            if not {"value", "set"} & rule.keys() and ("refuse" not in rule or "table" in rule):
                 asked[name] = asked.get(name, True) and rule.get("as") == "flag"
     return frozenset(name for name, only in asked.items() if only and not name.startswith("$"))
 

@@ -18,6 +18,9 @@ COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", 
 FEW = 6
 """Values that a message lists; of more it names the nearest."""
 
+ALL_LINEAR = ("all", "all-linear", "all_linear")
+"""Words for all linear layers, beside which other modules may be named."""
+
 ARITHMETIC = ("product", "quotient", "sum")
 
 PROGRAM = "$program"
@@ -192,7 +195,8 @@ class _Step:
             return MISSING
         parts = [name.rpartition(".") for name in names]
         names = [f"{path}{dot}{self.rule.get('names', {}).get(last, last)}" for path, dot, last in parts]
-        return ["all-linear"] if {"all", "all-linear", "all_linear"} & set(names) else names
+        others = [name for name in names if name not in ALL_LINEAR]
+        return names if len(others) == len(names) else ["all-linear", *others]
 
     def _patterns(self, key: str, value: Any, kind: str) -> Any:
         """Return what says which parameters train as regular expressions, behind those that other keys have said."""
