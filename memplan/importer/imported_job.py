@@ -24,6 +24,8 @@ Role = Literal["job", "launcher", "not_training"]
 
 GPUS = "--gpus N, the number of GPUs"
 VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,4}", re.ASCII)
+FLAGGED = "accelerate"
+"""The launcher whose flags are keys of its file too, and name others."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of the environment that set the caching allocator."""
 
@@ -37,6 +39,7 @@ class Question:
     trainer: str | None = None  # The trainer where the user names it
     version: str = ""  # Its version where the user names it
     text: str | None = None  # What the first file is to hold, where that is not yet written
+    folders: tuple[Path, ...] = ()  # Where files that are named may lie
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class ImportedJob:
     reading: Reading  # Results, used keys, refusals and needs
     keys: SortedKeys  # Irrelevant and unknown keys
     sources: tuple[GivenKeys, ...] = ()  # The files, that of the job last
-    renamed: Mapping[str, str] = field(default_factory=dict)  # Key -> the name that was given
+    renamed: dict[str, str] = field(default_factory=dict)  # Key -> the name that was given
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the results below a name, nested."""
@@ -85,7 +88,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
             sources.append(source)
         elif path == paths[0]:
             return import_commands(source, question, [read_keys(other) for other in paths[1:]])
-    return _joined(sources, question, _folders(paths))
+    return _joined(sources, replace(question, folders=_folders(paths)))
 
 
 def import_commands(
@@ -123,7 +126,7 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     if shipped is not None:
         beside = [shipped]
     sources = [*beside, *(read_keys(path) for path in files), command.job]
-    job = _joined(sources, question, [Path(), *(path.parent for path in files)], command)
+    job = _joined(sources, replace(question, folders=(Path(), *(path.parent for path in files))), command)
     if shipped is not None:
         note_shipped(job.reading, shipped.name, str(launcher), "the command")
     if launching is not None and not beside:
@@ -134,13 +137,11 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     return job
 
 
-def _folders(paths: Sequence[Path]) -> list[Path]:
-    return [Path(), *(folder for path in paths for folder in path.absolute().parents)]
+def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
+    return (Path(), *(folder for path in paths for folder in path.absolute().parents))
 
 
-def _joined(
-    sources: Sequence[GivenKeys], question: Question, folders: Sequence[Path], command: CommandLine | None = None
-) -> ImportedJob:
+def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLine | None = None) -> ImportedJob:
     heads = question.mappings.heads()
     jobs, launchers = _told(sources, heads, question)
     main = jobs[-1] if jobs else launchers[-1]
@@ -177,11 +178,10 @@ def _joined(
     if main.head.missing:  # what its keys say plainly; nothing is made of those that no rule follows
         follow(reading, mapped.rules, main.keys, STATED)
         return job
-    if command is not None:
-        _launched(job, command, question)
+    flags = None if command is None else _launched(job, command)
     if any("expandable_segments:true" in str(environment.get(name, "")).lower() for name in ALLOCATOR):
         reading.results["training.allocator"] = Result("expandable", LAUNCHED, ALLOCATOR[0], main.keys.name)
-    _follow_all(job, jobs, launchers, question, folders)
+    _follow_all(job, jobs, launchers, flags, question)
     if reading.problems:
         raise InvalidFileError(reading.problems)
     return job
@@ -227,25 +227,24 @@ def _role(main: Told) -> Role:
     return "launcher" if main.head.role == "launcher" else "job"
 
 
-def _launched(job: ImportedJob, command: CommandLine, question: Question) -> None:
-    """Take up what the launcher of a command line says."""
+def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
+    """Take up how many processes a command starts; return the flags of a launcher that has keys of its own."""
     counted = processes(command.launched, command.job.environment or {})
     if counted is not None:
         job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)
-    if command.launcher == "accelerate" and command.launched.data:
-        mapped = question.mappings.body("accelerate")
-        follow(job.reading, mapped.rules, command.launched, STATED)  # over what its file says
-        sort_keys(job.reading, command.launched, mapped, job.keys)
+    return command.launched if command.launcher == FLAGGED and command.launched.data else None
 
 
 def _follow_all(
-    job: ImportedJob, jobs: Sequence[Told], launchers: Sequence[Told], question: Question, folders: Sequence[Path]
+    job: ImportedJob, jobs: Sequence[Told], launchers: Sequence[Told], flags: GivenKeys | None, question: Question
 ) -> None:
-    """Follow launchers' rules, then the trainer's, then what only both together say."""
-    joined: list[tuple[Sequence[Mapping[str, Any]], GivenKeys]] = []
+    """Follow launchers' rules, then the trainer's, then what only both together say.
+
+    Args:
+        flags: Those of the command's launcher, which count over its file.
+    """
     given = [with_new_names(told.keys, job.mapped, question.version) for told in jobs]
-    names = {new: old for _, renamed in given for new, old in renamed.items()}
-    job.renamed = names
+    job.renamed.update(pair for _, renamed in given for pair in renamed.items())
     referred = [
         pair
         for place, (source, _) in enumerate(given)
@@ -253,25 +252,21 @@ def _follow_all(
             job.reading,
             without_given(job.mapped, [keys for keys, _ in given[place + 1 :]]),
             source,
-            folders,
+            question.folders,
             bool(launchers),
             question.mappings,
         )
     ]
     beside = [(told.keys, told.head.trainer) for told in launchers]
-    for keys, trainer in (*beside, *referred):
-        mapped = question.mappings.body(trainer)
-        keys, _ = with_new_names(keys, mapped, "")
-        follow(job.reading, mapped.rules, keys, LAUNCHED)
-        sort_keys(job.reading, keys, mapped, job.keys)
-        referred_below = (
-            references(job.reading, mapped, keys, folders, False, question.mappings) if trainer == "accelerate" else []
-        )
-        for inner, name in referred_below:
-            follow(job.reading, question.mappings.body(name).rules, inner, LAUNCHED)
-            sort_keys(job.reading, inner, question.mappings.body(name), job.keys)
-            joined.append((question.mappings.body(name).joined, inner))
-        joined.append((mapped.joined, keys))
+    joined = []
+    for keys, trainer in beside:
+        rules = _follow_launcher(job, keys, trainer, LAUNCHED, question)
+        joined += rules if flags is None or trainer != FLAGGED else []
+    if flags is not None:
+        under = next((keys for keys, trainer in beside if trainer == FLAGGED), None)
+        joined += _follow_launcher(job, flags, FLAGGED, STATED, question, under)
+    for keys, trainer in referred:
+        joined += _follow_launcher(job, keys, trainer, LAUNCHED, question)
     if given:
         over = given[0][0]
         for keys, _ in given[1:]:
@@ -280,5 +275,31 @@ def _follow_all(
         for keys, _ in given:
             sort_keys(job.reading, keys, job.mapped, job.keys)
         joined.append((job.mapped.joined, over))
-    for rules, keys in joined:
-        follow(job.reading, rules, keys, STATED)
+    for waiting, keys in joined:
+        follow(job.reading, waiting, keys, STATED)
+
+
+Joined = list[tuple[Sequence[Mapping[str, Any]], GivenKeys]]
+"""Rules that are followed once all sources are read, and whose keys."""
+
+
+def _follow_launcher(
+    job: ImportedJob, given: GivenKeys, trainer: str, rank: int, question: Question, under: GivenKeys | None = None
+) -> Joined:
+    """Follow the rules of a launcher and of files that its keys name; return the rules that wait for the others.
+
+    Args:
+        rank: How strongly its keys count.
+        under: Its file, whose keys those rules look at too.
+    """
+    mapped = question.mappings.body(trainer)
+    keys, renamed = with_new_names(given, mapped, "")
+    job.renamed.update(renamed)
+    follow(job.reading, mapped.rules, keys, rank)
+    sort_keys(job.reading, keys, mapped, job.keys)
+    joined: Joined = []
+    if trainer == FLAGGED:
+        for inner, name in references(job.reading, mapped, keys, question.folders, False, question.mappings):
+            joined += _follow_launcher(job, inner, name, LAUNCHED, question)
+    below = under if under is None else with_new_names(under, mapped, "")[0]
+    return [*joined, (mapped.joined, replace(keys, under=below))]

@@ -102,6 +102,10 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
     renamed: dict[str, str] = {}
     for section in mapped.sections:
         keys = _without_section(keys, section)
+    idle: dict[str, Any] = {
+        one.section: {} for one in mapped.idle if one.section in keys.data and holds(one.when, keys.value)
+    }
+    keys = replace(keys, data={**keys.data, **idle}) if idle else keys
     for old, alias in mapped.aliases.items():
         value = keys.value(old)
         retired = version and alias.until and version_parts(version) > version_parts(alias.until)

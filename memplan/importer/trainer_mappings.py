@@ -47,6 +47,14 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
+class IdleSection:
+    """A key whose section counts for nothing beside what another key says."""
+
+    section: str
+    when: Condition
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerHead:
     """What tells a trainer's file."""
 
@@ -75,6 +83,7 @@ class Mapped:
     references: tuple[Reference, ...] = ()  # Keys that name files of launchers
     # Keys whose own keys count as if they stood beside them, those of the last over those of others.
     sections: tuple[str, ...] = ()
+    idle: tuple[IdleSection, ...] = ()  # Sections that count for nothing, and when
     rules: tuple[Mapping[str, Any], ...] = ()  # What keys mean, in the order in which they are followed
     joined: tuple[Mapping[str, Any], ...] = ()  # What follows once a trainer's file and its launcher's are both read
     # Keys that move memory and that nothing follows -> what they do.
@@ -147,6 +156,7 @@ def _extended(own: Mapped, base: Mapped) -> Mapped:
         aliases={**base.aliases, **own.aliases},
         references=(*own.references, *(r for r in base.references if r.key not in {o.key for o in own.references})),
         sections=(*base.sections, *own.sections),
+        idle=(*base.idle, *own.idle),
         rules=(*base.rules, *own.rules),
         joined=(*base.joined, *own.joined),
         not_modelled={**base.not_modelled, **own.not_modelled},
