@@ -18,6 +18,8 @@ _ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9})\s*(\\?[*+/-])\s*(\d{1,9}
 _ENDS = frozenset(("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<"))
 _ASSIGNED = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_./@]*=")
 _SEVERAL_ASSIGNED = re.compile(rf"{_ASSIGNED.pattern}\S*(\s+{_ASSIGNED.pattern}\S*)+")
+_CHOSEN = re.compile(r"[a-z_-]+[-_]checkpoint:\S+")
+"""A word that chooses a part of a configuration, as torchtitan 0.3 takes it behind its flags."""
 _CONFIG_SCRIPT = re.compile(r"(?:.*/)?config/[^/]+\.py")
 """A file of settings in Python, as nanoGPT takes it."""
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
@@ -141,7 +143,7 @@ def _flags(
 
 def _goes_on(values: Sequence[str], text: str) -> bool:
     """Tell whether a word is a further value of a flag: no flag, nothing but a number behind one, and no assignment behind any."""
-    if text.startswith("--") or _is_short(text):
+    if text.startswith("--") or _is_short(text) or _CHOSEN.fullmatch(text):
         return False
     number = bool(values) and values[-1].isdigit()
     return not ((number and text[0].isalpha()) or (values and _ASSIGNED.match(text)))
