@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from memplan.step.blocks.fused_adapters import kept_decoded_bytes
 from memplan.training.image_models import plans_images
+from memplan.training.own_settings import own_settings
 from memplan.training.stack_models import TEXT_ALONE
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
@@ -47,6 +50,19 @@ def rows_alone(plan: MemoryPlan) -> str:
     counted = plans_images(plan.model.spec, plan.setup.stack)
     how = "; images.per_row and images.pixels count them" if counted else ""
     return f"Rows hold text alone: rows with images{given} need more{how}."
+
+
+def kept_decoded(plan: MemoryPlan) -> str:
+    """Return what functions keep decoded of every layer, and the key that costs it; nothing where they do not."""
+    setup = plan.setup
+    size = kept_decoded_bytes(plan.model, setup)
+    if not size or (setup.checkpointing != "none" and setup.stack.checkpointing.reentrant):
+        return ""
+    own = ", ".join(item.text for item in own_settings(setup.stack, [("kernels.adapters", "composite")]))
+    return (
+        f"4-bit weights staged on the CPU are decoded for {setup.stack.label}'s functions of adapters, which keep {format_bytes(size)} "
+        f"of them, those of every layer, until backward is done; kernels.adapters: composite keeps none ({own})"
+    )
 
 
 def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def stream_form(inputs: StepInputs) -> Form:
 def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
     first = taped.layer_of(taped.leaf or 0)
-    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
+    saved = any(first.entry.storage in node.held for node in first.tape.nodes)
     direct = not taped.embedding.tape.nodes and not taped.scattered
     if taped.staged[taped.kinds[taped.leaf or 0]]:
         return False
@@ -56,7 +56,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
         return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
-    saved = any(first.entry.storage in node.saved for node in first.tape.nodes)
+    saved = any(first.entry.storage in node.held for node in first.tape.nodes)
     return ZERO if saved else tokens
 
 

@@ -111,6 +111,8 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         emptied: Whether a step takes its gradient away in any case.
     """
     layer = setup.config.gradients.lifetime == "layer"
+    parametrised = entry.quantized and setup.config.parallel.staged_codes
+    scales = _scales_bytes(setup, entry)
     return Weight(
         name=entry.tensor.name,
         trainable=entry.trainable,
@@ -121,7 +123,8 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         formed_bytes=entry.formed_bytes,
         gradient_bytes=entry.gradient_bytes,
         gradient_scale_bytes=0 if setup.gradient is None else setup.gradient.tensor_bytes,
-        coded=entry.quantized,
+        coded=entry.quantized and not parametrised,
+        parametrised=parametrised,
         add_bytes=store_bytes(setup, entry),
         converted=entry.trainable and _is_converted(setup, entry),
         emptied=emptied,
@@ -132,10 +135,10 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         foreign=entry.element_bytes == 2 == setup.compute_bytes
         and not entry.quantized
         and entry.format_name != setup.config.compute_dtype,
-        decoding_bytes=decoding_bytes(entry, setup.compute_bytes),
-        scales_bytes=_scales_bytes(setup, entry),
+        decoding_bytes=scales if parametrised else decoding_bytes(entry, setup.compute_bytes),
+        scales_bytes=0 if parametrised else scales,
         decoded_bytes=_decoded_bytes(setup, entry),
-        decoding_rows_bytes=decoding_rows_bytes(entry, setup.compute_bytes),
+        decoding_rows_bytes=scales if parametrised else decoding_rows_bytes(entry, setup.compute_bytes),
         decoding_parts=_decoding_parts(setup, entry),
         decoded_alike=entry.quantized and setup.stack.projections.codes_from == "fp16",
         integers=entry.quantized and setup.formats[entry.tensor.role].product == "integers",

@@ -21,7 +21,16 @@ INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
 
 MAXIMUM_ELEMENTS = 2**50
 
-OTHER_KEYS = ("data", "zero_stage", "engine", "unused_parameters", "deepspeed", "flat", "reshard_after_forward")
+OTHER_KEYS = (
+    "data",
+    "zero_stage",
+    "engine",
+    "unused_parameters",
+    "deepspeed",
+    "flat",
+    "reshard_after_forward",
+    "staged_codes",
+)
 """Keys of ``parallel`` that are no degree by which a model is divided."""
 
 Path = tuple[str, ...]
@@ -62,6 +71,7 @@ def divides_model(parallel: Parallel) -> bool:
         deepspeed=DeepSpeed(),
         flat=FlatShards(),
         reshard_after_forward=True,
+        staged_codes=False,
     )
     return rest != Parallel()
 
@@ -122,6 +132,10 @@ def parallel_refusals(
     """
     parallel = config.parallel
     yield from _undivided(parallel, stack)
+    sharded = parallel.zero_stage == 3 and parallel.engine == "torch"
+    if parallel.staged_codes and not (sharded and stack.sharded_units == "axolotl"):
+        text = "counts where axolotl's own code shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
+        yield ("parallel", "staged_codes"), text
     if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
         text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
         yield ("parallel", "unused_parameters"), text
@@ -300,6 +314,8 @@ def _when_sharded(
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {instead}"
     elif coded and stack.sharded_units == "axolotl":
         yield from _when_codes_are_shards(config)
+    if config.parallel.staged_codes:
+        yield from _when_staged(config, coded)
     if len(set(formats.values())) > 1 and config.adapter is None:
         yield ("weights",), "zero_stage 3 needs one format for all weights: the tensors of a unit are reduced together"
     if config.master_weights != "none":
@@ -340,6 +356,23 @@ def _when_codes_are_shards(config: TrainingConfig) -> Problems:
         yield ("compute_dtype",), text
     if config.offload != Offload():
         yield ("offload",), f"shards of codes in host memory are not modelled; leave it out, or {INSTEAD}"
+
+
+def _when_staged(config: TrainingConfig, coded: Collection[str]) -> Problems:
+    """Yield what codes that were staged on the CPU do not run with, or are not modelled with.
+
+    Source:
+        ``STAGED_NF4_CONSTRAINTS`` in axolotl/utils/schemas/validation.py (0.21.0).
+    """
+    adapter, at = config.adapter, ("parallel", "staged_codes")
+    if not coded or adapter is None:
+        yield at, "counts with weights in nf4 and adapters alone; leave it out"
+    elif adapter.kind != "lora":
+        yield at, f"axolotl refuses {adapter.kind} over weights that were staged on the CPU; use adapter.kind: lora"
+    if config.parallel.replicate > 1:
+        yield at, "axolotl refuses groups of GPUs that each divide everything with it; use parallel.replicate: 1"
+    if config.activation_checkpointing == "selective":
+        yield at, "selective checkpointing around a checkpoint of each projection is not modelled; use full or none"
 
 
 def _elementwise(entry: Optimizer, width: int) -> bool:

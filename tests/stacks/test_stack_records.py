@@ -27,6 +27,7 @@ UNCOUNTED_BYTES = 600
 KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl.shards": {3, 17},
     "axolotl.adapters.shards": {4, 13, 30, 34},
+    "axolotl.staged.shards": {22, 30},
     "axolotl.kto-reward": {6, 20},
     "llama-factory.frozen": {5, 46},
     "llama-factory-v1": {25},
@@ -78,7 +79,7 @@ with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 wei
 with `llama-factory.kto` 5 Granite's scaled logits under fp16, and with 20 Falcon in fp32, 1.8 % low;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
 both without trained ends too;
-in `axolotl.kto-reward` 6 a reward model of 20 features, 10 kB low, and with 20 Gemma 2's first layer, 3 % high below the peak; in `axolotl.adapters.shards` it is the end of backward of layers that are computed again, at most 7 % low there and below the peak; in `transformers.classification` 8 it is DoRA over LLM.int8, which was not followed further. Of the others the
+in `axolotl.kto-reward` 6 a reward model of 20 features, 10 kB low, and with 20 Gemma 2's first layer, 3 % high below the peak; in `axolotl.adapters.shards` it is the end of backward of layers that are computed again, at most 7 % low there and below the peak, as with `axolotl.staged.shards` 22, and with 30 Gemma 3's layer, 2 % low below it; in `transformers.classification` 8 it is DoRA over LLM.int8, which was not followed further. Of the others the
 instants, and with `plain-loop` 38, `trl.grpo` 23 and ZeRO 3 the peaks, were not followed further.
 """
 
@@ -100,6 +101,7 @@ NEAR = {
     "axolotl.cut": 0.95,
     "axolotl.shards": 1.0,
     "axolotl.adapters.shards": 1.0,
+    "axolotl.staged.shards": 0.97,
     "axolotl.pairs": 1.0,
     "axolotl.kto-reward": 0.97,
     "axolotl.preferences": 1.0,
@@ -209,6 +211,7 @@ ROWS = {
     "trl.shards": "FSDP2, TRL by accelerate 1.15",
     "axolotl.shards": "FSDP2, axolotl 0.21",
     "axolotl.adapters.shards": "FSDP2, LoRA and QLoRA, axolotl 0.21",
+    "axolotl.staged.shards": "FSDP2, 4-bit weights staged on the CPU, axolotl 0.21",
     "llama-factory-v1.shards": "FSDP2, tied models, LLaMA-Factory 0.9.5's v1 engine",
     "torchtitan.shards": "FSDP2, torchtitan 0.3.0",
     "torchtitan.compiled.shards": "compiled layers, one GPU and FSDP2, torchtitan 0.3.0",

@@ -97,6 +97,8 @@ class Parallel:
         flat: What FullyShardedDataParallel is told, where it is the engine.
         reshard_after_forward: Whether shards let go of a layer's gathered weights behind its forward; else they stay until
             its backward is done.
+        staged_codes: Whether weights of 4 bits were staged on the CPU, so that axolotl's own parametrisation of a module decodes
+            them, and not a layer of bitsandbytes (``cpu_ram_efficient_loading``).
     """
 
     data: int = 1
@@ -129,6 +131,7 @@ class Parallel:
     deepspeed: DeepSpeed = DeepSpeed()
     flat: FlatShards = FlatShards()
     reshard_after_forward: bool = True
+    staged_codes: bool = False
 
     @property
     def shards(self) -> int:

@@ -64,6 +64,8 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("nothing: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", (("allocator", "expandable"),))
     if profile.optimizer != "fused" and config.adapter is None:
         yield Change("nothing: the same update in one kernel", (("kernels.optimizer", "fused"),))
+    if config.parallel.staged_codes and profile.fused_adapters:
+        yield Change("weights are decoded once more in backward", (("kernels.adapters", "composite"),))
     if profile.loss in ("bf16", "fp32"):
         yield Change("the head's matrix product is recomputed in backward", (("kernels.loss", "chunked"),))
     if config.gradients.lifetime == "step" and config.adapter is None and config.gradient_accumulation_steps == 1:

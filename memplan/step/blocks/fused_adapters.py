@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memplan.catalog.kernel_profiles import ADAPTED
+from memplan.model.model import Model
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.taped_operations import NEW, OVER, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
+from memplan.training.adapters import adapter_tensors
+from memplan.training.resolved import TrainingSetup
 
 PARTS = ("lora_A", "lora_B")
 
@@ -28,6 +32,29 @@ def run_together(name: str) -> list[str]:
     """Return the names of the projections that one function has together with this one; itself alone where it has none."""
     part, _, own = name.rpartition(".")
     return [f"{part}.{other}" for names in TOGETHER if own in names for other in names] or [name]
+
+
+def kept_decoded_bytes(model: Model, setup: TrainingSetup) -> int:
+    """Return the weights that functions were given decoded, and keep from forward to the end of backward; 0 where they are given codes.
+
+    Source:
+        ``get_lora_parameters`` and ``ctx.weights`` in axolotl/kernels/lora.py (0.21.0).
+    """
+    if not setup.config.parallel.staged_codes:
+        return 0
+    adapted = {tensor.name.partition(".lora_A.")[0] for tensor in adapter_tensors(model, setup)}
+    fused = {
+        name
+        for part, names in zip(ADAPTED, TOGETHER, strict=True)
+        if part in setup.profile.fused_adapters
+        for name in names
+    }
+    return sum(
+        tensor.elements * tensor.count * setup.compute_bytes
+        for tensor in model.inventory
+        if (name := tensor.name.removesuffix(".weight")).rpartition(".")[2] in fused
+        and adapted.issuperset(run_together(name))
+    )
 
 
 def fuses(builder: Builder, part: str, names: Sequence[str]) -> bool:
@@ -50,7 +77,8 @@ def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) 
         sizes: Name and width of each.
     """
     tape, names = builder.tape, [name for name, _ in sizes]
-    with tape.alive(x):
+    read = _read(builder, names)
+    with tape.alive(x, *read):
         dropped = builder.dropped(x, builder.settings.adapter_dropout)
         outs: list[Value] = []
         for name, rows in sizes:
@@ -65,7 +93,7 @@ def fused_linears(builder: Builder, x: Value, sizes: Sequence[tuple[str, int]]) 
             (x, dropped),
             outs,
             saves,
-            names,
+            (names, read),
             workspace,
         )
         return outs
@@ -76,7 +104,8 @@ def fused_mlp(builder: Builder, x: Value, prefix: str, inner: int) -> Value:
     tape, settings = builder.tape, builder.settings
     gate_name, up_name, down_name = mlp_names(builder, prefix)
     names = (gate_name, up_name, down_name)
-    with tape.alive(x):
+    read = _read(builder, names)
+    with tape.alive(x, *read):
         dropped = builder.dropped(x, settings.adapter_dropout)
         with tape.alive(dropped):
             gate = _product(builder, x, dropped, gate_name, inner)
@@ -91,7 +120,7 @@ def fused_mlp(builder: Builder, x: Value, prefix: str, inner: int) -> Value:
         # The gradient of the product, which the activation's backward works in.
         ranks = names[:2] if settings.projections.fused_overwrites else names
         workspace = [(x.quantity, up.coefficient + _gradient_ranks(builder, ranks)), *_decoded(builder, names)]
-        _function(builder, "adapted feed-forward part", (x, dropped), [out], saves, names, workspace)
+        _function(builder, "adapted feed-forward part", (x, dropped), [out], saves, (names, read), workspace)
         return out
 
 
@@ -99,6 +128,17 @@ def mlp_names(builder: Builder, prefix: str) -> tuple[str, str, str]:
     """Return the names of a gated part's projections."""
     names = builder.settings.names
     return f"{prefix}.{names.gate}", f"{prefix}.{names.up}", f"{prefix}.{names.down}"
+
+
+def _read(builder: Builder, names: Sequence[str]) -> list[Value]:
+    """Return weights that are decoded as a function is given them, and stay as attributes of its node; none of other codes."""
+    read: list[Value] = []
+    for weight in [builder.weight(f"{name}.weight") for name in names]:
+        if weight.parametrised:
+            with builder.tape.alive(*read):
+                scratch = [(ONE, weight.decoding_bytes)] if weight.decoding_bytes else []
+                read.append(builder.tape.make("decode", builder.constant(weight.copy_bytes, 1), scratch=scratch))
+    return read
 
 
 def _product(builder: Builder, x: Value, dropped: Value, name: str, rows: int) -> Value:
@@ -161,15 +201,20 @@ def _function(
     given: tuple[Value, Value],
     outs: Sequence[Value],
     saves: Sequence[Value],
-    names: Sequence[str],
+    read: tuple[Sequence[str], Sequence[Value]],
     workspace: Sizes,
 ) -> None:
-    """Record the function: gradients of its inputs and of all adapters are there when base weights are decoded."""
-    x, dropped = given
+    """Record the function: gradients of its inputs and of all adapters are there when base weights are decoded.
+
+    Args:
+        given: Its input, and that as adapters are given it.
+        read: Names of its projections, and weights that were decoded for it.
+    """
+    (x, dropped), (names, weights) = given, read
     over = builder.settings.projections.fused_overwrites and len(names) > 1
     reads = [(x, OVER if over else NEW), *([(dropped, NEW)] if dropped is not x else [])]
     adapters = [_narrow(builder, builder.weight(f"{name}.{part}.weight")) for name in names for part in PARTS]
-    traits = Traits(packs=True, workspace=workspace, custom=True)
+    traits = Traits(packs=True, workspace=workspace, custom=True, attributes=tuple(weights))
     builder.tape.apply(title, reads, outs, list(dict.fromkeys(saves)), adapters, traits)
 
 

@@ -15,6 +15,8 @@ def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:
     with builder.tape.alive(x):
         if weight.integers:
             return _integer_linear(builder, x, name, weight, rows)
+        if weight.parametrised:
+            return _checkpointed_linear(builder, x, name, weight, rows)
         if weight.coded and builder.settings.projections.codes_result == "input":
             return _recast_linear(builder, x, name, weight, rows)
         x = builder.lowered(x)
@@ -54,6 +56,18 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     )
     builder.tape.touch(*([copy] if copy is not None else []))
     return out
+
+
+def _checkpointed_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: int) -> Value:
+    """Return a projection under a checkpoint of its own, which has its input and decodes its weight once more for backward.
+
+    Source:
+        ``checkpoint_nf4_linear`` in axolotl/utils/nf4.py (0.21.0).
+    """
+    out = builder.tape.value(x.quantity, rows, builder.compute)
+    bias = f"{name}.bias" in builder.weights
+    traits = Traits(packs=x.needs_gradient, product=True, matrices=not bias, adds_bias=bias)
+    return builder.tape.apply(f"linear {name}", [(x, VIEW)], out, [x] if x.needs_gradient else [], [weight], traits)
 
 
 def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: Weight | None, rows: int) -> Value:
@@ -109,8 +123,9 @@ def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows:
     out = tape.value(x.quantity, rows, width)
     out.foreign = x.foreign
     workspace = [(ONE, weight.rows * weight.columns * width)]
-    traits = Traits(packs=False, workspace=workspace, custom=True, product=True, escapes=True, forms_last=True)
-    tape.apply(f"linear {name}", [(x, NEW)], out, [x] if x.needs_gradient else [], traits=traits)
+    held = (x,) if x.needs_gradient else ()
+    traits = Traits(packs=False, workspace=workspace, custom=True, product=True, attributes=held, forms_last=True)
+    tape.apply(f"linear {name}", [(x, NEW)], out, traits=traits)
     tape.touch(*formed, *coded)
     return out
 

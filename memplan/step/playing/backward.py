@@ -77,10 +77,9 @@ class _Backward:
         """Let go of what a node has saved, and after the last that saved something of what checkpointing did."""
         if self.player.to_recompute:
             return
-        if not node.traits.escapes:
-            # Variables that a checkpoint's hooks have unpacked go in the reverse order of their names.
-            unpacked = self._unpacks and not node.traits.custom
-            self.live.release_all(reversed(node.saved) if unpacked else node.saved)
+        # Variables that a checkpoint's hooks have unpacked go in the reverse order of their names.
+        unpacked = self._unpacks and not node.traits.custom
+        self.live.release_all(reversed(node.saved) if unpacked else node.saved)
         if node is not self.player.first_packing:
             return
         self.live.release_all(self.player.cache)

@@ -73,7 +73,9 @@ class Player:
                 instant = BEHIND_REGION
             self._begin(index, "forward", instant)
             self._make(operation, instant, named)
-            if graph or (saves and self._escapes(operation)):
+            if saves and self._escapes(operation):
+                self.live.retain_all(operation.node.attributes)  # type: ignore[union-attr]
+            if graph:
                 self._save(operation)
             elif index in cached:
                 self.cache.update(operation.makes)
@@ -92,8 +94,8 @@ class Player:
         return {self.entry.storage, *made, *self.escaping_storages()}
 
     def _escapes(self, operation: Operation) -> bool:
-        """Tell whether an operation saves its tensors though it is computed again."""
-        return self.escaping and operation.node is not None and operation.node.traits.escapes
+        """Tell whether the graph of the loss has an operation's node, with its attributes, though it is computed again."""
+        return self.escaping and operation.node is not None and bool(operation.node.attributes)
 
     def _cached(self) -> set[int]:
         """Return the indices of the operations whose results selective checkpointing saves."""
@@ -120,11 +122,16 @@ class Player:
         self._set_aside(operations, named)
         last = operations[self.last_packing]
         stop = len(operations) if whole else self.last_packing + last.saves_last
+        again: list[int] = []  # attributes of nodes of a graph that goes when all is computed again
         for index, operation in enumerate(operations[:stop]):
             self._begin(index, "again", instant)
             self._make(operation, instant, named)
-            if not self._escapes(operation):
-                self._save(operation)
+            self._save(operation)
+            if operation.node is not None:
+                self.live.retain_all(operation.node.attributes)
+            if self._escapes(operation):
+                again += operation.node.attributes  # type: ignore[union-attr]
+            else:
                 self._mark_saved(operation)
             self._forget(named, unnamed_after.get(index, ()))
             if whole or operation is not last:
@@ -134,6 +141,7 @@ class Player:
             self._save(last)
             self._mark_saved(last)
         self.live.release_all(named)
+        self.live.release_all(again)
 
     def _begin(self, index: int, way: Way, instant: str) -> None:
         """Mark the module that begins with an operation."""
@@ -170,8 +178,8 @@ class Player:
 
     def escaping_storages(self) -> tuple[int, ...]:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
-        nodes = [node for node in self.tape.nodes if node.traits.escapes] if self.escaping else []
-        return tuple(dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.saved))
+        nodes = self.tape.nodes if self.escaping else []
+        return tuple(dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.attributes))
 
     def escaped_form(self) -> Form:
         """Return the bytes of these."""
@@ -179,7 +187,7 @@ class Player:
 
     def _set_aside(self, operations: Sequence[Operation], given: set[int]) -> None:
         """Keep what forward's nodes hold apart from what is computed again, unless it is given."""
-        held = [item.node.saved for item in operations if item.node is not None and self._escapes(item)]
+        held = [item.node.attributes for item in operations if item.node is not None and self._escapes(item)]
         for storage in {storage for saved in held for storage in saved} - given:
             self.escaped[storage] = self.live.set_aside(storage)
 
@@ -228,7 +236,7 @@ class Player:
             else:
                 self.live.retain(storage)
         named.update(operation.makes)
-        if operation.traits.product and not operation.traits.escapes:  # bitsandbytes has a workspace of its own
+        if operation.traits.product and not operation.traits.attributes:  # bitsandbytes has a workspace of its own
             self.live.multiply(with_bias=len(operation.weights) > 1 or operation.traits.adds_bias)
         self.with_scratch(instant, operation.name, temporaries(operation.traits.scratch))
         self.live.give_back(scales)

@@ -23,7 +23,7 @@ from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
-from memplan.step.kept_by_loop import embedded_leaf
+from memplan.step.kept_by_loop import embedded_leaf, escaped_form
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
@@ -124,6 +124,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         for i, (u, run) in enumerate(zip(step.units, step.taped.runs, strict=True))
     )
     above = layers + (above if step.apart else 0)
+    bare += escaped_form(step.taped, played)
     yield from _first_unit(step, bare + constant_form(Part.GRADIENTS, above), waiting, played, of)
 
 
@@ -190,17 +191,18 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
         above: Gradients that the head has left.
         of: What becomes of gradients.
     """
-    saved = model.saved
+    saved, escaped = model.saved, ZERO
     for index in reversed(range(len(step.units))):
         part, run = model.layers[step.taped.kinds[index]], step.taped.runs[index]
         each = of.left(step.units[index], step.whole_of(index))
         rest = saved - part.saved * run.count
         for position in positions(run):
             gradients = constant_form(Part.GRADIENTS, above + each * (run.count - position))
-            around = base + rest + part.saved * (position - 1) + gradients
+            over = escaped + part.escaped * (run.count - position)
+            around = base + rest + over + part.saved * (position - 1) + gradients
             yield from _layer_unit(step, (index, position), around, part, of)
         above += each * run.count
-        saved = rest
+        saved, escaped = rest, escaped + part.escaped * run.count
 
 
 def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played: Played, of: Pass) -> Iterator[Instant]:
@@ -235,6 +237,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
         yield instant_with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
     if not of.reduces:
         return
+    around += played.escaped
     communication = root + own.reduced_bytes + next_gathered
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))

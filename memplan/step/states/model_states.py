@@ -55,6 +55,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     inventory = libraries_inventory(inventory, setup)
     own, added = with_saved_alone(held(inventory, setup), setup), held(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
+    narrow |= _staged_codes(inventory, own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
     steppers = (
@@ -169,6 +170,15 @@ def _scales_beside_shards(inventory: Inventory, setup: TrainingSetup) -> list[Te
     ]
 
 
+def _staged_codes(inventory: Inventory, own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
+    """Return the states of codes whose shards are told in bytes, by name."""
+    if not (is_sharded(setup.config.parallel) and setup.config.parallel.staged_codes):
+        return {}
+    coded = {tensor.name for tensor in inventory if is_coded(tensor, setup)}
+    shards = (tensor for tensor in own if tensor.name in coded)
+    return {t.name: replace(tensor_states(setup, t, frozen=True), weight_bytes=t.elements) for t in shards}
+
+
 def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
     """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by name.
 
@@ -181,6 +191,7 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
     if (
         floats
         or setup.trains_codes
+        or setup.config.parallel.staged_codes
         or setup.stack.projections.codes_result != "input"
         or setup.formats["hidden_matrix"].product == "integers"
     ):

@@ -113,8 +113,13 @@ def _as_sharded(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> lis
 
 
 def _in_floats(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list[ParameterTensor]:
-    """Return tensors with codes in the dtype that they are stored in, which FSDP1 needs to be that of all others."""
-    return [as_stored(t, setup.compute_bytes) if is_coded(t, setup) else t for t in tensors]
+    """Return tensors with codes in the dtype that they are stored in, which FSDP1 needs to be that of all others, or as bytes."""
+    return [as_stored(t, _width(t, setup)) if is_coded(t, setup) else t for t in tensors]
+
+
+def _width(tensor: ParameterTensor, setup: TrainingSetup) -> int:
+    """Return the bytes of an element of a tensor as it is gathered: one of codes that were staged, else that of the compute dtype."""
+    return 1 if setup.config.parallel.staged_codes and is_coded(tensor, setup) else setup.compute_bytes
 
 
 def share(parallel: Parallel) -> Fraction:
@@ -218,12 +223,13 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     ranks, compute, offloads = setup.config.parallel.shards, setup.compute_bytes, setup.offloads_weights
     if setup.config.parallel.engine == "fsdp1":
         return _flat_unit(tensors, setup)
+    widths = [_width(tensor, setup) for tensor in tensors if not is_whole(tensor, setup)]
     tensors = [tensor for tensor in _as_sharded(tensors, setup) if not is_whole(tensor, setup)]
     shards = [(shard(tensor, ranks).elements, *_stored(tensor, setup)) for tensor in tensors]
     trained = sum(elements for elements, _, trains in shards if trains)
     own = max((width for _, width, trains in shards if trains), default=compute)
     reduced = reduced_width(setup)
-    gathered = ranks * sum(elements for elements, _, _ in shards) * compute
+    gathered = ranks * sum(elements * width for (elements, _, _), width in zip(shards, widths, strict=True))
     return Unit(
         gathered_bytes=gathered,
         buffer_bytes=gathered if ranks > 1 else 0,

@@ -102,13 +102,14 @@ class Tape:
         for value in made:
             value.needs_gradient = needs
         new = self._first_seen([value for value, _ in inputs], (*made, *saves))
+        attributes = tuple(dict.fromkeys([value.storage for value in traits.attributes]))
         storages = tuple(dict.fromkeys([value.storage for value in saves]))
         read, node = tuple(weights), None
         if needs:
             packs = traits.packs
             if packs is None:
                 packs = bool(storages) or any(not weight.coded for weight in read)
-            node = Node(name, used, made, storages, read, traits, self.instant, packs)
+            node = Node(name, used, made, storages, read, traits, self.instant, packs, attributes)
             self.nodes.append(node)
         last = traits.custom or not set(new).isdisjoint(storages)
         self.operations.append(Operation(name, new, read, traits, node, last))
@@ -173,13 +174,13 @@ class Tape:
 
     def saved_storages(self) -> dict[int, None]:
         """Return the storages that operations save for backward, each once."""
-        return dict.fromkeys(storage for node in self.nodes for storage in node.saved)
+        return dict.fromkeys(storage for node in self.nodes for storage in node.held)
 
     def saved_tensors(self) -> list[tuple[str, Quantity, int, Part]]:
         """Return (operation, quantity, coefficient, part) of every storage saved, by the first operation that saves it."""
         first: dict[int, str] = {}
         for node in self.nodes:
-            for storage in node.saved:
+            for storage in node.held:
                 first.setdefault(storage, node.name)
         return [(name, self.storages[s][1], self.storages[s][2], self.storages[s][0]) for s, name in first.items()]
 

@@ -83,7 +83,7 @@ class Traits(NamedTuple):
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
     # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     made: tuple[Value, ...] = ()
-    escapes: bool = False  # Whether what it saves are attributes of its node, which hooks of checkpointing do not see
+    attributes: tuple[Value, ...] = ()  # What its node has as attributes, which hooks of checkpointing do not see
 
 
 PLAIN = Traits()
@@ -104,6 +104,12 @@ class Node:
     # Whether it saves any tensor, weights and tables included: under checkpointing, the first such node that backward
     # reaches has the part computed again.
     packs: bool
+    attributes: tuple[int, ...] = ()  # Storages that its node has as attributes, until the graph goes
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Storages that stay behind forward, however it holds them."""
+        return (*self.saved, *self.attributes)
 
     @property
     def weight_first(self) -> bool:

@@ -59,6 +59,9 @@ class Weight:
     decoding_parts: tuple[int, ...] = ()  # Temporaries of forming that copy by operators of torch
     decoded_alike: bool = False  # Whether a product of forward decodes it as one of backward does
     integers: bool = False  # Whether a product multiplies its codes, and not a decoded copy
+    # Whether its codes are decoded when a module is asked for its weight, so that products read floats
+    # (``BnbNF4Parametrization`` in axolotl/utils/nf4.py, 0.21.0).
+    parametrised: bool = False
 
     @property
     def gradient_codes_bytes(self) -> int:

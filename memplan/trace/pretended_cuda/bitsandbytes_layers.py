@@ -103,24 +103,9 @@ def _fill(layer: Any, setup: TrainingSetup) -> None:
 def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:
     """Give a layer of 4 bits what quantising its weight from ``dtype`` leaves of it, codes in a dtype of their ``storage``."""
     import bitsandbytes
-    from bitsandbytes.functional import QuantState
 
     kind, double = FOUR_BIT[format_name]
-    shape = layer.weight.shape
-    blocks = ceil_div(shape.numel(), BLOCK)
-    nested: dict[str, Any] = {}
-    if double:
-        second = QuantState(
-            absmax=_empty(ceil_div(blocks, SCALES_IN_A_BLOCK)),
-            blocksize=SCALES_IN_A_BLOCK,
-            code=_empty(NESTED_CODE),
-            dtype=torch.float32,
-        )
-        nested = {"offset": torch.empty((), dtype=torch.float32, device="meta"), "state2": second}
-    scales = _empty(blocks, torch.uint8 if double else torch.float32)
-    state = QuantState(
-        absmax=scales, shape=shape, dtype=dtype, blocksize=BLOCK, code=_empty(CODE), quant_type=kind, **nested
-    )
+    shape, state = layer.weight.shape, quant_state(layer.weight.shape, format_name, dtype)
     codes = torch.empty((ceil_div(shape.numel(), 2 * storage.itemsize), 1), dtype=storage, device="meta")
     layer.weight = bitsandbytes.nn.Params4bit(
         codes,
@@ -134,6 +119,27 @@ def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype, storage: tor
         module=layer,
     )
     layer.quant_state = state
+
+
+def quant_state(shape: torch.Size, format_name: str, dtype: torch.dtype) -> Any:
+    """Return what quantising a weight of this shape from ``dtype`` leaves beside its codes."""
+    from bitsandbytes.functional import QuantState
+
+    kind, double = FOUR_BIT[format_name]
+    blocks = ceil_div(shape.numel(), BLOCK)
+    nested: dict[str, Any] = {}
+    if double:
+        second = QuantState(
+            absmax=_empty(ceil_div(blocks, SCALES_IN_A_BLOCK)),
+            blocksize=SCALES_IN_A_BLOCK,
+            code=_empty(NESTED_CODE),
+            dtype=torch.float32,
+        )
+        nested = {"offset": torch.empty((), dtype=torch.float32, device="meta"), "state2": second}
+    scales = _empty(blocks, torch.uint8 if double else torch.float32)
+    return QuantState(
+        absmax=scales, shape=shape, dtype=dtype, blocksize=BLOCK, code=_empty(CODE), quant_type=kind, **nested
+    )
 
 
 def _fill_eight_bit(layer: Any) -> None:
@@ -152,6 +158,9 @@ def _empty(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def quantised_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what quantised layers hold beside their codes, each with the name of its weight."""
     for path, layer in model.named_modules():
+        for name, chain in getattr(layer, "parametrizations", {}).items():
+            if hasattr(type(chain[0]), "quant_state"):  # as axolotl decodes them
+                yield from ((f"{path}.parametrizations.{name}.original", tensor) for tensor in chain.buffers())
         if not _is_quantised(layer):
             continue
         state: Any = getattr(layer.weight, "quant_state", None) or getattr(
@@ -174,6 +183,7 @@ def cuda_backend() -> Iterator[None]:
         return
     library = torch.library.Library("bitsandbytes", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("gemm_4bit", _gemm_4bit, "AutogradMeta")  # type: ignore[no-untyped-call]
+    library.impl("dequantize_4bit.out", lambda *_, **__: None, "AutogradMeta")  # type: ignore[no-untyped-call]
     library.impl("int8_vectorwise_quant", _int8_vectorwise_quant, "AutogradMeta")  # type: ignore[no-untyped-call]
     library.impl("int8_mixed_scaled_mm", _int8_mixed_scaled_mm, "AutogradMeta")  # type: ignore[no-untyped-call]
     try:

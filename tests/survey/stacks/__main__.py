@@ -27,6 +27,7 @@ from tests.survey.stacks.drawn_grids import (
     piped_job,
     replicated_job,
     sharded_job,
+    staged_job,
     staying_job,
 )
 from tests.survey.stacks.drawn_own_models import OWN_MODELS
@@ -60,6 +61,7 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
 """Flag -> what it says of itself, and what it draws; in this order."""
 SHARDED: Mapping[str, tuple[str, Draw]] = {
     "no_reshard": ("jobs whose layers stay gathered until their backward", staying_job),
+    "staged": ("jobs of axolotl with adapters over 4-bit weights that were staged on the CPU", staged_job),
     "offload": ("jobs whose engine keeps what it can in host memory", offloaded_job),
 }
 """The same, after the ranks are known."""

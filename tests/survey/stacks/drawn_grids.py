@@ -166,6 +166,21 @@ def adapted_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(job.job.model, training), card=max(job.card, CARDS[1]))
 
 
+def staged_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job with adapters over shards of codes that were staged on the CPU, by PEFT's layers or axolotl's functions, which is drawn."""
+    rng, job = Random(f"memplan staged {seed} {number}"), adapted_job(job, seed, number)
+    training = dict(job.job.training)
+    kernels = {key: value for key, value in training.get("kernels", {}).items() if key != "adapters"}
+    adapters = rng.choice(("composite", "composite", "fused", "fused", "fused-mlp", "fused-qkv-o"))
+    training |= {
+        "weights": {"default": "bf16", "hidden_matrix": rng.choice(("nf4", "nf4-dq", "nf4-dq"))},
+        "parallel": {"data": rng.choice((2, 3, 4, 8, 16, 64)), "zero_stage": 3, "staged_codes": True},
+        "kernels": {**kernels, "adapters": adapters},
+        "activation_checkpointing": rng.choice(("none", "full")),
+    }
+    return replace(job, job=Job(job.job.model, training))
+
+
 def staying_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job over ``fully_shard`` whose layers stay gathered until their backward, on ranks drawn."""
     rng, training = Random(f"memplan staying {seed} {number}"), dict(job.job.training)

@@ -22,13 +22,14 @@ import accelerate.accelerator
 import peft
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.nn.utils import parametrize
 
 from memplan.catalog.kernel_profiles import ADAPTED
 from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import is_sharded
-from memplan.trace.pretended_cuda.bitsandbytes_layers import quantises
+from memplan.trace.pretended_cuda.bitsandbytes_layers import quant_state, quantised, quantises
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -36,7 +37,9 @@ from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
 from memplan.trace.stacks.huggingface.trainer_loop import Rows, collated, pretended_machine, trained, training_arguments
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import REFERRED
+from memplan.units import ceil_div
 
 PACKAGES = ("axolotl", "transformers", "peft", "accelerate", "bitsandbytes", "triton")
 EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -78,7 +81,8 @@ def _adapted(patches: ModuleType, inputs: StackInputs) -> Any:
 
 def _prepared(inputs: StackInputs) -> Any:
     """Return the model, ready for adapters: cast to fp32 and back as ``_configure_embedding_dtypes`` does (loaders/model.py)."""
-    setup, model = inputs.setup, loaded_model(inputs)
+    setup = inputs.setup
+    model = loaded_model(inputs, _staged if setup.config.parallel.staged_codes else quantised)
     if setup.config.adapter is None:
         if setup.format_names["norm"] != setup.loaded_float:
             _cast_ends(model, torch.float32)
@@ -90,6 +94,37 @@ def _prepared(inputs: StackInputs) -> Any:
         _cast_ends(model, TORCH_DTYPES[setup.config.compute_dtype])
     model.enable_input_require_grads()
     return model
+
+
+def _staged(model: Any, setup: TrainingSetup) -> Any:
+    """Return the model with its linear layers, the head aside, as ``staged_nf4_loading`` leaves them (loaders/nf4.py)."""
+    codes: Any = import_module("axolotl.utils.nf4")
+    skips = codes.nf4_skip_modules(model.config.model_type, {})
+    for path, layer in list(model.named_modules()):
+        if not isinstance(layer, nn.Linear) or not codes.nf4_should_quantize(
+            f"{path}.weight", linear=True, expert=False, skips=skips
+        ):
+            continue
+        shape = layer.weight.shape
+        state = quant_state(shape, setup.format_names["hidden_matrix"], layer.weight.dtype)
+        packed = torch.empty((ceil_div(shape.numel(), 2), 1), dtype=torch.uint8, device="meta")
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        codes.checkpoint_nf4_linear(layer)
+        parametrize.register_parametrization(layer, "weight", codes.BnbNF4Parametrization(state), unsafe=True)
+    model.requires_grad_(False)
+    model._axolotl_staged_nf4 = True
+    return model
+
+
+def _decodes(codes: Any) -> Any:
+    """Return a forward of axolotl's parametrisation that decodes without memory too, as it does on a card."""
+
+    def forward(self: Any, data: Tensor) -> Tensor:
+        with torch.no_grad():
+            decoded: Tensor = codes.dequantize_bnb_4bit(data, self.quant_state)
+            return decoded
+
+    return forward
 
 
 def _cast_ends(model: Any, dtype: torch.dtype, *, gates: bool = False) -> None:
@@ -140,9 +175,11 @@ def _axolotl() -> Iterator[ModuleType]:
     sys.modules.setdefault(name, package)
     patches = import_module("axolotl.monkeypatch.lora_kernels")
     lora, quantize = (import_module(f"axolotl.kernels.{part}") for part in ("lora", "quantize"))
+    codes_of_four: Any = import_module("axolotl.utils.nf4")
     sharding, codes = (import_module(f"axolotl.monkeypatch.{part}") for part in ("accelerate.fsdp2", "fsdp2_qlora"))
     stands: list[tuple[Any, str, Any]] = [
         (accelerate.accelerator, "fsdp2_prepare_model", sharding.fsdp2_prepare_model),  # as patch_accelerate_fsdp2
+        (codes_of_four.BnbNF4Parametrization, "forward", _decodes(codes_of_four)),
         (quantize, "_ctypes_nf4_dequant", _decoded),
         (lora, "_activation_kernels", lambda _: (lambda _, up: torch.empty_like(up), lambda *given: given)),  # in place
         (lora, "_gradient_mm", _wide_product),

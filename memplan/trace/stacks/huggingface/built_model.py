@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,8 +74,11 @@ def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
     return config
 
 
-def loaded_model(inputs: StackInputs) -> Any:
+def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any] = quantised) -> Any:
     """Return the model as ``from_pretrained`` leaves it: in one dtype, its linear layers quantised where asked for.
+
+    Args:
+        coded: What quantises them, where they are.
 
     Raises:
         CannotAnswerError: A package for its attention is missing, or transformers cannot load it so.
@@ -100,7 +103,7 @@ def loaded_model(inputs: StackInputs) -> Any:
         model = model.to(dtype)
         model.tie_weights()  # 5.0 leaves that to loading where nothing has memory
         if quantises(setup):
-            model = quantised(model, setup)
+            model = coded(model, setup)
     _freeze_tower(model, inputs)
     with_liger(model, setup)
     with_cut_cross_entropy(model, setup)

@@ -45,8 +45,10 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and gradients:
             parameter.register_post_accumulate_grad_hook(finished_gradient(recorder, name))  # type: ignore[no-untyped-call]
+    beside_codes = {id(tensor) for _, tensor in quantised_tensors(model)}
     for name, tensor in model.named_buffers():
-        recorder.mark(tensor, "buffers", name)
+        if id(tensor) not in beside_codes:
+            recorder.mark(tensor, "buffers", name)
     layers = _layers(model)
     for number, layer in enumerate(layers, start=1):
         _watch_layer(layer, number, recorder)
