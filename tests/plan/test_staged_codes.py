@@ -35,7 +35,7 @@ def test_functions_keep_decoded_weights_of_every_layer_though_layers_are_compute
         ({"activation_checkpointing": "selective"}, "selective checkpointing"),
         ({"parallel.zero_stage": 0}, "counts where axolotl's own code shards"),
         ({"weights.hidden_matrix": "bf16"}, "counts with weights in nf4"),
-        ({"stack": "trl"}, "counts where axolotl's own code shards"),
+        ({"parallel.engine": "fsdp1"}, "counts where axolotl's own code shards"),
     ],
 )
 def test_what_it_does_not_run_with_is_refused(keys, reason):

@@ -127,11 +127,12 @@ class Player:
             self._begin(index, "again", instant)
             self._make(operation, instant, named)
             self._save(operation)
-            if operation.node is not None:
-                self.live.retain_all(operation.node.attributes)
-            if self._escapes(operation):
-                again += operation.node.attributes  # type: ignore[union-attr]
+            if operation.node is not None and self._escapes(operation):
+                given = {value.storage for value, _ in operation.node.inputs}
+                again += (own := [storage for storage in operation.node.attributes if storage not in given])
+                self.live.retain_all(own)
             else:
+                self.live.retain_all(operation.node.attributes if operation.node is not None else ())
                 self._mark_saved(operation)
             self._forget(named, unnamed_after.get(index, ()))
             if whole or operation is not last:
