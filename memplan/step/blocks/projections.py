@@ -124,7 +124,9 @@ def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows:
     out.foreign = x.foreign
     workspace = [(ONE, weight.rows * weight.columns * width)]
     held = (x,) if x.needs_gradient else ()
-    traits = Traits(packs=False, workspace=workspace, custom=True, product=True, attributes=held, forms_last=True)
+    traits = Traits(
+        False, (), workspace, product=True, custom=True, forms_last=True, own_workspace=True, attributes=held
+    )
     tape.apply(f"linear {name}", [(x, NEW)], out, traits=traits)
     tape.touch(*formed, *coded)
     return out

@@ -237,7 +237,7 @@ class Player:
             else:
                 self.live.retain(storage)
         named.update(operation.makes)
-        if operation.traits.product and not operation.traits.attributes:  # bitsandbytes has a workspace of its own
+        if operation.traits.product and not operation.traits.own_workspace:
             self.live.multiply(with_bias=len(operation.weights) > 1 or operation.traits.adds_bias)
         self.with_scratch(instant, operation.name, temporaries(operation.traits.scratch))
         self.live.give_back(scales)
