@@ -177,6 +177,7 @@ class TrainingConfig:
             with states in the dtype of the weights where it is not given.
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
+        reentrant_checkpointing: Whether layers run again by torch's older checkpointing, ``use_reentrant=True``; None is as the stack does.
         method: What a step learns from.
         images: Images in its rows, of a vision-language model.
         adapter: Adapters; the other weights are frozen then.
@@ -209,6 +210,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = 1
     activation_checkpointing: Checkpointing | None = None
     checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
+    reentrant_checkpointing: bool | None = None
     kernels: Kernels = Kernels()
     method: Method = Method()
     images: Images = Images()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -100,6 +101,8 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
         version: The version that the user says, which may no longer take an old name; or nothing.
     """
     renamed: dict[str, str] = {}
+    if PARSED in mapped.extends:
+        keys = replace(keys, data={key: _parsed(value) for key, value in keys.data.items()})
     for section in mapped.sections:
         keys = _without_section(keys, section)
     idle: dict[str, Any] = {
@@ -116,6 +119,21 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
         keys = replace(keys, data=data, lines=lines)
         renamed[alias.now] = old
     return (_without_negations(keys, mapped) if keys.form == "argv" and PARSED in mapped.extends else keys), renamed
+
+
+def _parsed(value: Any) -> Any:
+    """Return the keys that a text holds as JSON, as transformers reads those of its arguments; any other value as it is.
+
+    Source:
+        ``_VALID_DICT_FIELDS`` in transformers/training_args.py (5.23.0).
+    """
+    if not (isinstance(value, str) and value.startswith("{")):
+        return value
+    try:
+        inner = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return inner if isinstance(inner, dict) else value
 
 
 def _without_section(keys: GivenKeys, section: str) -> GivenKeys:

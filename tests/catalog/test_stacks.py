@@ -171,6 +171,16 @@ def test_a_stack_that_casts_beforehand_refuses_autocast():
         resolve(config, CATALOG, "mine")
 
 
+def test_a_config_says_by_which_checkpointing_layers_run_again():
+    def setup(stack, **more):
+        return resolve(TrainingConfig("mine", stack=stack, **more), CATALOG, "mine").stack.checkpointing.reentrant
+
+    assert [setup("trl"), setup("trl", reentrant_checkpointing=True)] == [False, True]
+    assert [setup("llama-factory"), setup("llama-factory", reentrant_checkpointing=False)] == [True, False]
+    with pytest.raises(InvalidFileError, match="torchtitan has no key that switches it"):
+        setup("torchtitan", reentrant_checkpointing=True)
+
+
 # ------------------------------------------------------------------ kernel presets of before
 def test_a_config_of_before_is_refused_with_the_line_to_write(cli, write):
     path = write("old.yaml", "description: old\nkernels: {preset: hf-transformers, loss: chunked}\n")

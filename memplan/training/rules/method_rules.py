@@ -58,13 +58,15 @@ def _compares_whole(config: TrainingConfig, stack: Stack) -> bool:
     return stage in UNREFERRED or (stage in REFERRED | GENERATING and stack.loop.metrics != "none")
 
 
-def with_replicas(config: TrainingConfig, stack: Stack) -> Stack:
-    """Return a stack as it runs replicas, whose layers it may compute again by another kind of checkpointing.
+def with_checkpointing(config: TrainingConfig, stack: Stack) -> Stack:
+    """Return a stack with the kind of checkpointing that a config says, or that it has for replicas, where that is another.
 
     Source:
         ``_fix_gradient_checkpointing`` in swift/trainers/mixin.py (4.6.0).
     """
     rules, parallel = stack.checkpointing, config.parallel
+    if config.reentrant_checkpointing is not None:
+        return replace(stack, checkpointing=replace(rules, reentrant=config.reentrant_checkpointing))
     if rules.replicas_reentrant is None or parallel.gpus == 1 or parallel.zero_stage or parallel.engine != "torch":
         return stack
     return replace(stack, checkpointing=replace(rules, reentrant=rules.replicas_reentrant))

@@ -76,6 +76,12 @@ def _autocast_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Ite
         yield key, "a loss scale comes with autocast in fp16; leave one of them out"
 
 
+def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield why a stack cannot be told by which kind of checkpointing layers run again."""
+    if config.reentrant_checkpointing is not None and "reentrant_checkpointing" not in stack.keys:
+        yield ("reentrant_checkpointing",), f"{stack.name} has no key that switches it; leave it out"
+
+
 def beside_codes(config: TrainingConfig, hidden: str) -> bool:
     """Tell whether weights stand beside quantised matrices that are frozen."""
     return config.adapter is not None and hidden not in FLOATS
@@ -162,6 +168,7 @@ def _full_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str
 def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
     """Yield what a config says that its stack never does."""
     yield from _autocast_problems(config, stack, hidden)
+    yield from _checkpointing_problems(config, stack)
     alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
     if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
         narrow = config.compute_dtype
