@@ -165,7 +165,8 @@ def _accumulate(job: ImportedJob, world: int) -> None:
     stated = results.get("training.gradient_accumulation_steps")
     rows = rows and int(rows) * _whole(job.value("training.parallel.micro_batches"))
     if total and rows and (stated is None or stated.rank == DEFAULTED):
-        steps = max(-(-int(total) // (int(rows) * world)), 1)
+        each = int(rows) * world
+        steps = max(int(total) // each if job.value("let.whole_batches") else -(-int(total) // each), 1)
         results["training.gradient_accumulation_steps"] = Result(
             steps, STATED, "", "", f"{total} sequences a step, {rows} a micro-batch, on {world} data parallel GPUs"
         )
