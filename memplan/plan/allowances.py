@@ -11,9 +11,9 @@ from fractions import Fraction
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Gpu
+from memplan.catalog.hardware.contexts import context_range
+from memplan.catalog.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 from memplan.catalog.shipped_tables import ReserveShare
-from memplan.hardware.contexts import context_range
-from memplan.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 from memplan.values import dataclass
 
 HANDLES = 2

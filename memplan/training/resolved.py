@@ -7,11 +7,11 @@ from dataclasses import field, replace
 
 from memplan.catalog.config_keys.method_keys import SCORED, Rollout
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
+from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Checkpointing, TrainingConfig
-from memplan.hardware.hardware_tables import HardwareTables
 from memplan.model.inventory import Role
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
 from memplan.training.rules.offload_rules import steps_beside

@@ -10,11 +10,17 @@ import pytest
 
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.entries import Gpu
+from memplan.catalog.hardware.contexts import ENOUGH, context_range, measured_bytes
+from memplan.catalog.hardware.hardware_tables import (
+    BlasWorkspace,
+    Communicator,
+    ContextEntry,
+    entry_name,
+    hardware_tables,
+)
 from memplan.catalog.shipped_tables import TABLES
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
-from memplan.hardware.contexts import ENOUGH, context_range, measured_bytes
-from memplan.hardware.hardware_tables import BlasWorkspace, Communicator, ContextEntry, entry_name, hardware_tables
 from memplan.plan.allowances import allowances_for, communicator_of
 from memplan.units import MIB
 

@@ -9,14 +9,14 @@ import pytest
 import memplan
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.entries import Gpu
+from memplan.catalog.hardware.capabilities import capability_of
+from memplan.catalog.hardware.hardware_tables import Capability, hardware_tables
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.shipped_tables import TABLES
 from memplan.catalog.training_config import Gradients
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError
-from memplan.hardware.capabilities import capability_of
-from memplan.hardware.hardware_tables import Capability, hardware_tables
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import suggestions

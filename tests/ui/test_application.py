@@ -12,8 +12,8 @@ pytest.importorskip("httpx2")
 from starlette.testclient import TestClient
 
 import memplan
-from memplan.ui import serve
-from memplan.ui.application import HEADERS, TOKEN, application
+from memplan.cli.ui import serve
+from memplan.cli.ui.application import HEADERS, TOKEN, application
 from tests.report.test_page import Page
 
 SECRET = "the-token"

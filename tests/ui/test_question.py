@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
+from memplan.cli.ui.answers import quick_answer
+from memplan.cli.ui.question import Question, question_of
 from memplan.errors import MemplanError
-from memplan.ui.answers import quick_answer
-from memplan.ui.question import Question, question_of
 from tests.jobs import shipped_catalog
 
 CATALOG = shipped_catalog()

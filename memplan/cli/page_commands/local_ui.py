@@ -28,7 +28,7 @@ def ui_command(
     Served on this machine alone, at the address that is printed, as JSON too, until it is interrupted. Names of the
     catalog are all that the page can ask for; it runs and writes nothing. Needs .[ui].
     """
-    from memplan.ui.serve import serve
+    from memplan.cli.ui.serve import serve
 
     def tell(address: str) -> None:
         deliver(json_text({"schema": "memplan/ui/1", "address": address}) if output.as_json else f"{address}\n", None)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.hardware.contexts import context_range
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.hardware.contexts import context_range
 from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document

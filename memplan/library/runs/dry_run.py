@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.hardware.contexts import context_range
+from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.documents.escaping import json_text
 from memplan.documents.opening import is_file, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.hardware.contexts import context_range
-from memplan.hardware.hardware_tables import hardware_tables
 from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import traced_timeline

@@ -8,10 +8,10 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.hardware.hardware_tables import hardware_tables
 from memplan.library.answers.answer import Answer
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.library.lookup.config_lookup import read_config

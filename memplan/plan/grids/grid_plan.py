@@ -5,9 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Literal
 
+from memplan.catalog.hardware.contexts import context_range
+from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.catalog.shipped_tables import ReserveShare
-from memplan.hardware.contexts import context_range
-from memplan.hardware.hardware_tables import HardwareTables
 from memplan.model.model import Model
 from memplan.plan.allowances import communicator_of, library_workspace_bytes
 from memplan.plan.memory_plan import Device

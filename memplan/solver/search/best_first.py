@@ -15,8 +15,8 @@ from fractions import Fraction
 from heapq import heapify, heappop, heappush
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.errors import CannotAnswerError
-from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of
 from memplan.plan.job_allowances import devices_for, with_engine

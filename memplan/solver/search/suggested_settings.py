@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.hardware.capabilities import is_native
+from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
-from memplan.hardware.capabilities import is_native
-from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
-from memplan.hardware.capabilities import is_native
-from memplan.hardware.hardware_tables import HardwareTables
+from memplan.catalog.hardware.capabilities import is_native
+from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.values import dataclass
 
 ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memplan.catalog.entries import Gpu
+from memplan.catalog.hardware.capabilities import capability_of, is_native
 from memplan.catalog.kernel_profiles import AttentionKernel
 from memplan.errors import CannotAnswerError
-from memplan.hardware.capabilities import capability_of, is_native
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on

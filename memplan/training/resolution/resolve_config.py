@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.hardware.hardware_tables import hardware_tables
 from memplan.model.inventory import ROLES
 from memplan.training.learning import recipe_of
 from memplan.training.named_recipes import with_learning

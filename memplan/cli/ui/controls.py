@@ -8,8 +8,8 @@ from typing import get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Checkpointing
+from memplan.cli.ui.question import MOST_GPUS, PRECISIONS, Question
 from memplan.report.page.elements import text
-from memplan.ui.question import MOST_GPUS, PRECISIONS, Question
 
 OWN = "as the method has it"
 SLIDERS = {"batch": ("Micro-batch", 0, 8), "length": ("Sequence length", 7, 17)}

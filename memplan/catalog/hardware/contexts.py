@@ -7,7 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from memplan.catalog.entries import Gpu
-from memplan.hardware.hardware_tables import ContextEntry, ContextMeasurement, HardwareTables, capability, entry_name
+from memplan.catalog.hardware.hardware_tables import (
+    ContextEntry,
+    ContextMeasurement,
+    HardwareTables,
+    capability,
+    entry_name,
+)
 from memplan.units import GIB, format_bytes, parse_bytes
 from memplan.values import dataclass
 

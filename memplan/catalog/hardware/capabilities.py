@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.catalog.entries import Gpu
-from memplan.hardware.hardware_tables import CapabilityRow, HardwareTables, capability
+from memplan.catalog.hardware.hardware_tables import CapabilityRow, HardwareTables, capability
 
 NOT_JUDGED = CapabilityRow("nvidia", "native")
 """Of a card that nothing is known of, nothing is refused."""
@@ -17,7 +17,7 @@ def capability_of(gpu: Gpu, feature: str, tables: HardwareTables) -> CapabilityR
 
     Example:
         >>> from memplan.library.lookup import open_catalog
-        >>> from memplan.hardware.hardware_tables import hardware_tables
+        >>> from memplan.catalog.hardware.hardware_tables import hardware_tables
         >>> catalog = open_catalog(None)
         >>> [capability_of(catalog.gpus[name], "bf16", hardware_tables(catalog.root)).answer for name in ("t4", "a100")]
         ['emulated', 'native']

@@ -9,12 +9,12 @@ from typing import Any
 
 import memplan
 from memplan.catalog.catalog import Catalog
+from memplan.cli.ui.question import Question
 from memplan.library.answers.plan_page import footer_of, quick_sections, slow_sections, step_section
 from memplan.library.answers.planned_job import Job, Plan
 from memplan.library.lookup import open_catalog
 from memplan.report.page.plan_sections import title_of
 from memplan.report.plans.plan_answer import answer
-from memplan.ui.question import Question
 
 MOST_JOBS = 64
 """Models under a config that stay compiled."""

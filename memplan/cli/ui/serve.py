@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
+from memplan.cli.ui.answers import quick_answer
+from memplan.cli.ui.question import Question
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.ui.answers import quick_answer
-from memplan.ui.question import Question
 
 LOOPBACK = "127.0.0.1"
 NEEDED = ("starlette", "uvicorn")
@@ -47,7 +47,7 @@ def serve(port: int, catalog_path: Path | None, tell: Callable[[str], None]) -> 
     require_server()
     import uvicorn
 
-    from memplan.ui.application import application
+    from memplan.cli.ui.application import application
 
     listener = _listener(port)
     token = secrets.token_urlsafe(24)

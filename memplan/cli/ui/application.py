@@ -11,13 +11,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memplan.cli.ui.answers import Answer, catalog_of, full_answer, quick_answer, step_answer
+from memplan.cli.ui.controls import form
+from memplan.cli.ui.question import MOST_CHARACTERS, Question, question_of
 from memplan.documents.escaping import escaped_json
 from memplan.errors import MemplanError
 from memplan.report.page.elements import section
 from memplan.report.page.whole_page import SCRIPTS, STYLES, asset, document, embedded, hashes
-from memplan.ui.answers import Answer, catalog_of, full_answer, quick_answer, step_answer
-from memplan.ui.controls import form
-from memplan.ui.question import MOST_CHARACTERS, Question, question_of
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -110,7 +110,7 @@ def headers() -> list[tuple[bytes, bytes]]:
 
 
 def _own(name: str) -> str:
-    return files("memplan.ui").joinpath("assets", name).read_text(encoding="utf-8")
+    return files("memplan.cli.ui").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 async def _page(token: str, path: Path | None, request: Request) -> Response:
