@@ -26,8 +26,7 @@ from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
-from memplan.dryrun.terms.answers_given import RefusedError, StepsDoneError
-from memplan.dryrun.terms.outcome import Ending, Outcome, Request
+from memplan.dryrun.terms.outcome import Ending, Outcome, RefusedError, Request, StepsDoneError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.dryrun.watching.watched_steps import WatchedSteps

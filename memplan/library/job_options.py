@@ -113,7 +113,7 @@ class JobInputs:
         device = self._on_node(gpu if isinstance(gpu, Device) else find_device(gpu, memory, count, self.catalog))
         if profile is None:
             return device
-        from memplan.library.lookup.card_profile import with_profile
+        from memplan.library.lookup.device_lookup import with_profile
 
         return with_profile(device, Path(profile))
 

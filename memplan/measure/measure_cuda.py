@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.host.nvidia_driver import driver_version
-from memplan.measure.driver_memory import context_bytes, used_bytes
+from memplan.host.nvidia_gpus import driver_version, nvidia_smi_rows
 from memplan.measure.measure_cpu import GradientCounter
 from memplan.measure.measured import Measurement, Progress
 from memplan.measure.storage_bytes import component_bytes
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
+from memplan.units import MIB
 
 if TYPE_CHECKING:
     from memplan.measure.task import Task
+
 
 PEAKS = {
     "requested": "requested_bytes.all.peak",
@@ -161,3 +163,29 @@ def _replayed_history(task: Task) -> dict[str, Any]:
     result = compare_history(history, parse_alloc_conf(task.alloc_conf or history.alloc_conf))
     figures = {key: value for key, value in asdict(result).items() if isinstance(value, int)}
     return {**figures, "simulated_reserved_peak_bytes": result.simulated.reserved_peak_bytes}
+
+
+def used_bytes() -> int:
+    """Return what is taken of the first device, in whole MiB; before a context is made that is others' memory."""
+    rows = _numbers("--query-gpu=memory.used")
+    return rows[0][0] * MIB if rows else 0
+
+
+def context_bytes(others: int) -> int:
+    """Return what this process takes beyond the allocator's segments.
+
+    The driver lists memory by process. Where it does not (another container, or Windows), all that
+    is taken of the device counts, less what was taken before.
+
+    Args:
+        others: What ``used_bytes`` said before this process had a context.
+    """
+    segments = torch.cuda.memory_reserved()
+    own = [size * MIB for process, size in _numbers("--query-compute-apps=pid,used_memory") if process == os.getpid()]
+    free, total = torch.cuda.mem_get_info()
+    return max(0, (own[0] if own else total - free - others) - segments)
+
+
+def _numbers(query: str) -> list[tuple[int, ...]]:
+    """Return the rows of numbers that the driver answers; those with something else are left out."""
+    return [tuple(map(int, row)) for row in nvidia_smi_rows(query) or () if all(part.isdigit() for part in row)]

@@ -15,8 +15,7 @@ from memplan.plan.components import Component, components
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.units.host_memory import HostMemory, waiting_inputs
 from memplan.training.own_settings import OwnSetting
-from memplan.training.resolved import TrainingSetup
-from memplan.training.resolved_keys import resolved_keys
+from memplan.training.resolved import TrainingSetup, resolved_keys
 from memplan.values import dataclass
 
 if TYPE_CHECKING:

@@ -9,16 +9,15 @@ from functools import cached_property
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
-from memplan.documents.printed_numbers import Interval, Value
-from memplan.documents.recorded_rows import Records, Select
+from memplan.documents.printed_numbers import Interval, Records, Select, Value
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import max_parameters
 from memplan.published import planned
+from memplan.published.judged_tables import CellInputs
 from memplan.published.notes_accounting import BUFFER_SIDE
 from memplan.published.planned import LLAMAS, Planned, shape_plan
-from memplan.published.printed_cell import CellInputs
 from memplan.step.states.optimizer_scratch import tensor_temporaries
 from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolution.resolve_config import resolve

@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 
 from memplan.catalog.catalog import Catalog
-from memplan.documents.printed_numbers import Interval, Value, formatted_like, lies_within
-from memplan.documents.recorded_rows import Records
+from memplan.documents.printed_numbers import Interval, Records, Value, formatted_like, lies_within
 from memplan.published.corrections import Corrections
-from memplan.published.judged_tables import JudgedCell, JudgedTable, JudgedTables, Status
+from memplan.published.judged_tables import CellInputs, JudgedCell, JudgedTable, JudgedTables, Status
 from memplan.published.planned import shape_figures
-from memplan.published.printed_cell import CellInputs
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import Cell, Library, PublishedTable
 

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from memplan.documents.printed_numbers import Interval, Value
 from memplan.published import notes_accounting
-from memplan.published.printed_cell import CellInputs
+from memplan.published.judged_tables import CellInputs
 
 
 @dataclass(frozen=True, slots=True)

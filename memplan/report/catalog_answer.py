@@ -17,7 +17,7 @@ from memplan.model.model import Model
 from memplan.model.readers.safetensors import StoredTensors
 from memplan.report.document import Block, Document, Table
 from memplan.report.evidence_lines import evidence_lines
-from memplan.training.named_recipes import learning
+from memplan.training.learning import learning
 from memplan.training.rules.role_names import filled
 from memplan.units import format_bytes, format_count, format_fraction
 

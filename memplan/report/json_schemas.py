@@ -12,16 +12,15 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.schemas import json_schema
 from memplan.published.table_schema import PublishedFile
 from memplan.report.schemas import plan_schemas as plans
-from memplan.report.schemas.check_schemas import check_schema, diff_schema
+from memplan.report.schemas.check_schemas import check_schema, diff_schema, import_schema, rewrite_schema
 from memplan.report.schemas.record_schemas import (
     evidence_schema,
     experiment_schema,
     literature_schema,
+    tables_schema,
     validation_schema,
 )
 from memplan.report.schemas.schema_terms import TEXT, Schema, array_schema, object_schema
-from memplan.report.schemas.table_schemas import tables_schema
-from memplan.report.schemas.trainer_schemas import import_schema, rewrite_schema
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 

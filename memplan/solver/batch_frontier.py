@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.solver.gauge import gauge_of
-from memplan.solver.largest_value import Answer, largest_batch, longest_sequence
+from memplan.solver.largest_value import Answer, gauge_of, largest_batch, longest_sequence
 
 DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -14,11 +14,11 @@ from memplan.plan.job_allowances import devices_for
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import able_devices
-from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_value import (
     MOST_LAYERS,
     MOST_RANK,
     Answer,
+    gauge_of,
     largest,
     largest_batch,
     longest_sequence,

@@ -13,9 +13,10 @@ from typing import Any, cast
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.catalog.training_config import TrainingConfig
-from memplan.documents.recorded_rows import Records
+from memplan.documents.printed_numbers import Records
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Role
+from memplan.training.rules.role_names import filled, format_name, optimizer_name
 from memplan.values import dataclass
 
 ORDER: tuple[Status, ...] = ("proven", "works", "experimental", "untried", "diverges")
@@ -129,8 +130,6 @@ def _records(catalog: Catalog) -> Records:
 @lru_cache(maxsize=8)
 def _recorded(catalog: Catalog) -> Mapping[Recipe, Learning]:
     """Return every recipe that evidence of ours is about: those of our configs, and of what was trained besides."""
-    from memplan.training.named_recipes import named_recipe
-
     shipped = Catalog(catalog.root)
     known: dict[Recipe, Learning] = {}
     for name, config in shipped.configs.entries.items():
@@ -162,3 +161,33 @@ def _with_settings(config: TrainingConfig, settings: list[str]) -> TrainingConfi
         else:
             raise InvalidFileError([f"configs/evidence: a record's setting {setting!r} is not understood"])
     return config
+
+
+def named_recipe(config: TrainingConfig, catalog: Catalog) -> Recipe:
+    """Return what decides how a config learns; its names have to be known."""
+    config = filled(config, catalog.stack(config.stack))
+    formats = {role: catalog.formats.name_of(format_name(config, role)) for role in ROLES}
+    return recipe_of(config, formats, {role: optimizer_name(config, catalog, role) for role in ROLES}, catalog)
+
+
+def learning(config: TrainingConfig, catalog: Catalog, name: str) -> Learning:
+    """Return how the config called ``name`` learns."""
+    return _learning(named_recipe(config, catalog), catalog, name)
+
+
+def _learning(recipe: Recipe, catalog: Catalog, name: str) -> Learning:
+    shipped = catalog.shipped_config(name)
+    known = None if shipped is None else _shipped_recipe(catalog, name)
+    return learning_of(recipe, catalog, known, None if shipped is None else shipped.evidence, name)
+
+
+@lru_cache(maxsize=64)
+def _shipped_recipe(catalog: Catalog, name: str) -> Recipe:
+    return named_recipe(catalog.configs.entries[name], catalog)
+
+
+def with_learning(config: TrainingConfig, recipe: Recipe, catalog: Catalog, name: str) -> TrainingConfig:
+    """Return a config with the status that evidence bears; evidence of a user's own is named, and bears none."""
+    learned = _learning(recipe, catalog, name)
+    own = config.evidence if config.evidence and not catalog.ships_evidence(config.evidence) else None
+    return replace(config, status=learned.status, evidence=learned.evidence or own)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
+from typing import Any
 
 from memplan.catalog.config_keys.method_keys import SCORED, Rollout
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, TrainingConfig
-from memplan.model.inventory import Role
+from memplan.catalog.training_config import ALL_TRAIN, Checkpointing, TrainingConfig
+from memplan.model.inventory import ROLES, Role
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
 from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import format_name
@@ -245,3 +247,31 @@ def plain_format(name: str) -> StorageFormat:
 def is_bundled(entry: Optimizer) -> bool:
     """Tell whether the bundled library steps as an optimizer does; it alone takes codes and narrow gradients."""
     return entry.bundled is not None
+
+
+ALWAYS = ("data", "zero_stage", "tensor", "sequence", "pipeline", "context", "expert")
+"""Keys of ``parallel`` that stand in every answer; others where they are not their default."""
+_ALONE = asdict(Parallel())
+
+
+def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
+    """Return the keys of a setup's config with every default filled in; ``--config`` reads them back."""
+    data = asdict(setup.config)
+    data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
+    if setup.config.freeze == ALL_TRAIN:
+        del data["freeze"]
+    own = ("rollout", "chosen_nll", "labels")  # what some methods alone have
+    data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
+    adapted = setup.config.adapter is not None
+    data["weights"] = {
+        role: format_name(setup.config, role) if adapted else setup.format_names[role] for role in ROLES
+    }  # not as the stack casts what is beside quantised matrices: it casts again where the keys are read back
+    data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
+    data["kernels"] = asdict(setup.profile)
+    if setup.profile.attention == "flash" and setup.stack.model_code == "transformers" and not setup.runs_flash_attn:
+        data["kernels"]["attention"] = setup.attention_choice  # torch's own: read back, flash would be the package
+    names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
+    if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
+        data["gradients"]["dtype"] = names.pop()
+    unsaid = ("adapter", "autocast", "evidence", "reentrant_checkpointing")
+    return {key: value for key, value in data.items() if value is not None or key not in unsaid}

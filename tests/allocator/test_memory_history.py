@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from memplan.allocator import memory_history
 from memplan.allocator.caching_allocator import CachingAllocator, replay
-from memplan.allocator.history_comparison import compare_history
-from memplan.allocator.history_storages import storages
+from memplan.allocator.history_comparison import compare_history, storages
 from memplan.allocator.memory_history import load_history, parse_history
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError

@@ -13,8 +13,7 @@ from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides, find_setup
 from memplan.report.evidence_lines import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.report.json_schemas import schema_of
-from memplan.training.learning import BEARS
-from memplan.training.named_recipes import learning
+from memplan.training.learning import BEARS, learning
 from memplan.training.resolution.resolve_config import resolve
 
 FOLDER = data_directory() / "configs" / "evidence"

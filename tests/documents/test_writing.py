@@ -276,7 +276,7 @@ REASONS = {
     "report/figures.py": "matplotlib draws into memory, and the writer saves that",
     "library/lookup/online_config.py": "a temporary folder, which goes with the process",
     "muon/checkpoints.py": "torch writes to the writer's file; the library makes its folder, and removes old files",
-    "library/trainers/told_suggestions.py": "a model's shapes in a temporary folder, which goes with the process",
+    "library/trainers/written_back.py": "a model's shapes in a temporary folder, which goes with the process",
     "measure/child.py": "a pipe to the process that measures",
     "measure/process.py": "a temporary file for what that process complains of",
 }

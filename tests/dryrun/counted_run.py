@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
-from memplan.trace.cpu_events import moments
+from memplan.measure.measure_cpu import moments
 
 
 class EnoughError(BaseException):

@@ -18,8 +18,7 @@ from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
 from memplan.dryrun.script_child import _fullest  # noqa: E402
-from memplan.dryrun.terms.answers_given import RefusedError  # noqa: E402
-from memplan.dryrun.terms.outcome import Card, Ranks  # noqa: E402
+from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
 from memplan.errors import UnknownNameError  # noqa: E402

@@ -18,7 +18,7 @@ from memplan.budget.budget_files import read_budget
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.library.budget_plans import Workshop
 from memplan.library.lookup import Overrides, Shapes, catalog_model, find_model, find_setup
-from memplan.library.lookup.card_profile import with_profile
+from memplan.library.lookup.device_lookup import with_profile
 from memplan.library.lookup.prices import load_prices
 from memplan.library.runs.failed_run import why
 from memplan.library.trainers.imported_file import import_file

@@ -12,8 +12,7 @@ from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
 from memplan.lab.training.component_bytes import comparisons  # noqa: E402
 from memplan.lab.training.fp32_products import fast_products  # noqa: E402
-from memplan.lab.training.loop import Trainer, TrainingOptions, rate_factor, train  # noqa: E402
-from memplan.lab.training.loss_scale import LossScale  # noqa: E402
+from memplan.lab.training.loop import LossScale, Trainer, TrainingOptions, rate_factor, train  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
 from memplan.lab.training.trained_model import trained_model  # noqa: E402
 from memplan.lab.training.training_record import thinned, verdict  # noqa: E402

@@ -15,7 +15,7 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.plan.sizes.largest_model import upper_bytes
 from memplan.plan.suggested.suggestions import suggestions, with_suggestions
-from memplan.solver.gauge import gauge_of
+from memplan.solver.largest_value import gauge_of
 from memplan.step.tapes.linear_forms import QUANTITIES, Quantity
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup

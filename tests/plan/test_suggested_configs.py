@@ -5,7 +5,7 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
-from memplan.documents.recorded_rows import Records
+from memplan.documents.printed_numbers import Records
 from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.plan.memory_plan import Device
 from memplan.plan.suggested.suggested_configs import SOUND, suggested_configs

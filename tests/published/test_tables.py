@@ -11,7 +11,7 @@ import yaml
 
 from memplan.catalog.catalog import data_directory
 from memplan.documents.loading import load_document
-from memplan.documents.recorded_rows import Records
+from memplan.documents.printed_numbers import Records
 from memplan.documents.schemas import validate
 from memplan.published.judged_tables import STATUSES, counts_of
 from memplan.published.judgement import Judge

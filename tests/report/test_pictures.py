@@ -11,7 +11,7 @@ import memplan
 from memplan.plan.components import COMPONENTS
 from memplan.plan.reserve.simulation import shares_reason
 from memplan.plan.reserve.step_timeline import STACKED, fullest_columns, step_timeline
-from memplan.report.pictures.component_colours import COLOURS
+from memplan.report.pictures.plan_bars import COLOURS
 from memplan.units import format_bytes
 
 pytest.importorskip("matplotlib")

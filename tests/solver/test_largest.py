@@ -12,9 +12,8 @@ from memplan.errors import InvalidFileError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.batch_frontier import frontier
-from memplan.solver.gauge import gauge_of
 from memplan.solver.largest_per_device import largest_values
-from memplan.solver.largest_value import MOST_BATCH, largest, largest_batch, longest_sequence, with_layers
+from memplan.solver.largest_value import MOST_BATCH, gauge_of, largest, largest_batch, longest_sequence, with_layers
 
 CASES = {
     "plain": {},

@@ -16,9 +16,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import full_space, with_fixed_axes
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import Evidence
-from memplan.solver.search.parallel_layouts import joint_outcome, spaces_by_layout, under_layout
 from memplan.solver.search.space import optimizer_names
-from memplan.solver.search.suggested_settings import Request, suggestions
+from memplan.solver.search.suggested_settings import Request, joint_outcome, spaces_by_layout, suggestions, under_layout
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import GIB
 from tests.solver.test_search import everything, front

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from memplan.model.families import model_spec
 from memplan.model.families.layer_windows import layer_windows
-from memplan.plan.inference.key_value_cache import cached_layers
-from memplan.plan.inference.served_plan import Request, cache_bytes
+from memplan.plan.inference.served_plan import Request, cache_bytes, cached_layers
 
 TINY = {
     "hidden_size": 32,

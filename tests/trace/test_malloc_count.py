@@ -44,7 +44,7 @@ for name in ("malloc_count_live", "malloc_count_peak"):
 import torch
 torch.set_num_threads(1)
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.trace.cpu_events import Marker
+from memplan.measure.measure_cpu import Marker
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.tracer import trace_training
 from memplan.documents.loading import parse_document

@@ -1,4 +1,4 @@
-"""``memplan compare``: configs and GPUs side by side."""
+"""``memplan compare``: configs and GPUs side by side; ``memplan recommend``: what to train with, for each GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import memplan
-from memplan.cli.grids.grid_options import GridOptions
+from memplan.cli.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     DEVICE,
@@ -56,3 +56,21 @@ def compare_command(
     answer = memplan.compare(model.model, configs, on=compared.gpu or (), **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+
+
+@command(example="memplan recommend --gpu rtx4090")
+def recommend_command(
+    device: Annotated[DeviceOptions, without("profile")],
+    training: Annotated[
+        TrainingOptions, without("config", "qlora", "lora", "full", "lora_rank", "optimizer", "settings")
+    ],
+    detail: DetailOptions,
+    output: OutputOptions,
+) -> int:
+    """What should I train with on this GPU? The largest recent model for adapters, for all weights, as an experiment.
+
+    Derived from the catalog and the evidence; -v adds the precision of Newton-Schulz and what nobody has measured.
+    Without --gpu: every GPU.
+    """
+    answer = memplan.suggest_configs(**job_options(output, training, device=device))
+    return emit(answer.document(output.unit, full=output.whole), output, detail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import memplan
-from memplan.cli.grids.grid_options import GridOptions
+from memplan.cli.grid_options import GridOptions
 from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import (
     DetailOptions,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import memplan
-from memplan.cli.grids.grid_options import GridOptions as LayoutOptions
+from memplan.cli.grid_options import GridOptions as LayoutOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     OUTPUT,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import memplan
-from memplan.cli.grids.grid_options import GridOptions
+from memplan.cli.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import PARALLEL, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
 from memplan.cli.output import emit

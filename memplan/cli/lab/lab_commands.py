@@ -12,8 +12,7 @@ import typer
 from memplan.cli.grouped_command import add_command, command, with_defaults, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions
 from memplan.cli.lab.largest_command import largest_command
-from memplan.cli.lab.learning_commands import add_learning_commands
-from memplan.cli.lab.learning_options import SizeOptions
+from memplan.cli.lab.learning_commands import SizeOptions, add_learning_commands
 from memplan.cli.lab.matrix_commands import add_matrix_commands
 from memplan.cli.lab.show_records import add_show_command
 from memplan.cli.option_groups import OutputOptions, option

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.dryrun.machine.device_names import own_names
 from memplan.dryrun.machine.known_values import KnownValues
-from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.outcome import RefusedError
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.units import format_bytes, round_up

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.outcome import RefusedError
 from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.flash_attention_2 import AttentionLengths, attended, flash_attn_func
 

@@ -13,20 +13,23 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memplan.dryrun.libraries.after_import import changed_when_imported
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.libraries.told_job import TrainerCalls
 from memplan.dryrun.machine.kept_files import KeptFiles, make_folders, prepared_rows
 from memplan.dryrun.machine.known_values import KnownValues
-from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.outcome import RefusedError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.pretended_cuda.idle_kernels import idle_launches
@@ -172,3 +175,50 @@ def _silent(module: Any, stack: ExitStack) -> None:
     names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
     idle: Any = lambda *_, **__: None  # noqa: E731
     stack.enter_context(replaced(module, dict.fromkeys([name for name in names if hasattr(module, name)], idle)))
+
+
+Change = Callable[[Any], None]
+
+
+class _Changes(MetaPathFinder):
+    def __init__(self, changes: Mapping[str, Change]) -> None:
+        self._changes, self._busy = changes, set[str]()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the spec of a module that is to be changed, found by the others."""
+        del path, target
+        if name not in self._changes or name in self._busy:
+            return None
+        self._busy.add(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._busy.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        run, change = loader.exec_module, self._changes[name]
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            change(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+@contextmanager
+def changed_when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
+    """Call a function with each of the modules named, as soon as it is imported.
+
+    Args:
+        changes: Name of a module -> what is called with it.
+    """
+    for name in changes.keys() & sys.modules.keys():
+        changes[name](sys.modules[name])
+    finder = _Changes(changes)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from memplan.dryrun.terms.answers_given import RefusedError
-from memplan.dryrun.terms.outcome import Ranks
+from memplan.dryrun.terms.outcome import Ranks, RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from memplan.dryrun.terms.answers_given import RefusedError, StepsDoneError
+from memplan.dryrun.terms.outcome import RefusedError, StepsDoneError
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 

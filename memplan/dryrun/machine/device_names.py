@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
-from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.outcome import RefusedError
 from memplan.trace.pretended_cuda.fake_devices import PROPERTIES, below, fake_tensor_of, replaced
 
 _PLAIN = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")

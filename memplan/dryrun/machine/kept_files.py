@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.dryrun.terms.answers_given import RefusedError
+from memplan.dryrun.terms.outcome import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.trace.pretended_cuda.fake_devices import replaced
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.dryrun.terms.answers_given import Answer
+from memplan.dryrun.terms.outcome import Answer
 from memplan.dryrun.terms.script_lines import ScriptLines
 
 KNOWN_INTEGERS = 2**20

@@ -18,8 +18,7 @@ from memplan.dryrun.machine.cuda_runtime import pretended_runtime
 from memplan.dryrun.machine.device_names import named_devices
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_tensors import PretendedTensors
-from memplan.dryrun.terms.answers_given import RefusedError
-from memplan.dryrun.terms.outcome import Ranks
+from memplan.dryrun.terms.outcome import Ranks, RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memplan.dryrun.terms.answers_given import Answer
 from memplan.trace.recording.trace_result import Trace
 
 Ending = Literal["done", "ended", "failed", "refused"]
@@ -126,3 +125,20 @@ class Outcome:
     peaks: tuple[int, ...] = ()  # Peak of what comes before the first step, and of every step
     notes: tuple[str, ...] = ()  # What stood for a library or a compiler, and what is not known of it
     told: ToldJob | None = None  # The job of a trainer that is known, or nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A value that a script asked for and nobody knows."""
+
+    line: str  # Of the script, as ``folder/file:line``
+    question: str  # What was asked
+    value: str  # What it was told first
+
+
+class StepsDoneError(BaseException):
+    """Ends a script that has taken the steps that it was to take; no handler of exceptions is to hold it."""
+
+
+class RefusedError(BaseException):
+    """Ends a script that does what cannot be pretended."""

@@ -15,7 +15,7 @@ from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memplan.dryrun.terms.answers_given import StepsDoneError
+from memplan.dryrun.terms.outcome import StepsDoneError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP

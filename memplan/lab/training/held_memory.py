@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memplan.errors import CannotAnswerError
-from memplan.measure.driver_memory import context_bytes, used_bytes
+from memplan.measure.measure_cuda import context_bytes, used_bytes
 from memplan.plan.memory_plan import MemoryPlan
 
 PEAKS = {"requested": "requested_bytes.all.peak", "reserved": "reserved_bytes.all.peak"}

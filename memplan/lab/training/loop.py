@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import cos, isfinite, pi
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from memplan.errors import InvalidFileError
 from memplan.lab.training.component_bytes import Comparison, comparisons, measured_bytes, planned_bytes
 from memplan.lab.training.fp32_products import fast_products
-from memplan.lab.training.loss_scale import LossScale
 from memplan.lab.training.optimizer_groups import (
     optimizer_for,
     refuse_unsupported,
@@ -27,6 +26,10 @@ from memplan.muon import Muon
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.trace.jobs.step_data import batch_of
 from memplan.training.resolved import TrainingSetup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Rounding = Literal["nearest", "stochastic", "golden"]
 Progress = Callable[[int, float], None]
@@ -198,3 +201,41 @@ def _trained(trainer: Trainer, seed: int, progress: Progress | None = None) -> R
     tokens = len(losses) * trainer.batch * trainer.length * trainer.setup.config.gradient_accumulation_steps
     compared = comparisons(trainer.planned, trainer.measured)
     return Run(seed, tuple(losses), last, first, tokens, seconds, compared)
+
+
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+
+
+class LossScale:
+    """A dynamic loss scale: halved where a gradient overflows, doubled after enough steps where none does.
+
+    ``torch.amp.GradScaler`` does the same with fp32 gradients and refuses those in fp16, which
+    weights in fp16 have.
+
+    Attributes:
+        factor: What the loss is multiplied by now.
+
+    Source:
+        https://docs.pytorch.org/docs/2.13/amp.html (initial scale, growth interval and factors).
+    """
+
+    def __init__(self) -> None:
+        self.factor = INITIAL_SCALE
+        self._good_steps = 0
+
+    def divide_(self, gradients: Iterable[Tensor]) -> bool:
+        """Divide gradients by the scale, in place, and return whether all are finite; adapt the scale.
+
+        Where one is not, the step is to be left out and the gradients are of no use.
+        """
+        scaled = list(gradients)
+        if not all(bool(gradient.isfinite().all()) for gradient in scaled):
+            self.factor, self._good_steps = self.factor / 2, 0
+            return False
+        for gradient in scaled:
+            gradient.div_(self.factor)
+        self._good_steps += 1
+        if self._good_steps % GROWTH_INTERVAL == 0:
+            self.factor *= 2
+        return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memplan.errors import escaped
 from memplan.report.document import Document, Table
-from memplan.report.pictures.component_colours import COLOURS
+from memplan.report.pictures.plan_bars import COLOURS
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from memplan.plan.reserve.step_timeline import Timeline
-    from memplan.plan.suggested.what_if import WhatIf
+    from memplan.plan.suggested.suggestions import WhatIf
     from memplan.report.canvas import Canvas
 
 
@@ -152,7 +152,7 @@ class Plan(Answer):
     @cached_property
     def what_if(self) -> tuple[WhatIf, ...]:
         """What one change at a time would do, with a share as the allocator's reserve on both sides."""
-        from memplan.plan.suggested.what_if import what_if
+        from memplan.plan.suggested.suggestions import what_if
 
         return what_if(self.memory, self.catalog)
 

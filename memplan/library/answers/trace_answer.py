@@ -14,8 +14,7 @@ from memplan.plan.reserve.step_timeline import COLUMNS, STACKED, Timeline, fulle
 from memplan.report.document import Block, Document, Table
 from memplan.report.pictures.step_figure import Limits, step_figure
 from memplan.report.stack_words import stack_data, stack_words
-from memplan.training.resolved import TrainingSetup
-from memplan.training.resolved_keys import resolved_keys
+from memplan.training.resolved import TrainingSetup, resolved_keys
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:

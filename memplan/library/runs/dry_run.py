@@ -22,7 +22,7 @@ from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
 from memplan.library.runs.dry_run_answer import dry_run_document, fits
 from memplan.library.runs.dry_run_budget import budgeted_job, findings
-from memplan.library.trainers.told_suggestions import suggested
+from memplan.library.trainers.written_back import suggested
 from memplan.plan.memory_plan import Device, Suggestion
 from memplan.report.document import Document
 from memplan.report.pictures.step_figure import Limits, step_figure

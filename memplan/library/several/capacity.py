@@ -50,7 +50,7 @@ class LargestModels(Answer):
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan max``."""
-        from memplan.published.printed_cell import printed_maxima
+        from memplan.published.judged_tables import printed_maxima
         from memplan.published.table_schema import Library
         from memplan.report.largest.largest_model_answer import max_document
         from memplan.report.screens.size_screens import max_screen

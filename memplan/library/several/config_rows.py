@@ -220,7 +220,7 @@ def _batch(plan: MemoryPlan, batch: int) -> int:
 
 def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Sequence[str]:
     """Return the experimental config to show: one that fits, of those the one that trained closest to fp32."""
-    from memplan.documents.recorded_rows import Records
+    from memplan.documents.printed_numbers import Records
     from memplan.plan.suggested.suggested_configs import SOUND
     from memplan.report.plans.fit_answer import ORDER
 

@@ -6,21 +6,29 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Unpack
 
+from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import read_text, usable_path
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.importer.reading import STATED
 from memplan.library.answers.answer import Answer
-from memplan.library.answers.planned_job import Plan
+from memplan.library.answers.planned_job import Plan, plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import FilePath, JobOptions, catalog_of
 from memplan.library.lookup.trainer_files import trainer_job, training_data
+from memplan.library.trainers.imported_file import import_file
 from memplan.library.trainers.spliced_text import Edit, spliced
+from memplan.plan.memory_plan import Device, Suggestion
 from memplan.plan.suggested.config_changes import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
 from memplan.training.own_settings import is_settable, own_settings, with_words
+
+if TYPE_CHECKING:
+    from memplan.dryrun.terms.outcome import ToldJob
+
 
 KEPT = ("sequence_length", "weights", "adapter", "parallel", "offload", "allocator", "gradients", "clip_gradients")
 """Keys that are not changed: what is trained, on what, and what other files or the environment say."""
@@ -184,3 +192,30 @@ def write_back(rewritten: Rewritten) -> Path | None:
     write_file(copy, rewritten.before_text)
     write_file(path, rewritten.after_text)
     return copy
+
+
+WITHIN = 100
+"""A plan is of the same job where its requested peak differs by less than one part in so many."""
+
+
+def suggested(told: ToldJob, requested_bytes: int, device: Device, catalog: Catalog) -> tuple[Suggestion, ...]:
+    """Return what to change of a job that does not fit, each with what it saves.
+
+    Raises:
+        CannotAnswerError: The job has no plan, or its plan has another peak, so that what it suggests is of another job.
+    """
+    with TemporaryDirectory(prefix="memplan-run-") as folder:
+        (Path(folder) / "config.json").write_text(told.model, encoding="utf-8")
+        words = [*told.words, "--model_name_or_path", folder]
+        try:
+            training = import_file(words).to_dict()["training"]
+            config = {"description": "what the script runs", **training, "sequence_length": told.tokens}
+            planned = plan(folder, config=config, gpu=device, catalog=catalog)
+        except MemplanError as error:
+            raise CannotAnswerError(f"this job has no plan ({str(error).splitlines()[0]})") from None
+    own = planned.memory.requested_bytes
+    if abs(own - requested_bytes) * WITHIN > requested_bytes:
+        raise CannotAnswerError(
+            f"the plan of what its trainer was given peaks at {own:,} bytes, and the script at {requested_bytes:,}"
+        )
+    return planned.suggestions

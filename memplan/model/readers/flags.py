@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from memplan.model.families import read_config
 from memplan.model.families.common_parts import Shape, attention, experts, model, shape
-from memplan.model.families.config_values import MAXIMUM_POSITIONS, ConfigValues
-from memplan.model.families.layer_patterns import expert_layers
+from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, Norm
 
@@ -24,7 +25,7 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
             what else it has of ``num_key_value_heads``, ``head_dim``, ``normalization`` (``layer`` or ``rms``), ``norm_bias``,
             ``linear_bias``, ``qkv_bias``, ``activation``, ``gated``, ``learned_positions`` (rows), ``rotary_percent``,
             ``query_key_norm``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
-            ``expert_layers`` (:func:`memplan.model.families.layer_patterns.expert_layers`), ``shared_intermediate_size``,
+            ``expert_layers`` (:func:`memplan.model.readers.flags.expert_layers`), ``shared_intermediate_size``,
             ``shared_gate``, ``score_correction``, ``kv_lora_rank``, ``q_lora_rank``, ``qk_head_dim``, ``qk_rope_head_dim``,
             ``v_head_dim`` and ``dropout``. Or ``model_type``, with the keys of that family's ``config.json``.
         name: What to call it.
@@ -114,3 +115,59 @@ def _feed_forwards(values: ConfigValues, layers: int, bias: bool) -> list[Mlp | 
     )
     part = experts(values, mixture)
     return [part if one else dense for one in sparse or (True,) * layers]
+
+
+ALLOWED = re.compile(r"[,\d\[\]()+*\s]*")
+
+
+def expert_layers(text: str, layers: int) -> tuple[bool, ...] | None:
+    """Return for each layer whether it has experts; None where the text says it of another number of layers, or not at all.
+
+    Args:
+        text: A number, of which every layer whose index is a multiple has experts, or a Python expression of lists.
+
+    Example:
+        >>> expert_layers("([0]*1+[1]*2)", 3), expert_layers("2", 3)
+        ((False, True, True), (True, False, True))
+    """
+    text = text.strip()
+    if text.isdecimal() and 0 < int(text) <= MAXIMUM_LAYERS:
+        return tuple(index % int(text) == 0 for index in range(layers))
+    pattern = _evaluated(text)
+    if pattern is None or len(pattern) != layers or not {0, 1}.issuperset(pattern):
+        return None
+    return tuple(map(bool, pattern))
+
+
+def _evaluated(text: str) -> list[int] | None:
+    """Return the list that sums and multiples of lists make; None for anything else."""
+    if not ALLOWED.fullmatch(text) or len(text) > MAXIMUM_LAYERS:
+        return None
+    try:
+        return _list(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _list(node: ast.expr) -> list[int]:
+    if isinstance(node, ast.List):
+        return [_number(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        total = _list(node.left) + _list(node.right)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        part, times = (node.left, node.right) if isinstance(node.right, ast.Constant) else (node.right, node.left)
+        count = _number(times)
+        if count > MAXIMUM_LAYERS:
+            raise ValueError
+        total = _list(part) * count
+    else:
+        raise ValueError
+    if len(total) > MAXIMUM_LAYERS:
+        raise ValueError
+    return total
+
+
+def _number(node: ast.expr) -> int:
+    if not isinstance(node, ast.Constant) or type(node.value) is not int:
+        raise ValueError
+    return node.value

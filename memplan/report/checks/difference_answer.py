@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memplan.budget.baseline import Baseline, Entry
-from memplan.budget.baseline_difference import CAUSES, Change, differences
+from memplan.budget.baseline import CAUSES, Baseline, Change, Entry, differences
 from memplan.report.checks.markdown import MARKER, cell, row, trimmed
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes

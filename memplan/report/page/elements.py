@@ -7,7 +7,7 @@ from html import escape
 
 from memplan.errors import escaped
 from memplan.report.document import Table
-from memplan.report.pictures.component_colours import COLOURS
+from memplan.report.pictures.plan_bars import COLOURS
 
 
 def text(value: str) -> str:

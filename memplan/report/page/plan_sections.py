@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Table
 from memplan.report.page.elements import folded, lines, rectangle, section, swatch, table, text
-from memplan.report.pictures.component_colours import COLOURS
+from memplan.report.pictures.plan_bars import COLOURS
 from memplan.report.plans.explain_answer import LEGEND, instant_forms_table, saved_table, states_table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, heading, share, suggestions_table, totals_table
 from memplan.units import format_bytes
@@ -15,7 +15,7 @@ from memplan.units import format_bytes
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
     from memplan.plan.reserve.step_timeline import Timeline
-    from memplan.plan.suggested.what_if import WhatIf
+    from memplan.plan.suggested.suggestions import WhatIf
 
 GAUGE = 1000
 """Units that a gauge is wide."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memplan.plan.components import COMPONENTS
 from memplan.report.figures import new_figure
-from memplan.report.pictures.component_colours import COLOURS
 from memplan.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -68,3 +67,23 @@ def _ends(axes: Axes, row: int, plan: MemoryPlan, *, last: bool) -> None:
     axes.plot([usable] * 2, [row - 0.5, row + 0.5], color="#b00020", linewidth=2, label="usable" if last else None)
     text = f" {plan.verdict.upper()} {format_bytes(plan.device_bytes)}"
     axes.text(max(expected, upper, usable), row, text, va="center", ha="left", fontsize=8)
+
+
+COLOURS: Mapping[str, str] = {
+    "weights": "#0072b2",
+    "master_weights": "#56b4e9",
+    "gradients": "#e69f00",
+    "optimizer_states": "#009e73",
+    "buffers": "#999999",
+    "activations": "#f0e442",
+    "logits": "#cc79a7",
+    "temporaries": "#d55e00",
+    "communication": "#000000",
+    "library_workspaces": "#666666",
+    "allocator_reserve": "#c8c8c8",
+    "device_context": "#7f8fa6",
+    "nccl_buffers": "#4b5d73",
+    "generation_engine": "#332288",
+}
+"""Colours that remain distinct without red-green vision (Okabe and Ito, https://jfly.uni-koeln.de/color/); greys lie outside
+what tensors make up."""

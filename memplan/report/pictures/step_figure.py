@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memplan.report.figures import new_figure
-from memplan.report.pictures.component_colours import COLOURS
+from memplan.report.pictures.plan_bars import COLOURS
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.units import GIB, MIB, format_bytes
 

@@ -12,7 +12,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
-from memplan.solver.gauge import gauge_of
+from memplan.solver.largest_value import gauge_of
 from memplan.solver.layouts.step_time import StepClock, StepTime
 
 KINDS_OF_STEPS = 3

@@ -23,7 +23,7 @@ from memplan.plan.job_allowances import devices_for, with_engine
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import able_devices
-from memplan.solver.gauge import Gauge, gauge_of
+from memplan.solver.largest_value import Gauge, gauge_of
 from memplan.solver.search.cluster import rates_among
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, Standing
 from memplan.solver.search.pareto_front import FINE, Class, Combination, no_worse, ranked

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
-from memplan.documents.recorded_rows import Records
+from memplan.documents.printed_numbers import Records
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 

@@ -17,9 +17,9 @@ from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import AXES, BATCHES, full_space, with_fixed_axes
 from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.cluster import Cluster
-from memplan.solver.search.parallel_layouts import joint_outcome, nearest_miss, spaces_by_layout, under_layout
-from memplan.solver.search.pareto_front import Combination, best_few, thinned
+from memplan.solver.search.pareto_front import Class, Combination, best_few, no_worse, ranked, thinned
 from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import format_bytes
 
@@ -215,3 +215,65 @@ def given_up(combination: Combination, catalog: Catalog) -> Iterator[str]:
         yield "the head's product runs once more"
     if way.allocator == "expandable":
         yield "needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def spaces_by_layout(space: Space, parallels: Sequence[Parallel]) -> Iterator[Space]:
+    """Yield the part of a space that each parallel layout allows, where it allows any."""
+    for parallel in parallels:
+        narrowed = under_layout(space, parallel)
+        if all(narrowed.axes):
+            yield narrowed
+
+
+def under_layout(space: Space, parallel: Parallel) -> Space:
+    """Return the part of a space that can be planned under a parallel layout; other contradictions are left out later."""
+    base = replace(space.base, parallel=parallel)
+    if parallel.data == 1:
+        return replace(space, base=base)
+    plain = replace(
+        space,
+        base=base,
+        weights=tuple(choice for choice in space.weights if not choice.coded),
+        gradients=space.gradients if len(space.gradients) == 1 else (None,),
+        lifetimes=tuple(life for life in space.lifetimes if life == "step"),
+        offloads=tuple(place for place in space.offloads if place == "none"),
+    )
+    if not is_sharded(parallel):
+        return plain
+    return replace(
+        plain,
+        weights=tuple(choice for choice in plain.weights if not choice.loss_scaling),
+        masters=tuple(master for master in plain.masters if master == "none"),
+        losses=tuple(loss for loss in plain.losses if loss != "chunked"),
+    )
+
+
+def joint_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the Pareto front of several searches together."""
+    first = outcomes[0]
+    if len(outcomes) == 1:
+        return first
+    best: dict[Class, Combination] = {}
+    for combination in (combination for outcome in outcomes for combination in outcome.front):
+        other = best.get(combination.group)
+        if other is None or combination.token_femtoseconds < other.token_femtoseconds:
+            best[combination.group] = combination
+    undominated = [own for own in best.values() if not any(_dominates(other, own) for other in best.values())]
+    return replace(
+        first,
+        front=tuple(ranked(undominated)),
+        considered=sum(outcome.considered for outcome in outcomes),
+        compiled=sum(outcome.compiled for outcome in outcomes),
+    )
+
+
+def _dominates(other: Combination, own: Combination) -> bool:
+    """Tell whether another combination is no worse in any objective."""
+    better = no_worse(other.group, own.group) and other.token_femtoseconds <= own.token_femtoseconds
+    return other is not own and better
+
+
+def nearest_miss(searches: Sequence[Search]) -> Miss | None:
+    """Return the combination of all searches that needs the least memory, or None where none is allowed."""
+    misses = [miss for search in searches if (miss := search.nearest_miss()) is not None]
+    return min(misses, key=lambda miss: miss.plan.upper_bytes, default=None)

@@ -14,8 +14,7 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ROLES
-from memplan.training.learning import recipe_of
-from memplan.training.named_recipes import with_learning
+from memplan.training.learning import recipe_of, with_learning
 from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import Path, config_problems
 from memplan.training.resolution.config_refusals import refuse_frozen_formats, refuse_offloading, refuse_unmodelled

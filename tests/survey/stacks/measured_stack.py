@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memplan.host.nvidia_driver import driver_version
-from memplan.measure.driver_memory import context_bytes, used_bytes
-from memplan.measure.measure_cuda import PeakReader
+from memplan.host.nvidia_gpus import driver_version
+from memplan.measure.measure_cpu import Marker, peaks_of
+from memplan.measure.measure_cuda import PeakReader, context_bytes, used_bytes
 from memplan.measure.measured import Measurement, Progress
-from memplan.trace.cpu_events import Marker, peaks_of
 from memplan.trace.stacks.registry import program_of, versions
 from memplan.trace.stacks.stack_inputs import StackInputs
 

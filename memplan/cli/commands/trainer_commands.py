@@ -1,4 +1,4 @@
-"""``memplan import``: what a trainer's own file says."""
+"""``memplan import`` and ``memplan emit``: what a trainer's own file says, and a starting file for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import typer
 
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import OutputOptions, option
-from memplan.cli.output import emit
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, option
+from memplan.cli.output import deliver, emit
+from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.opening import is_file, usable_path
 from memplan.documents.writing import say
 from memplan.errors import InvalidFileError
@@ -66,3 +67,29 @@ def import_command(files: ImportOptions, output: Annotated[OutputOptions, withou
     if document.exit_code:
         say(document.data["answer"])
     return emit(document, output)
+
+
+@dataclass(frozen=True, slots=True)
+class EmitOptions:
+    """Whose file to write."""
+
+    trainer: Annotated[
+        str, option("File", "--as TRAINER", "Whose keys: axolotl, trl, llama-factory, torchtitan, deepspeed.")
+    ] = "trl"
+
+
+@command(example="memplan emit llama-8b --as axolotl --qlora -b 2 -s 4k --gpu rtx4090 -o axolotl.yaml")
+def emit_command(
+    model: Annotated[ModelOptions, without("beside")],
+    device: Annotated[DeviceOptions, without("profile")],
+    training: Annotated[TrainingOptions, without("stack")],
+    file: EmitOptions,
+    output: Annotated[OutputOptions, without("as_json", "form", "units", "quiet")],
+) -> int:
+    """How do I say that in my trainer's file? A starting file that reads back to the same bytes.
+
+    Exit code 0: it is written; 3: that trainer has no keys for it.
+    """
+    options = job_options(output, training, model, device)
+    deliver(memplan.emit(model.model, file.trainer, **options), output.file)
+    return 0

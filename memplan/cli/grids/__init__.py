@@ -1,1 +1,0 @@
-"""Options of jobs whose model is divided among GPUs."""

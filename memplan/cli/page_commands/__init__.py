@@ -1,1 +1,0 @@
-"""Commands whose answer is a page."""
