@@ -22,7 +22,7 @@ from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
 from memplan.errors import UnknownNameError  # noqa: E402
-from memplan.library.runs.dry_run_budget import budgeted_job, findings  # noqa: E402
+from memplan.library.runs.dry_run_answer import budgeted_job, findings  # noqa: E402
 
 LINES = ScriptLines(__file__)
 GIB = 2**30

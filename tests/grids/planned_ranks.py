@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, layer_runs
-from memplan.step.grids.flat_buffers import Bucketing, flat_buffer
 from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_states import Bucketing, flat_buffer
 from memplan.step.grids.megatron_tensors import MegatronBuild, chunk_tensors, expert_bias_bytes
 from memplan.step.grids.pipeline_stages import StageSplit, chunks_of
 

@@ -9,7 +9,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError
-from memplan.step.units.offloaded_partitions import flat_host_memory, pieces_host_memory
+from memplan.step.units.host_memory import flat_host_memory, pieces_host_memory
 from memplan.units import round_up
 
 EXAMPLES = Path(__file__).parents[1] / "trainers" / "examples"

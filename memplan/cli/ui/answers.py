@@ -10,7 +10,7 @@ from typing import Any
 import memplan
 from memplan.catalog.catalog import Catalog
 from memplan.cli.ui.question import Question
-from memplan.library.answers.plan_page import footer_of, quick_sections, slow_sections, step_section
+from memplan.library.answers.notebook import footer_of, quick_sections, slow_sections, step_section
 from memplan.library.answers.planned_job import Job, Plan
 from memplan.library.lookup import open_catalog
 from memplan.report.page.plan_sections import title_of

@@ -162,7 +162,7 @@ class Plan(Answer):
         Args:
             command: A command line that asks the same, to be shown.
         """
-        from memplan.library.answers.plan_page import report_page
+        from memplan.library.answers.notebook import report_page
 
         return report_page(self, command)
 

@@ -20,8 +20,7 @@ from memplan.library.answers.trace_answer import traced_timeline
 from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU, MOST_LISTED, replayed
 from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
-from memplan.library.runs.dry_run_answer import dry_run_document, fits
-from memplan.library.runs.dry_run_budget import budgeted_job, findings
+from memplan.library.runs.dry_run_answer import budgeted_job, dry_run_document, findings, fits
 from memplan.library.trainers.written_back import suggested
 from memplan.plan.memory_plan import Device, Suggestion
 from memplan.report.document import Document

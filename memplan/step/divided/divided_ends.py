@@ -7,10 +7,10 @@ Source:
 
 from __future__ import annotations
 
+from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.divided.divided_products import summed
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
 
 FORWARD_BYTES, BACKWARD_BYTES = 38, 33
@@ -51,3 +51,36 @@ def divided_cross_entropy(builder: Builder, logits: Value, loss_bytes: int) -> V
         custom=True,
     )
     return tape.apply("log_softmax", [(logits, NEW)], (loss, logs), [logs], traits=traits)
+
+
+def whole_rows(builder: Builder, x: Value) -> Value:
+    """Return ``x`` as each rank's columns are multiplied with it: gathered along the sequence; its gradient is summed over ranks."""
+    tape, settings = builder.tape, builder.settings
+    if not settings.divided:
+        return x
+    if not settings.sequence:
+        return tape.apply("all-reduce", [(x, NEW)], tape.view(x), traits=SAVES_NOTHING)
+    rows = tape.value(TOKENS, x.width, x.element_bytes)
+    copy = [(TOKENS, rows.coefficient)]
+    gathered = [] if settings.regime.one_sequence else copy
+    return tape.apply("all-gather", [(x, NEW)], rows, traits=Traits(packs=False, scratch=gathered, workspace=copy))
+
+
+def row_product(builder: Builder, x: Value, name: str, rows: int) -> Value:
+    """Return a projection of ``x``, of which each rank has a share of the columns: the sum over ranks, or a rank's part of it."""
+    if not builder.settings.divided:
+        return linear(builder, x, name, rows)
+    with builder.tape.alive(x):
+        return summed(builder, linear(builder, x, name, rows))
+
+
+def summed(builder: Builder, x: Value) -> Value:
+    """Return the sum of what ranks have, or a rank's part of the sequence of it."""
+    tape, settings = builder.tape, builder.settings
+    if not settings.sequence:
+        return tape.apply("all-reduce", [(x, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
+    out = tape.value(settings.stream, x.width, x.element_bytes)
+    copy = [(TOKENS, x.coefficient)]
+    gathered = [] if settings.regime.one_sequence else copy
+    traits = Traits(packs=False, scratch=copy, workspace=gathered, product=True)
+    return tape.apply("reduce-scatter", [(x, NEW)], out, traits=traits)

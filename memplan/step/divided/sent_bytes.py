@@ -19,7 +19,7 @@ def divided_sent_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> in
         With full checkpointing ``12 layers``, whose forward runs twice.
 
     Source:
-        What passes between ranks: :mod:`memplan.step.divided.divided_products`; ring algorithms as below.
+        What passes between ranks: :mod:`memplan.step.divided.divided_ends`; ring algorithms as below.
     """
     ranks = setup.config.parallel.tensor
     stream = tokens * spec.hidden_size * setup.residual_bytes

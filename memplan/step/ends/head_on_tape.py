@@ -10,8 +10,7 @@ from memplan.step.blocks.adapted_projections import adapted, linear
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
-from memplan.step.divided.divided_ends import divided_cross_entropy
-from memplan.step.divided.divided_products import whole_rows
+from memplan.step.divided.divided_ends import divided_cross_entropy, whole_rows
 from memplan.step.ends.end_settings import EndSettings, head_weights
 from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
@@ -22,9 +21,8 @@ from memplan.step.losses.cross_entropy import (
     stretched_logits,
     tiled_cross_entropy,
 )
-from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy
+from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
-from memplan.step.losses.tiled_linear_loss import tiled_linear_cross_entropy
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
 from memplan.step.losses.weighted_loss import model_loss, weighted_cross_entropy
 from memplan.step.playing.section import Section

@@ -43,7 +43,7 @@ from memplan.step.states.single_tensors import in_layers
 from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
 from memplan.step.tapes.played import Instant
-from memplan.step.units.offloaded_partitions import FP32_BYTES
+from memplan.step.units.host_memory import FP32_BYTES
 from memplan.units import ceil_div, format_bytes
 
 NORM_ELEMENTS = 250_000_000

@@ -6,7 +6,7 @@ from memplan.model.spec import Activation, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
-from memplan.step.divided.divided_products import row_product
+from memplan.step.divided.divided_ends import row_product
 from memplan.step.playing.recomputation import ACTIVATION
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 

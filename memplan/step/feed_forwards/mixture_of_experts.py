@@ -5,7 +5,7 @@ from __future__ import annotations
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
-from memplan.step.blocks.folded_adapters import folded_weight
+from memplan.step.blocks.fused_adapters import folded_weight
 from memplan.step.blocks.projections import plain_linear
 from memplan.step.feed_forwards.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part

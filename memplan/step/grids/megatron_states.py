@@ -10,15 +10,16 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from operator import add
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.spec import ModelSpec
-from memplan.step.grids.flat_buffers import Bucketing, FlatBuffer, flat_buffer
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_tensors import MegatronBuild, RankTensor, chunk_tensors, expert_bias_bytes
 from memplan.step.grids.pipeline_stages import Chunk, StageSplit, chunks_of
 from memplan.step.grids.rank_states import RankStates, StageStates
+from memplan.units import round_up
 from memplan.values import dataclass
 
 LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
@@ -117,3 +118,63 @@ def _buffers(
         flat_buffer([tensor for tensor in tensors if not tensor.expert], dense),
         flat_buffer([tensor for tensor in tensors if tensor.expert], expert),
     )
+
+
+START_MULTIPLE, BUCKET_MULTIPLE, BUSY_MULTIPLE = 64, 128, 2**16
+"""Elements that a parameter starts at a multiple of, that a bucket ends at one of, and with ``pad_buckets_for_high_nccl_busbw``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucketing:
+    """How buffers are cut."""
+
+    ranks: int  # Data parallel ranks among which each bucket is divided
+    sharded: bool  # With the distributed optimizer; else gradients lie one after the other without gaps
+    bucket_elements: int = 0  # Elements from which on a bucket is full; 0 for a single bucket
+    busy: bool = False  # Buckets end at a multiple of 2**16 elements too
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """A buffer as it is laid out."""
+
+    elements: int  # Its size, gaps included
+    updated: tuple[int, ...]  # Elements of parameters that each rank updates, from the first rank to the last
+
+
+def flat_buffer(tensors: Sequence[RankTensor], bucketing: Bucketing) -> FlatBuffer:
+    """Return the layout of the parameters of one chunk that one group reduces.
+
+    Args:
+        tensors: The parameters in the order of the model.
+    """
+    if not bucketing.sharded:
+        size = sum(tensor.elements for tensor in tensors)
+        return FlatBuffer(size, (size,) * bucketing.ranks)
+    multiple = lcm(bucketing.ranks, BUCKET_MULTIPLE, *((BUSY_MULTIPLE,) if bucketing.busy else ()))
+    updated = [0] * bucketing.ranks
+    start = position = 0
+    spans: list[tuple[int, int]] = []
+    for tensor in reversed(tensors):
+        position = round_up(position, START_MULTIPLE)
+        if tensor.shared and spans:
+            start = position = _close(spans, start, round_up(position, multiple), updated)
+        end = position + tensor.elements
+        spans.append((position, end))
+        position = end
+        if tensor.shared or 0 < bucketing.bucket_elements <= end - start:
+            start = position = _close(spans, start, round_up(end, multiple), updated)
+    if spans:
+        position = _close(spans, start, round_up(position, multiple), updated)
+    return FlatBuffer(position, tuple(updated))
+
+
+def _close(spans: list[tuple[int, int]], start: int, end: int, updated: list[int]) -> int:
+    """End a bucket: add what of its parameters each rank's piece has, forget them, and return the end."""
+    piece = (end - start) // len(updated)
+    for low, high in spans:
+        for rank in range((low - start) // piece, -(-(high - start) // piece)):
+            begin = start + rank * piece
+            updated[rank] += min(high, begin + piece) - max(low, begin)
+    spans.clear()
+    return end

@@ -9,7 +9,7 @@ from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
-from memplan.step.divided.divided_products import row_product
+from memplan.step.divided.divided_ends import row_product
 from memplan.step.layers.attended import attended, goes_by_steps
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
 from memplan.step.layers.neighbours import turned_neighbours

@@ -12,12 +12,12 @@ from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
-from memplan.step.divided.divided_products import whole_rows
+from memplan.step.divided.divided_ends import whole_rows
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
+from memplan.step.layers.attended import latent_attention
 from memplan.step.layers.attention import attention
-from memplan.step.layers.latent_attention import latent_attention
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 from memplan.step.tapes.taped_weight import Weight

@@ -27,8 +27,7 @@ from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.step.states.single_tensors import Named, in_layers
 from memplan.step.tensors.tensor_states import TensorStates, tensor_states
-from memplan.step.units.host_memory import HostMemory
-from memplan.step.units.offloaded_partitions import flat_host_memory
+from memplan.step.units.host_memory import HostMemory, flat_host_memory
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
 from memplan.values import dataclass

@@ -21,8 +21,7 @@ from memplan.step.states.flat_partitions import (
 )
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
-from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory
-from memplan.step.units.offloaded_partitions import pieces_host_memory
+from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, pieces_host_memory
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
