@@ -14,9 +14,10 @@ from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec
+from memplan.trace.reference.latent_heads import LatentPart
 from memplan.trace.reference.low_rank_adapters import adapts
 from memplan.trace.reference.mixture import MixturePart
-from memplan.trace.reference.multi_head import AttentionPart, LatentPart
+from memplan.trace.reference.multi_head import AttentionPart
 from memplan.trace.reference.operations import dropped
 from memplan.trace.reference.parts import Linear, MlpPart, NormPart, Tables, attach
 from memplan.trace.reference.run_options import ReferenceOptions, Runtime
