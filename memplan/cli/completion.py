@@ -27,18 +27,18 @@ def run() -> None:
     """Complete a name where a shell asks for one; else run the command."""
     shell = os.environ.get(VARIABLE, "").removeprefix("complete_")
     line = _line(shell)
-    found = None if line is None else completed(*line)
-    if found is None:
+    result = None if line is None else completed(*line)
+    if result is None:
         from memplan.cli.main import run as run_command
 
         words = os.environ.get("_TYPER_COMPLETE_ARGS", "").split()[1:] if line is None else line[0]
         run_command(words if shell else None)
         return
     if shell == "fish" and os.environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
-        sys.exit(0 if found else 1)
-    text = "\n".join(f'"{name}"' if shell == "zsh" else name for name in found)
+        sys.exit(0 if result else 1)
+    text = "\n".join(f'"{name}"' if shell == "zsh" else name for name in result)
     if shell == "zsh":
-        text = f"_arguments '*: :(({text}))'" if found else "_files"
+        text = f"_arguments '*: :(({text}))'" if result else "_files"
     sys.stdout.write(f"{text}\n" if text else "")
 
 
@@ -88,10 +88,10 @@ def names(kind: str) -> set[str]:
     root = package / "data" if (package / "data").is_dir() else package.parent
     if kind == "gpus":
         texts = [(root / "gpu_catalog.yaml").read_text(encoding="utf-8")]
-        found = set(_GPU.findall(texts[0]))
+        result = set(_GPU.findall(texts[0]))
     else:
         files = list((root / FOLDERS[kind]).glob("*.yaml"))
         texts = [path.read_text(encoding="utf-8") for path in files] if kind == "models" else []
-        found = {path.stem for path in files}
+        result = {path.stem for path in files}
     aliases = (alias.strip(" '\"") for text in texts for line in _ALIASES.findall(text) for alias in line.split(","))
-    return found | {alias for alias in aliases if alias and " " not in alias}
+    return result | {alias for alias in aliases if alias and " " not in alias}

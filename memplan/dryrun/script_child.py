@@ -203,11 +203,13 @@ def _operator_without_form(error: BaseException) -> str:
     return unregistered[1] if unregistered else ""
 
 
-def _fullest(recorder: LiveRecorder, vocab_size: int, asked: int | None = None) -> tuple[int, Trace, tuple[int, ...]]:
+def _fullest(
+    recorder: LiveRecorder, vocab_size: int, requested: int | None = None
+) -> tuple[int, Trace, tuple[int, ...]]:
     """Return the step that needs most, the last of equals, or the one asked for; its trace; and the peak of each, with what comes before."""
     ends = [begin for begin, _ in recorder.step_marks[1:]] + [len(recorder.events)]
     peaks = _peaks(recorder, ends)
-    number = max(range(len(peaks)), key=lambda step: (peaks[step], step)) if asked is None else asked
+    number = max(range(len(peaks)), key=lambda step: (peaks[step], step)) if requested is None else requested
     recorder.steady_from, recorder.steady_mark = recorder.step_marks[number]
     whole = recorder.events, recorder.marks, recorder.records
     last = number + 1 == len(ends)

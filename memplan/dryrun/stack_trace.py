@@ -61,12 +61,12 @@ def versions(name: str) -> dict[str, str]:
     """
     if name not in SCRIPTED:
         return registry.versions(name)
-    found = {}
+    result = {}
     for package in (*PACKAGES, "torch"):
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             raise CannotAnswerError(
                 f"tracing stack {name} needs {package}: python tests/stacks/survey.py {name} --jobs 1 in a checkout of memplan"
             ) from None
-    return found
+    return result

@@ -69,8 +69,8 @@ class OutOfMemory:
     @property
     def outside(self) -> int:
         """Bytes of this process outside torch's allocator: context, libraries, other frameworks."""
-        held = self.own if self.own is not None else self.capacity - self.free - self.others
-        return max(0, held - self.allocated - self.unallocated)
+        resident = self.own if self.own is not None else self.capacity - self.free - self.others
+        return max(0, resident - self.allocated - self.unallocated)
 
     @property
     def available(self) -> int:

@@ -162,8 +162,8 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
     residual, attention = dropouts(spec, plan.setup)
     if (residual or attention) and config.dropout is None:
         within = "" if attention == residual else f", {attention} of attention's weights"
-        kept = ", which the trainer cannot switch off" if plan.setup.disables_dropout else ""
-        yield f"dropout {residual}{within}, the model's own{kept}"
+        retained = ", which the trainer cannot switch off" if plan.setup.disables_dropout else ""
+        yield f"dropout {residual}{within}, the model's own{retained}"
     roles = _roles_without_blocks(plan)
     if roles:
         yield f"{', '.join(sorted(roles))}: tensors whose rows do not divide into blocks stay in {config.compute_dtype}"

@@ -148,9 +148,9 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
     parallel = config.parallel
     groups = f" in {parallel.replicate} groups that each divide everything (HSDP)" if parallel.replicate > 1 else ""
     stays = parallel.pipeline > 1 or not parallel.reshard_after_forward
-    kept = "not resharded after forward" if stays else "resharded after forward"
+    retained = "not resharded after forward" if stays else "resharded after forward"
     yield (
-        f"parallel.data {parallel.data}{groups}, zero_stage 3: torch's fully_shard, one unit per layer, {kept}; {ends}; "
+        f"parallel.data {parallel.data}{groups}, zero_stage 3: torch's fully_shard, one unit per layer, {retained}; {ends}; "
         "shards on dimension 0, padded to be equal"
     )
     own, compute = plan.setup.format_names["hidden_matrix"], config.compute_dtype

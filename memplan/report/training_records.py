@@ -134,8 +134,8 @@ def held_document(record: dict[str, Any], unit: str) -> Document:
     Exit code 1 where the loss did not fall or bytes of a component were not the planned ones.
     """
     document, memory = training_record_document(record, unit), record["memory"]
-    held, capacity = memory["reserved"]["measured_bytes"] is not None, format_bytes(memory["capacity_bytes"], unit)
-    names = {"capacity": "held to" if held else "capacity", "expected": "expected", "upper": "worst case"}
+    resident, capacity = memory["reserved"]["measured_bytes"] is not None, format_bytes(memory["capacity_bytes"], unit)
+    names = {"capacity": "held to" if resident else "capacity", "expected": "expected", "upper": "worst case"}
     rows = [(name, memory[f"{key}_bytes"], None) for key, name in names.items()]
     rows += [(name, *memory[name].values()) for name in ("requested", "reserved")]
     table = Table(
@@ -147,7 +147,9 @@ def held_document(record: dict[str, Any], unit: str) -> Document:
     fell = run["validation_loss"] is not None and run["validation_loss"] < run["first_validation_loss"]
     equal = all(size["predicted_bytes"] == size["measured_bytes"] for size in sizes)
     model, parameters = record["model"]["architecture"], record["model"]["parameters"]
-    where = f"within {capacity}" if held else f"on a CPU, not held to {capacity} (planned: {memory['verdict'].upper()})"
+    where = (
+        f"within {capacity}" if resident else f"on a CPU, not held to {capacity} (planned: {memory['verdict'].upper()})"
+    )
     said = (
         f"{'Trained' if fell and equal else 'Not as planned'}: {format_count(parameters)} parameters of {model}, "
         f"{record['training']['steps']} steps {where}; the loss "

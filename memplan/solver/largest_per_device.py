@@ -135,14 +135,14 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
 
 
 def _as_planned(
-    found: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
+    result: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
 ) -> Answer:
     """Return the largest value up to one that was found by bytes whose plan has a verdict that rests on more than these."""
     method = setup.config.method
-    if not found.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
-        return found
-    own = largest(lambda value: _evaluated(what, plans, device, value).verdict in verdicts, found.value, found.value)
-    return found if own.value == found.value else own
+    if not result.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
+        return result
+    own = largest(lambda value: _evaluated(what, plans, device, value).verdict in verdicts, result.value, result.value)
+    return result if own.value == result.value else own
 
 
 def _evaluated(what: Quantity, plans: _Plans, device: Device, value: int) -> MemoryPlan:

@@ -109,8 +109,8 @@ def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int
     def fits(parts: int) -> bool:
         return parts * each >= least and plan.requested_bytes(batch, parts * each) <= most_bytes
 
-    found = largest(fits, limit // each, max(guess, least) // each)
-    return Answer(found.value * each, bounded=found.bounded or (least > 1 and not found.value))
+    result = largest(fits, limit // each, max(guess, least) // each)
+    return Answer(result.value * each, bounded=result.bounded or (least > 1 and not result.value))
 
 
 def with_layers(model: Model, count: int) -> Model:

@@ -160,8 +160,8 @@ def _saved_rows(head: Head) -> Form:
         return ZERO
     storages = [chunk.tape.storages[storage] for storage in saved]
     size = sum(size for part, quantity, size in storages if (part, quantity) == (Part.ACTIVATIONS, Quantity.CHUNK))
-    kept = single_form(Part.ACTIVATIONS, Quantity.TOKENS, size)
-    return kept + (_rows(head, Part.ACTIVATIONS) if chunk.entry.storage in saved else ZERO)
+    retained = single_form(Part.ACTIVATIONS, Quantity.TOKENS, size)
+    return retained + (_rows(head, Part.ACTIVATIONS) if chunk.entry.storage in saved else ZERO)
 
 
 _CHUNKS = (Quantity.TOKENS, Quantity.ROW_CHUNK, Quantity.LAST_ROW_CHUNK)

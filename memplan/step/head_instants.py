@@ -37,8 +37,8 @@ def root_form(inputs: StepInputs, settings: EndSettings) -> Form:
     several = config.gradient_accumulation_steps > 1
     size = loss + 8 + (4 if several else 0) if config.loss_scaling else loss * (3 if several else 2)
     places = PLACE_BYTES if settings.loss == "cut-cross-entropy" else 0
-    kept = single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, places)
-    return constant_form(Part.ACTIVATIONS, loss) + constant_form(Part.TEMPORARIES, size - loss) + kept
+    retained = single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, places)
+    return constant_form(Part.ACTIVATIONS, loss) + constant_form(Part.TEMPORARIES, size - loss) + retained
 
 
 def gradients_left(head: Head, mode: Mode) -> int:
@@ -69,11 +69,11 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     if not taped.settings.tied or not weight.trainable or weight.coded or taped.settings.backward_at_once:
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
-    summed, kept = weight.formed_bytes, weight.stays(mode)
+    summed, retained = weight.formed_bytes, weight.stays(mode)
     around += constant_form(Part.GRADIENTS, others)
     if not joined_in_place(inputs.regime, taped.head, taped.settings):
         both = constant_form(Part.TEMPORARIES, summed) + constant_form(
-            Part.GRADIENTS if kept else Part.TEMPORARIES, summed
+            Part.GRADIENTS if retained else Part.TEMPORARIES, summed
         )
         yield Instant("end of backward", TIED_SUM, around + both)
     if weight.storing_bytes(mode):
@@ -192,9 +192,9 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     # Gradients of codes are added in their store, which a second micro-step finds filled.
     stored = sum(w.gradient_bytes for w in trained if w.coded and w.own_mode(mode) == "first")
     floats = [weight for weight in head.weights if weight.trainable and not weight.coded]
-    kept = all(weight.stays_summed(weight.own_mode(mode)) for weight in floats)
+    retained = all(weight.stays_summed(weight.own_mode(mode)) for weight in floats)
     sums, codes = (
-        constant_form(Part.GRADIENTS if kept else Part.TEMPORARIES, plain),
+        constant_form(Part.GRADIENTS if retained else Part.TEMPORARIES, plain),
         constant_form(Part.GRADIENTS, stored),
     )
     summed = sums + codes

@@ -162,9 +162,9 @@ def step_on_tape(
 def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     """Return the closed forms of a training step."""
     setup = inputs.setup
-    held = held_by_loop(setup, taped)
+    resident = held_by_loop(setup, taped)
     passes = partial(_one_pass, inputs, taped)
-    candidates = tuple(i.around(held) for i in step_instants(inputs, taped, passes, held_graph(inputs, taped)))
+    candidates = tuple(i.around(resident) for i in step_instants(inputs, taped, passes, held_graph(inputs, taped)))
     return StepForms(candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula)
 
 

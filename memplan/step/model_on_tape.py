@@ -235,8 +235,8 @@ def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[Lay
     """Yield runs of layers that run alike: within a window where there is a mask for it or not, checkpointed or not, staged or not."""
 
     def way(number: int) -> tuple[bool, bool, bool]:
-        kept = regime.staged and number == spec.num_hidden_layers - 1
-        return regime.masked and number in spec.full_layers, setup.computes_again(number), kept
+        retained = regime.staged and number == spec.num_hidden_layers - 1
+        return regime.masked and number in spec.full_layers, setup.computes_again(number), retained
 
     for run in spec.runs:
         groups = groupby(range(run.first, run.first + run.count), way)

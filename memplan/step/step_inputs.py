@@ -237,8 +237,8 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
     if not setup.joins_rows:
         return ZERO
     saved = ID_BYTES if setup.config.adapter is None else 0
-    kept = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, kept)
+    retained = ID_BYTES + MASK_BYTES + (0 if setup.copies_logits else LABEL_BYTES) if forward else saved
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, retained)
 
 
 def tables_of_graph(inputs: StepInputs) -> Form:
@@ -252,7 +252,7 @@ def kept_arguments(inputs: StepInputs) -> Form:
     """Return what layers have been called with that checkpointing keeps, to call them again."""
     if inputs.setup.checkpointing == "none":
         return ZERO
-    return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked, kept=True)
+    return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked, retained=True)
 
 
 def _table_bytes(states: ModelStates) -> int:

@@ -94,12 +94,12 @@ def _nearest(name: str, entries: Mapping[str, ContextEntry]) -> dict[str, list[C
         return {other: _whole(entries[other]) for other in entries if _is_other_vendors(other) and other != name}
     versions = sorted((other for other in entries if other.startswith("sm-")), key=lambda key: capability(key[3:]))
     place = versions.index(name)
-    found: dict[str, list[ContextMeasurement]] = {}
+    result: dict[str, list[ContextMeasurement]] = {}
     for side in (reversed(versions[:place]), versions[place + 1 :]):
         nearest = next((other for other in side if _whole(entries[other])), None)
         if nearest is not None:
-            found[nearest] = _whole(entries[nearest])
-    return found
+            result[nearest] = _whole(entries[nearest])
+    return result
 
 
 def _is_other_vendors(name: str) -> bool:

@@ -91,8 +91,8 @@ def _found(
 
     if search.network is not None and (options["gpus"] or 1) == 1:
         raise InvalidFileError(["--network counts on several GPUs: give --gpus"])
-    asked = cast("Searched", dict(options))
-    asked |= {
+    requested = cast("Searched", dict(options))
+    requested |= {
         "min_batch": search.min_batch,
         "min_step_batch": search.min_step_batch,
         "min_sequence": search.min_sequence,
@@ -103,9 +103,13 @@ def _found(
     }
     settings = search.keep or search.host_memory or search.experimental
     if not settings and searches_layouts(model, options):
-        return memplan.suggest_layouts(model, **asked)
-    asked["keep"], asked["host_memory"], asked["experimental"] = search.keep, search.host_memory, search.experimental
-    return memplan.suggest(model, **asked)
+        return memplan.suggest_layouts(model, **requested)
+    requested["keep"], requested["host_memory"], requested["experimental"] = (
+        search.keep,
+        search.host_memory,
+        search.experimental,
+    )
+    return memplan.suggest(model, **requested)
 
 
 def _rewrite(file: str, write: bool, options: JobOptions, verdict: VerdictOptions, output: OutputOptions) -> int:

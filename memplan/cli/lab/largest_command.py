@@ -48,7 +48,7 @@ class LargestOptions:
 @command(example="memplan lab largest --layers 2 --hidden 256 --heads 4 --gpu-memory 1GiB --length 128")
 def largest_command(
     model: Annotated[ModelOptions, without("beside", "online")],
-    asked: LargestOptions,
+    requested: LargestOptions,
     run: Annotated[RunOptions, without("plot", "seed")],
     output: OutputOptions,
 ) -> int:
@@ -58,58 +58,58 @@ def largest_command(
     """
     check_torch()
     catalog = output.catalog()
-    candidate = _candidate(model, asked, catalog)
+    candidate = _candidate(model, requested, catalog)
     require_own_loop(require_one_gpu(candidate.setup, "memplan lab largest"), "memplan lab largest")
     if run.device.value == "cpu" and candidate.parameters > CPU_PARAMETERS:
         raise CannotAnswerError(
             f"{candidate.model.spec.name} has {candidate.parameters:,} parameters, too many to train on a CPU; give --device "
             "cuda, or a smaller MODEL, --gpu-memory or --layers"
         )
-    record = _trained(candidate, asked, run, output.quiet)
+    record = _trained(candidate, requested, run, output.quiet)
     if run.out is not None:
         deliver(record_text(record), run.out)
     return emit(held_document(record, output.unit), output)
 
 
-def _candidate(model: ModelOptions, asked: LargestOptions, catalog: Catalog) -> Candidate:
-    device = find_device(None, asked.gpu_memory, 1, catalog)
-    settings = ("activation_checkpointing=full", "kernels.loss=chunked", *(asked.settings or ()))
-    overrides = Overrides(asked.batch, asked.length, None, settings, stack=DEFAULT_STACK)
+def _candidate(model: ModelOptions, requested: LargestOptions, catalog: Catalog) -> Candidate:
+    device = find_device(None, requested.gpu_memory, 1, catalog)
+    settings = ("activation_checkpointing=full", "kernels.loss=chunked", *(requested.settings or ()))
+    overrides = Overrides(requested.batch, requested.length, None, settings, stack=DEFAULT_STACK)
     if model.model is None and not model.shapes.given():
-        return largest_candidate(catalog.models.entries, asked.config, overrides, device, catalog)
+        return largest_candidate(catalog.models.entries, requested.config, overrides, device, catalog)
     known = find_model(model.model, model.shapes, catalog)
-    return planned_candidate(known, find_setup(asked.config, overrides, catalog, known), device)
+    return planned_candidate(known, find_setup(requested.config, overrides, catalog, known), device)
 
 
-def _trained(candidate: Candidate, asked: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
+def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
     from memplan.lab.training.device import prepare
     from memplan.lab.training.held_memory import HeldMemory, held_record, refused_if_out_of_memory
     from memplan.lab.training.loop import Trainer, TrainingOptions, trained
     from memplan.lab.training.text import library_text
     from memplan.lab.training.training_record import TrainingRequest, evidence
 
-    device, seed = run.device.value, asked.seed
+    device, seed = run.device.value, requested.seed
     prepare(device, run.threads)
     options = TrainingOptions(
-        steps=asked.steps,
-        lr=asked.lr,
-        adamw_lr=asked.adamw_lr,
+        steps=requested.steps,
+        lr=requested.lr,
+        adamw_lr=requested.adamw_lr,
         rounding="golden",
         matrix_options={"momentum": 0.8},
         device=device,
         validation_windows=VALIDATION_WINDOWS,
     )
-    held, text = HeldMemory(device, candidate.capacity_bytes), library_text()
-    progress = Progress(f"{candidate.model.spec.name}, {candidate.setup.label}", asked.steps)
+    resident, text = HeldMemory(device, candidate.capacity_bytes), library_text()
+    progress = Progress(f"{candidate.model.spec.name}, {candidate.setup.label}", requested.steps)
 
     def told(done: int, loss: float) -> None:
         if done == 1:
-            held.forget()
+            resident.forget()
         if not quiet:
             progress(done, f"loss {loss:.3f}")
 
     with refused_if_out_of_memory(candidate.plan):
-        held.begin()
+        resident.begin()
         trainer = Trainer(candidate.model, candidate.setup, options, text, seed)
         result: Run = trained(trainer, seed, told)
     if not quiet:
@@ -117,4 +117,4 @@ def _trained(candidate: Candidate, asked: LargestOptions, run: RunOptions, quiet
     command = shlex.join(["memplan", *sys.argv[1:]])
     request = TrainingRequest(candidate.setup.name, (), command, date.today().isoformat())
     record = evidence(request, candidate.model, candidate.setup, options, text, [result], None)
-    return {**record, "memory": held_record(held, candidate.plan)}
+    return {**record, "memory": held_record(resident, candidate.plan)}

@@ -89,8 +89,8 @@ class CompiledModules:
 
     def _compiled(self, what: Any, options: dict[str, Any]) -> Any:
         self._check(options)
-        kept = {name: value for name, value in options.items() if name in ("fullgraph", "dynamic")}
-        return self._compiler()(what, **kept)
+        retained = {name: value for name, value in options.items() if name in ("fullgraph", "dynamic")}
+        return self._compiler()(what, **retained)
 
     def _check(self, options: dict[str, Any]) -> None:
         """Refuse another backend; note what of the options is not known to change no buffer.

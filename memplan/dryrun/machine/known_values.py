@@ -240,9 +240,9 @@ def written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[T
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else options.get(argument.name)
-            found += _tensors(value)
-    return found
+            result += _tensors(value)
+    return result

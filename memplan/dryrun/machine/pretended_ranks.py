@@ -78,10 +78,10 @@ def replaced_variables(values: dict[str, str]) -> Iterator[None]:
 def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
     """Return what makes groups, and tells of them."""
     join, make = distributed_c10d.init_process_group, distributed_c10d.new_group
-    asked = ["nccl"]
+    requested = ["nccl"]
 
     def joined(backend: Any = None, *_: Any, **__: Any) -> None:
-        asked[0] = str(backend or asked[0])
+        requested[0] = str(backend or requested[0])
         join(BACKENDS, rank=processes.rank, world_size=processes.count, store=FakeStore())
         group: Any = dist.group.WORLD
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
@@ -102,7 +102,7 @@ def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
         "gather_object": lambda value, objects=None, *_, **__: gathered(objects or [], value),
         "broadcast_object_list": lambda *_, **__: None,
         "scatter_object_list": scattered,
-        "get_backend": lambda *_: asked[0],
+        "get_backend": lambda *_: requested[0],
         "is_nccl_available": lambda: True,
     }
 

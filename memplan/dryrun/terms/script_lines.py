@@ -56,11 +56,11 @@ class ScriptLines:
 
     def place(self) -> tuple[CodeType, int] | None:
         """Return the line as code and number, or nothing where none of the script is running."""
-        found = self._innermost(sys._getframe(1))
+        result = self._innermost(sys._getframe(1))
         main = threading.main_thread().ident
-        if found is None and threading.get_ident() != main and main is not None:
-            found = self._innermost(sys._current_frames().get(main))
-        return found
+        if result is None and threading.get_ident() != main and main is not None:
+            result = self._innermost(sys._current_frames().get(main))
+        return result
 
     def caller(self) -> str:
         """Return the line that calls a function of Python's own modules, where it is the script's; else nothing."""

@@ -60,13 +60,13 @@ def refused_if_out_of_memory(plan: MemoryPlan) -> Iterator[None]:
         raise CannotAnswerError(f"out of memory in a run planned as {plan.verdict.upper()}: {error}") from error
 
 
-def held_record(held: HeldMemory, plan: MemoryPlan) -> dict[str, Any]:
+def held_record(resident: HeldMemory, plan: MemoryPlan) -> dict[str, Any]:
     """Return what was planned beside what was taken; a total that no allocator counted is null."""
-    peaks = held.peaks()
+    peaks = resident.peaks()
     planned = {"requested": plan.requested_bytes, "reserved": plan.reserved_bytes}
     totals = {name: {"predicted_bytes": size, "measured_bytes": peaks.get(name)} for name, size in planned.items()}
     return {
-        "capacity_bytes": held.capacity_bytes,
+        "capacity_bytes": resident.capacity_bytes,
         "expected_bytes": plan.device_bytes,
         "upper_bytes": plan.upper_bytes,
         "verdict": plan.verdict,

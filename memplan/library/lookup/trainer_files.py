@@ -245,10 +245,10 @@ def _stack(job: ImportedJob, catalog: Catalog) -> str:
 # ------------------------------------------------------------------ keys that no plan has
 def _without(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
     """Return nested keys without those at some dotted paths."""
-    kept = {key: value for key, value in data.items() if f"{above}{key}" not in paths}
+    retained = {key: value for key, value in data.items() if f"{above}{key}" not in paths}
     return {
         key: _without(value, paths, f"{above}{key}.") if isinstance(value, Mapping) else value
-        for key, value in kept.items()
+        for key, value in retained.items()
     }
 
 

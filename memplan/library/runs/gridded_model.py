@@ -247,10 +247,10 @@ def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
         raise CannotAnswerError(f"gradients.dtype: Megatron-LM sums gradients in {weights} or fp32, not in {gradients}")
     narrow = weights != "fp32"
     if config.master_weights != ("fp32" if narrow else "none"):
-        kept = (
+        retained = (
             "fp32 copies of them: set master_weights: fp32" if narrow else "no copies of them: set master_weights: none"
         )
-        raise CannotAnswerError(f"master_weights: beside {weights} weights Megatron-LM's optimizer keeps {kept}")
+        raise CannotAnswerError(f"master_weights: beside {weights} weights Megatron-LM's optimizer keeps {retained}")
     states = _state_bytes(config, catalog)
     aware = config.parallel.precision_aware
     if (aware or states != 8) and config.parallel.zero_stage != 1:

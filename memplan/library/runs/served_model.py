@@ -94,9 +94,9 @@ class Serving(Answer):
         """Return the answer as tables, sentences and JSON."""
         from memplan.report.plans.inference_answer import ServedAnswer, inference_document
 
-        asked = asdict(self.options) | {"weights": self.weights, "kv_dtype": self.kv_dtype}
+        requested = asdict(self.options) | {"weights": self.weights, "kv_dtype": self.kv_dtype}
         reach = self.largest_context, self.largest_concurrency
-        shown = ServedAnswer(self.model, self.device, asked, self.served, *reach, self.notes)
+        shown = ServedAnswer(self.model, self.device, requested, self.served, *reach, self.notes)
         return inference_document(shown, self.catalog.hash if full else "", unit, strict=strict)
 
 

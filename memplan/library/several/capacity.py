@@ -231,8 +231,8 @@ def _ways(inputs: JobInputs, model: Model, count: int) -> list[TrainingSetup]:
     from memplan.solver.search.cluster import GPUS_PER_NODE
     from memplan.training.resolution.resolve_config import resolve
 
-    asked = Asked(count, GPUS_PER_NODE, fixed=set(AXES) - {"tensor", "sequence"})
-    rest = (config for config in layouts(setup.config, setup.stack, asked) if config.parallel.tensor > 1)
+    requested = Asked(count, GPUS_PER_NODE, fixed=set(AXES) - {"tensor", "sequence"})
+    rest = (config for config in layouts(setup.config, setup.stack, requested) if config.parallel.tensor > 1)
     return [setup, *(resolve(config, inputs.catalog, setup.name) for config in rest)]
 
 

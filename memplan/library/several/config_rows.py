@@ -226,7 +226,7 @@ def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Se
 
     catalog = ways[0].catalog
     records = Records(catalog.root)
-    found = []
+    result = []
     for name, config in catalog.configs.entries.items():
         learnt = records.verdict(config.evidence or "")
         if learnt in SOUND and name not in METHODS:
@@ -234,8 +234,8 @@ def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Se
                 setup, _ = _suited(name, ways[0], model, device)
                 if setup.config.status == "experimental":
                     plan = CompiledPlan(model, setup).evaluate(device)
-                    found.append((ORDER[plan.verdict], SOUND.index(learnt), plan.device_bytes, name))
-    return [min(found)[-1]] if found else []
+                    result.append((ORDER[plan.verdict], SOUND.index(learnt), plan.device_bytes, name))
+    return [min(result)[-1]] if result else []
 
 
 def _plans(

@@ -177,8 +177,8 @@ def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) ->
     Raises:
         CannotAnswerError: With the keys in which it differs.
     """
-    kept = {key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")}
-    given: dict[str, Any] = {**dict.fromkeys(options), **kept, "config": data}
+    retained = {key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")}
+    given: dict[str, Any] = {**dict.fromkeys(options), **retained, "config": data}
     try:
         again = planned(plan.memory.model, **given)
     except MemplanError as error:

@@ -93,9 +93,9 @@ class ServedModel:
         logits = request.concurrency * self.model.spec.vocab_size * (self.setup.compute_bytes + SAMPLING_BYTES)
         forward = self._forward_bytes(request) + _grown_bytes(layers, request)
         passing = forward + self.decoded_bytes + logits
-        kept = self.weight_bytes + cache
+        retained = self.weight_bytes + cache
         segments = self.segment_bytes + sum(2 * segment_rest(size) for size in layer_sizes(layers, request))
-        allowances, least = self.allowances, kept + passing + self.allowances.library_bytes
+        allowances, least = self.allowances, retained + passing + self.allowances.library_bytes
         reserve = segments + passing * allowances.reserve_fraction // 1
         device = least + reserve + allowances.context_bytes
         upper = least + segments + SMALL_SEGMENT + passing * allowances.upper_reserve_fraction // 1
@@ -240,8 +240,8 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
     for run in spec.runs:
         part = run.layer.attention
         if isinstance(part, GatedDeltaNet):
-            kept = "what gated delta networks keep of a sequence in inference is not modelled"
-            raise CannotAnswerError(f"{spec.name}: {kept}")
+            retained = "what gated delta networks keep of a sequence in inference is not modelled"
+            raise CannotAnswerError(f"{spec.name}: {retained}")
         if not isinstance(part, LatentAttention):
             own = (part.key_value_size, part.key_value_size)
         else:

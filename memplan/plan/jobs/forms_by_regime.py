@@ -98,8 +98,8 @@ class FormsByRegime:
             return *step_on_tape(self.model, setup, states, regime), self.values(rows, tokens)
 
         prompt = max(1, length - self.setup.answer_length)
-        asked = Completions(batch * self.setup.generated_micro_batches, prompt, length)
-        return generation_moments(self.model.spec, setup, asked, tapes)
+        requested = Completions(batch * self.setup.generated_micro_batches, prompt, length)
+        return generation_moments(self.model.spec, setup, requested, tapes)
 
     def _with_evaluation(self, forms: StepForms, length: int) -> tuple[Instant, ...]:
         """Return instants of which those of evaluation have its own rows, so that a micro-batch does not change them."""

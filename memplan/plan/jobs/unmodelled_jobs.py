@@ -121,9 +121,9 @@ def _refuse_clipped_projections(model: Model, setup: TrainingSetup) -> None:
         ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.13.0); ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0).
     """
     targets = set(setup.config.adapter.targets) if setup.config.adapter is not None else set()
-    kept = "all-linear" not in targets and not targets >= {"q_proj", "k_proj", "v_proj"}
+    retained = "all-linear" not in targets and not targets >= {"q_proj", "k_proj", "v_proj"}
     clipped = any(getattr(run.layer.attention, "clip", 0.0) for run in model.spec.runs)
-    if kept and clipped and setup.config.activation_checkpointing == "selective":
+    if retained and clipped and setup.config.activation_checkpointing == "selective":
         raise CannotAnswerError(
             f"{setup.name}: activation_checkpointing: selective keeps products that {model.spec.name} clips in place "
             "(clip_qkv), which torch refuses; use full or none"

@@ -92,11 +92,11 @@ def fullest_columns(
         place, total = number * columns // max(count, columns), sum(sizes)
         if place not in best or total > best[place][0]:
             best[place] = total, Column(phase, tuple(sizes))
-    found = [column for _, (_, column) in sorted(best.items())]
-    shown = [index for index, _ in enumerate(components) if any(column.sizes[index] for column in found)]
+    result = [column for _, (_, column) in sorted(best.items())]
+    shown = [index for index, _ in enumerate(components) if any(column.sizes[index] for column in result)]
     return Timeline(
         tuple(components[index] for index in shown),
-        tuple(Column(column.phase, tuple(column.sizes[index] for index in shown)) for column in found),
+        tuple(Column(column.phase, tuple(column.sizes[index] for index in shown)) for column in result),
     )
 
 

@@ -60,9 +60,9 @@ def suggested_configs(
     """
     answers = [largest_models(models, setup, devices) for setup in setups if _sound(setup, verdict)]
     rows_by_device = zip(devices, zip(*answers, strict=True), strict=True)
-    found = [_suggested_configs(device, rows) for device, rows in rows_by_device]
+    result = [_suggested_configs(device, rows) for device, rows in rows_by_device]
     tuned = [_on_adapters(models, pair, devices) for pair in adapters]
-    return [replace(row, adapters=tuple(rows[place] for rows in tuned)) for place, row in enumerate(found)]
+    return [replace(row, adapters=tuple(rows[place] for rows in tuned)) for place, row in enumerate(result)]
 
 
 def _on_adapters(

@@ -29,12 +29,12 @@ def with_suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> Memor
     if plan.verdict == "fits":
         return plan
     if plan.by_share is None:
-        found = suggestions(plan, catalog, most)
+        result = suggestions(plan, catalog, most)
     else:
-        found = suggestions(plan.by_share, catalog, most, plan)
+        result = suggestions(plan.by_share, catalog, most, plan)
     if plan.exceeds_host:  # what saves the device's memory alone is no start
-        found = tuple([item for item in found if item.flips_verdict])
-    return replace(plan, suggestions=found)
+        result = tuple([item for item in result if item.flips_verdict])
+    return replace(plan, suggestions=result)
 
 
 def suggestions(
@@ -98,7 +98,7 @@ def _tried(
     if not besides:
         return [*(_combination(trial, on_device) or _combination(trial, [c for c, _ in changed])), *results]
     able = [change for change in besides if is_settable(stack, change.settings)]
-    return [*(found for change, _ in changed for found in _combination(trial, [change, *able])[:1]), *results]
+    return [*(result for change, _ in changed for result in _combination(trial, [change, *able])[:1]), *results]
 
 
 def _at(plan: MemoryPlan) -> TrainingConfig:
@@ -138,13 +138,13 @@ def _combination(trial: Trial, options: Sequence[Change]) -> list[Suggestion]:
 
     Where a change goes with those before it in no combination, one is also sought without what it does not go with.
     """
-    found, refused = _grown(trial, options)
-    for change in refused if found is None else ():
+    result, refused = _grown(trial, options)
+    for change in refused if result is None else ():
         friends = [c for c in options if c is change or trial.plan_with(_joined([c, change])) is not None]
-        found, _ = _grown(trial, friends)
-        if found is not None:
+        result, _ = _grown(trial, friends)
+        if result is not None:
             break
-    return [] if found is None else [trial.suggestion(*found)]
+    return [] if result is None else [trial.suggestion(*result)]
 
 
 def _grown(trial: Trial, options: Sequence[Change]) -> tuple[tuple[Change, MemoryPlan] | None, list[Change]]:

@@ -27,17 +27,17 @@ WHAT_OVERLAPS = (
 )
 
 
-def layouts_document(found: FoundLayouts, catalog_hash: str, unit: str) -> Document:
+def layouts_document(result: FoundLayouts, catalog_hash: str, unit: str) -> Document:
     """Return the front, or what comes nearest.
 
     Args:
         catalog_hash: For the JSON.
         unit: Unit of bytes in tables.
     """
-    cluster, asked = found.request.cluster, found.request.asked
+    cluster, requested = result.request.cluster, result.request.asked
     data: dict[str, Any] = {
         "schema": "memplan/layouts/1",
-        "gpus": asked.gpus,
+        "gpus": requested.gpus,
         "cluster": {
             "gpus_per_node": cluster.per_node,
             "link": cluster.link,
@@ -45,21 +45,21 @@ def layouts_document(found: FoundLayouts, catalog_hash: str, unit: str) -> Docum
             "network": cluster.network,
             "network_bytes_per_second": cluster.between,
         },
-        "layouts": found.layouts,
-        "candidates": found.plans,
-        "rows": [_row_data(row, found, catalog_hash) for row in found.rows],
-        "left_out": list(found.left_out),
+        "layouts": result.layouts,
+        "candidates": result.plans,
+        "rows": [_row_data(row, result, catalog_hash) for row in result.rows],
+        "left_out": list(result.left_out),
     }
-    if found.miss is not None:
-        data["nearest_miss"] = plan_data(found.miss, catalog_hash)
-        return Document(data, (_heading(found, unit), _left_out(found), _miss_sentence(found, found.miss, unit)), 1)
-    own = tuple(f"{rank}. {_own_words(row.plan)}" for rank, row in enumerate(found.rows, 1))
-    notes = (*_left_out(found), *NO_MEASUREMENT, *WHAT_OVERLAPS)
-    blocks = (_heading(found, unit), _memory_table(found, unit), _time_table(found, unit), own, notes)
-    return Document(data, (*blocks, _sentence(found, unit)))
+    if result.miss is not None:
+        data["nearest_miss"] = plan_data(result.miss, catalog_hash)
+        return Document(data, (_heading(result, unit), _left_out(result), _miss_sentence(result, result.miss, unit)), 1)
+    own = tuple(f"{rank}. {_own_words(row.plan)}" for rank, row in enumerate(result.rows, 1))
+    notes = (*_left_out(result), *NO_MEASUREMENT, *WHAT_OVERLAPS)
+    blocks = (_heading(result, unit), _memory_table(result, unit), _time_table(result, unit), own, notes)
+    return Document(data, (*blocks, _sentence(result, unit)))
 
 
-def _row_data(row: LayoutRow, found: FoundLayouts, catalog_hash: str) -> dict[str, Any]:
+def _row_data(row: LayoutRow, result: FoundLayouts, catalog_hash: str) -> dict[str, Any]:
     """Return one answer: a plan, and what the search says of it besides."""
     time, parallel = row.spot.time, row.spot.config.parallel
     return plan_data(row.plan, catalog_hash) | {
@@ -83,13 +83,13 @@ def _row_data(row: LayoutRow, found: FoundLayouts, catalog_hash: str) -> dict[st
             "bubble": 0.0,
             "tokens_per_step": time.tokens,
             "tokens_per_second": 10**15 / max(time.token_femtoseconds, 1),
-            "rates_of": found.rates_of,
+            "rates_of": result.rates_of,
         },
     }
 
 
-def _heading(found: FoundLayouts, unit: str) -> tuple[str, ...]:
-    request, cluster = found.request, found.request.cluster
+def _heading(result: FoundLayouts, unit: str) -> tuple[str, ...]:
+    request, cluster = result.request, result.request.cluster
     gpus = request.asked.gpus
     nodes = -(-gpus // cluster.per_node)
     where = (
@@ -99,11 +99,11 @@ def _heading(found: FoundLayouts, unit: str) -> tuple[str, ...]:
     )
     config = request.bases[0]
     weights = ", ".join(sorted(set(config.weights.values())))
-    usable = format_bytes(found.device.usable_bytes(0), unit)
+    usable = format_bytes(result.device.usable_bytes(0), unit)
     return (
-        f"{found.model.spec.name} ({format_count(parameter_count(found.model.inventory))}) on {gpus:,} x {found.device.name} ({usable} each)",
+        f"{result.model.spec.name} ({format_count(parameter_count(result.model.inventory))}) on {gpus:,} x {result.device.name} ({usable} each)",
         f"{where}; {cluster.link} inside",
-        f"{found.layouts} layouts, {found.plans} with each kind of recompute; sequence {config.sequence_length:,}",
+        f"{result.layouts} layouts, {result.plans} with each kind of recompute; sequence {config.sequence_length:,}",
         f"{weights} weights, products in {config.compute_dtype}; {', '.join(base.stack for base in request.bases)}",
     )
 
@@ -116,9 +116,9 @@ def sharding(parallel: Parallel) -> str:
     return f"fsdp2{groups}" if parallel.zero_stage else "ddp"
 
 
-def _memory_table(found: FoundLayouts, unit: str) -> Table:
+def _memory_table(result: FoundLayouts, unit: str) -> Table:
     rows = []
-    for rank, row in enumerate(found.rows, 1):
+    for rank, row in enumerate(result.rows, 1):
         config, plan = row.spot.config, row.plan
         parallel, steps = config.parallel, config.gradient_accumulation_steps
         rows.append(
@@ -139,9 +139,9 @@ def _memory_table(found: FoundLayouts, unit: str) -> Table:
     return Table(headers, tuple(rows))
 
 
-def _time_table(found: FoundLayouts, unit: str) -> Table:
+def _time_table(result: FoundLayouts, unit: str) -> Table:
     rows = []
-    for rank, row in enumerate(found.rows, 1):
+    for rank, row in enumerate(result.rows, 1):
         time = row.spot.time
         rows.append(
             (
@@ -198,27 +198,27 @@ def _own_words(plan: MemoryPlan) -> str:
     return f"{plan.setup.stack.name}: {', '.join(said)}"
 
 
-def _left_out(found: FoundLayouts) -> tuple[str, ...]:
-    shown = [f"Left out: {reason}" for reason in found.left_out[:MOST_REASONS]]
-    more = len(found.left_out) - MOST_REASONS
+def _left_out(result: FoundLayouts) -> tuple[str, ...]:
+    shown = [f"Left out: {reason}" for reason in result.left_out[:MOST_REASONS]]
+    more = len(result.left_out) - MOST_REASONS
     return (*shown, *([f"... and {more} more; --json has them"] if more > 0 else []))
 
 
-def _sentence(found: FoundLayouts, unit: str) -> str:
-    row = found.rows[0]
-    plan, gpus = row.plan, found.request.asked.gpus
+def _sentence(result: FoundLayouts, unit: str) -> str:
+    row = result.rows[0]
+    plan, gpus = row.plan, result.request.asked.gpus
     needs = f"{format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}"
     return (
-        f"{VERDICT_WORDS[plan.verdict]}: {plan.model.spec.name} fits on {gpus:,} x {found.device.name}; the fastest takes up to {needs} "
+        f"{VERDICT_WORDS[plan.verdict]}: {plan.model.spec.name} fits on {gpus:,} x {result.device.name}; the fastest takes up to {needs} "
         "on each. Save them with --save FILE, and pass that to --config."
     )
 
 
-def _miss_sentence(found: FoundLayouts, miss: MemoryPlan, unit: str) -> str:
+def _miss_sentence(result: FoundLayouts, miss: MemoryPlan, unit: str) -> str:
     parallel, over = miss.setup.config.parallel, format_bytes(miss.upper_bytes - miss.usable_bytes, unit)
     tensor = f"tensor {parallel.tensor}{' with sequence' if parallel.sequence else ''}, " if parallel.tensor > 1 else ""
     return (
-        f"NO: none of {found.layouts} layouts of {found.request.asked.gpus:,} x {found.device.name} fits. The nearest miss needs up to "
+        f"NO: none of {result.layouts} layouts of {result.request.asked.gpus:,} x {result.device.name} fits. The nearest miss needs up to "
         f"{format_bytes(miss.upper_bytes, unit)}, {over} too much: {tensor}data {parallel.data}, {sharding(parallel)}, "
         f"{miss.setup.config.checkpointing_words} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}."
     )

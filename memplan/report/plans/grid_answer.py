@@ -93,13 +93,13 @@ def _head(plan: GridPlan, unit: str) -> tuple[str, ...]:
 
 
 def _verdict(plan: GridPlan, unit: str) -> tuple[str, ...]:
-    usable, kept = format_bytes(plan.usable_bytes, unit), format_bytes(plan.persistent_bytes, unit)
+    usable, retained = format_bytes(plan.usable_bytes, unit), format_bytes(plan.persistent_bytes, unit)
     sizes = (plan.least_bytes, plan.expected_bytes, plan.upper_bytes)
     least, expected, most = (format_bytes(size, unit) for size in sizes)
     said = f"{least} at least" if plan.verdict == "no" else f"{expected} expected"
     return (
         f"{plan.verdict.upper():<7} {said}, {most} worst case, {usable} usable",
-        f"        {kept} kept between steps",
+        f"        {retained} kept between steps",
     )
 
 
@@ -116,8 +116,8 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
         ranks = (
             f"{first.index * size}-{(last.index + 1) * size - 1}" if size * len(stages) > 1 else str(first.index * size)
         )
-        kept = reversed(first.states) if every else (first.fullest,)
-        for position, states in enumerate(kept):
+        retained = reversed(first.states) if every else (first.fullest,)
+        for position, states in enumerate(retained):
             head = (name, ranks, _holds(first)) if position == 0 else ("", "", "")
             step = format_bytes(plan.steps[first.index].expected, unit)
             rows.append((*head, *_sizes(states, unit), step if position == 0 else ""))

@@ -170,8 +170,8 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
 def _needed(plan: MemoryPlan, unit: str) -> str:
     """Return the upper end, or what a plan is known to run in where its allocator would hold more with memory to spare."""
     if plan.verdict == "fits" and plan.upper_bytes > plan.usable_bytes:
-        held = format_bytes(plan.upper_bytes, unit)
-        return f"about {format_bytes(plan.least_bytes, unit)} (up to {held} where memory is left, which its allocator releases)"
+        resident = format_bytes(plan.upper_bytes, unit)
+        return f"about {format_bytes(plan.least_bytes, unit)} (up to {resident} where memory is left, which its allocator releases)"
     return f"up to {format_bytes(plan.upper_bytes, unit)}"
 
 

@@ -84,7 +84,7 @@ def _model() -> t.Schema:
 def inference_schema() -> t.Schema:
     """Return the schema of ``memplan fit --method inference``."""
     gpu = t.object_schema({"name": t.TEXT, "count": t.COUNT, **t.same(t.BYTES, "memory_bytes", "usable_bytes")})
-    asked = t.object_schema(
+    requested = t.object_schema(
         {**t.same(t.COUNT, "context", "concurrency"), **t.same(t.TEXT, "kv_dtype", "weights", "engine")}
     )
     figures = t.same(t.BYTES, "device_bytes", "upper_bytes", "largest_context", "largest_concurrency")
@@ -95,7 +95,7 @@ def inference_schema() -> t.Schema:
             "verdict": t.VERDICT,
             "model": _model(),
             "gpu": gpu,
-            "inference": asked,
+            "inference": requested,
             "components": t.array_schema(t.object_schema({"name": t.TEXT, "bytes": t.BYTES})),
             **figures,
             "assumptions": t.array_schema(t.TEXT),

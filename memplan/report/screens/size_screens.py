@@ -211,7 +211,7 @@ def recommend_screen(
         key=lambda row: (-row.device.usable_bytes(0), row.device.name),
     )
     choices = [_choices(row) for row in shown]
-    most = max((choice.largest_fitting_parameters for found in choices for _, choice in found), default=0)
+    most = max((choice.largest_fitting_parameters for result in choices for _, choice in result), default=0)
     cells: list[tuple[str, ...]]
     if len(shown) == 1:
         device = shown[0].device
@@ -225,13 +225,13 @@ def recommend_screen(
         head = (
             "What to train with, by GPU: the largest recent model for adapters, for all weights, and as an experiment"
         )
-        ways = list(dict.fromkeys(way for found in choices for way, _ in found))
+        ways = list(dict.fromkeys(way for result in choices for way, _ in result))
         cells = [("gpu", *(f">{way}" for way in ways))]
         cells += [
-            (row.device.counted_name, *(_way(dict(found), way) for way in ways))
-            for row, found in zip(shown, choices, strict=True)
+            (row.device.counted_name, *(_way(dict(result), way) for way in ways))
+            for row, result in zip(shown, choices, strict=True)
         ]
-        sizes = [max((choice.largest_fitting_parameters for _, choice in found), default=0) for found in choices]
+        sizes = [max((choice.largest_fitting_parameters for _, choice in result), default=0) for result in choices]
     columns = _room(cells, canvas)
     table = _aligned(list(zip(cells, ["", *(canvas.bar(size, most, columns) for size in sizes)], strict=True)))
     left = len(rows) - len(shown)
@@ -253,8 +253,8 @@ def _trained(way: str, choice: LargestModel) -> str:
     return "adapters" if choice.setup.config.adapter is not None else way
 
 
-def _way(found: Mapping[str, LargestModel], way: str) -> str:
-    return _size(found[way]) if way in found else "-"
+def _way(result: Mapping[str, LargestModel], way: str) -> str:
+    return _size(result[way]) if way in result else "-"
 
 
 # ------------------------------------------------------------------ rows

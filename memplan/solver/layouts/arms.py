@@ -124,18 +124,20 @@ def front(arms: Iterable[Arm], device: Device, *, strict: bool = False) -> list[
         (arm.clock.step(batch, arm.length, steps), arm, batch, steps) for arm in arms for batch, steps in arm.batches
     ]
     timed.sort(key=lambda item: item[0].token_femtoseconds)
-    kept: list[Spot] = []
+    retained: list[Spot] = []
     tight: list[Spot] = []
     for time, arm, batch, steps in timed:
-        most = kept[-1].upper_bytes * (NOTABLE - 1) // NOTABLE if kept else arm.usable_bytes(device)
+        most = retained[-1].upper_bytes * (NOTABLE - 1) // NOTABLE if retained else arm.usable_bytes(device)
         spot = arm.spot(device, batch, steps, time, most)
         if spot is not None:
             rows, size = (
-                (kept, spot.upper_bytes) if spot.upper_bytes <= arm.usable_bytes(device) else (tight, spot.device_bytes)
+                (retained, spot.upper_bytes)
+                if spot.upper_bytes <= arm.usable_bytes(device)
+                else (tight, spot.device_bytes)
             )
             if size <= most:
                 rows.append(spot)
-    return kept or ([] if strict else _thinned(tight))
+    return retained or ([] if strict else _thinned(tight))
 
 
 def _thinned(spots: Iterable[Spot]) -> list[Spot]:

@@ -47,10 +47,10 @@ def share(parallel: Parallel) -> int:
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
-def _tensor(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+def _tensor(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
     """Yield every number of GPUs of a node that may share each layer's matrices."""
-    for degree in divisors(asked.gpus) if "tensor" in stack.divides else (1,):
-        if degree == 1 or (degree <= asked.per_node and asked.per_node % degree == 0):
+    for degree in divisors(requested.gpus) if "tensor" in stack.divides else (1,):
+        if degree == 1 or (degree <= requested.per_node and requested.per_node % degree == 0):
             yield _with(config, tensor=degree)
 
 
@@ -61,24 +61,24 @@ def _sequence(config: TrainingConfig, stack: Stack, _: Asked) -> Iterator[Traini
         yield _with(config, sequence=True)
 
 
-def _sharding(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+def _sharding(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
     """Yield what data parallel GPUs divide: everything or nothing, and DeepSpeed's stages where the stack runs it."""
     for stage in (FULLY_SHARDED,) if "tensor" in stack.divides else (FULLY_SHARDED, 0):
         yield _with(config, zero_stage=stage)
     if stack.model_code != "transformers" or config.parallel.tensor > 1:
         return
-    if not asked.own_precision:  # DeepSpeed keeps the fp32 weights itself, beside 16-bit ones
+    if not requested.own_precision:  # DeepSpeed keeps the fp32 weights itself, beside 16-bit ones
         config = replace(config, weights={"default": config.compute_dtype}, master_weights="fp32")
     for stage in (1, 2, 3):
         yield _with(config, engine="deepspeed", zero_stage=stage)
 
 
-def _groups(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+def _groups(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
     """Yield how many groups may each divide everything anew, two GPUs at least in each."""
     yield config
     parallel = config.parallel
     if "replicate" in stack.divides and parallel.engine == "torch" and parallel.zero_stage == FULLY_SHARDED:
-        for number in divisors(asked.gpus // share(parallel))[1:-1]:
+        for number in divisors(requested.gpus // share(parallel))[1:-1]:
             yield _with(config, replicate=number)
 
 
@@ -91,12 +91,12 @@ AXES: Mapping[str, Axis] = {
 """Key of ``parallel`` -> what it may be."""
 
 
-def layouts(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[TrainingConfig]:
+def layouts(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
     """Yield a config with every layout of so many GPUs; what is left by the degrees is data parallel.
 
     Args:
         stack: Its stack, which says what it can divide.
-        asked: How many GPUs there are, and what is fixed.
+        requested: How many GPUs there are, and what is fixed.
 
     Raises:
         CannotAnswerError: A pipeline.
@@ -104,15 +104,15 @@ def layouts(config: TrainingConfig, stack: Stack, asked: Asked) -> Iterator[Trai
     """
     if config.parallel.pipeline > 1:
         raise CannotAnswerError("parallel.pipeline: suggest does not search pipelines yet; memplan fit plans one")
-    found = [config]
+    result = [config]
     for key, axis in AXES.items():
-        if key not in asked.fixed:
-            found = [wider for one in found for wider in axis(one, stack, asked)]
-    whole = [one for one in found if asked.gpus % share(one.parallel) == 0]
+        if key not in requested.fixed:
+            result = [wider for one in result for wider in axis(one, stack, requested)]
+    whole = [one for one in result if requested.gpus % share(one.parallel) == 0]
     if not whole:
-        grid_of(replace(found[0].parallel, data=1), asked.gpus)
+        grid_of(replace(result[0].parallel, data=1), requested.gpus)
     for one in whole:
-        yield _with(one, data=asked.gpus // share(one.parallel))
+        yield _with(one, data=requested.gpus // share(one.parallel))
 
 
 def _with(config: TrainingConfig, **degrees: Any) -> TrainingConfig:

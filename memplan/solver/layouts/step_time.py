@@ -53,8 +53,8 @@ class StepClock:
         self.plan, self.cluster, self.rates = plan, cluster, rates
         work = work_of(plan.own, plan.setup, plan.states)
         self.sent, self.among = sent_by_group(plan.setup, plan.own.inventory, plan.states.gradient_bytes)
-        kept = kept_share(plan.own.spec, plan.setup.config.parallel.tensor, plan.setup.config.parallel.sequence)
-        self.work: Work = replace(work, sent_bytes=0, stream_bytes=int(work.stream_bytes * kept))
+        retained = kept_share(plan.own.spec, plan.setup.config.parallel.tensor, plan.setup.config.parallel.sequence)
+        self.work: Work = replace(work, sent_bytes=0, stream_bytes=int(work.stream_bytes * retained))
         self.update: UpdateWork = update_work(plan.setup, plan.states)
         trained = (entry for entry in plan.states.tensors if entry.trainable)
         self.trained = sum(entry.tensor.count * entry.weight_bytes for entry in trained)

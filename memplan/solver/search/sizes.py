@@ -153,8 +153,8 @@ class Sizes:
         gradients, hidden = weight_states.states.gradient_bytes, self.model.spec.hidden_size
         width = FLOAT_BYTES[self.space.base.compute_dtype]
         buckets = bucket_bytes(self.space.base.parallel, width, gradients, hidden)
-        kept = weight_states.states
-        total = kept.weight_bytes + kept.average_bytes + buckets + kept.staged_bytes
+        retained = weight_states.states
+        total = retained.weight_bytes + retained.average_bytes + buckets + retained.staged_bytes
         return total + self._stepped_by(state, weight_states).bytes
 
     def host_bytes(self, state: StateChoice) -> int:

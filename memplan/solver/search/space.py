@@ -198,8 +198,8 @@ def without_bf16(space: Space) -> Space:
     """Return a space for a card that only emulates bf16: fp16 with a loss scale takes its place; what is fixed stays."""
     weights = space.weights
     if len(weights) > 1:
-        kept = (choice for choice in weights if choice.coded or choice.dtype != "bf16")
-        weights = tuple(_in_fp16(choice) if choice.compute_dtype == "bf16" else choice for choice in kept)
+        retained = (choice for choice in weights if choice.coded or choice.dtype != "bf16")
+        weights = tuple(_in_fp16(choice) if choice.compute_dtype == "bf16" else choice for choice in retained)
     fixed = len(space.gradients) == 1
     gradients = space.gradients if fixed else tuple(name for name in space.gradients if name != "bf16")
     base, adapter = space.base, space.base.adapter

@@ -98,9 +98,9 @@ def suggestions(model: Model, request: Request, device: Device, catalog: Catalog
     """
     space = _on_device(space_of(request, catalog), device, catalog)
     meant = as_meant(space)
-    found = _searched(model, request, meant, device, catalog)
-    if found.rows or meant is space:
-        return found
+    result = _searched(model, request, meant, device, catalog)
+    if result.rows or meant is space:
+        return result
     return _searched(
         model, request, space, device, catalog, "weights of the kind that was asked for: with them nothing fits"
     )

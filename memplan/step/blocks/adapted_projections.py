@@ -85,7 +85,7 @@ def _base_result(builder: Builder, x: Value, out: Value, name: str, formed: _Ada
         return _without_bias(builder, out, name)
     rows, down = formed.norm.width, formed.down
     frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
-    return _by_whole_weight(builder, x, rows, frozen, kept=formed.base is not None)
+    return _by_whole_weight(builder, x, rows, frozen, retained=formed.base is not None)
 
 
 def _joined(builder: Builder, out: Value, whole: Value, name: str) -> Value:
@@ -115,15 +115,17 @@ def _function_ends(builder: Builder, formed: _AdaptedWeight, low: Value, *base: 
     tape.graph_use |= {value.storage: len(tape.operations) - 1 for value in formed.saved}
 
 
-def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, kept: bool) -> Value:
+def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, retained: bool) -> Value:
     """Return the product with a frozen weight that is no parameter, and that is saved where it is a copy."""
     tape, low = builder.tape, builder.lowered(x)
     width = low.element_bytes
     if builder.settings.autocast and frozen.element_bytes != width:
         frozen = tape.make("cast weight", builder.constant(frozen.width, width), frozen)
-        kept = True
+        retained = True
     out = tape.value(x.quantity, rows, width)
-    return tape.apply("linear", [(low, VIEW)], out, [frozen] if kept else [], traits=Traits(packs=True, product=True))
+    return tape.apply(
+        "linear", [(low, VIEW)], out, [frozen] if retained else [], traits=Traits(packs=True, product=True)
+    )
 
 
 def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:

@@ -123,9 +123,9 @@ def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows:
     out = tape.value(x.quantity, rows, width)
     out.foreign = x.foreign
     workspace = [(ONE, weight.rows * weight.columns * width)]
-    held = (x,) if x.needs_gradient else ()
+    resident = (x,) if x.needs_gradient else ()
     traits = Traits(
-        False, (), workspace, product=True, custom=True, forms_last=True, own_workspace=True, attributes=held
+        False, (), workspace, product=True, custom=True, forms_last=True, own_workspace=True, attributes=resident
     )
     tape.apply(f"linear {name}", [(x, NEW)], out, traits=traits)
     tape.touch(*formed, *coded)

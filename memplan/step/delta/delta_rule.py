@@ -265,13 +265,13 @@ def _handed_on(builder: Builder, parts: _Chunked, state: Value, new: Value, *, e
     """Return the state after a chunk; of the last one it has no gradient."""
     tape = builder.tape
     if not ends:
-        kept = _scaled(builder, state, _selected(builder, parts.decay))
-        with tape.alive(kept):
-            return builder.add(kept, _times(builder, _selected(builder, parts.key), new, state))
-    kept = tape.make("mul", tape.value(SEQUENCES, state.width, 4), state)
-    with tape.alive(kept):
+        retained = _scaled(builder, state, _selected(builder, parts.decay))
+        with tape.alive(retained):
+            return builder.add(retained, _times(builder, _selected(builder, parts.key), new, state))
+    retained = tape.make("mul", tape.value(SEQUENCES, state.width, 4), state)
+    with tape.alive(retained):
         added = tape.make("matmul", tape.value(SEQUENCES, state.width, _product_bytes(builder)), new)
-        return tape.make("add", tape.value(SEQUENCES, state.width, 4), kept, added)
+        return tape.make("add", tape.value(SEQUENCES, state.width, 4), retained, added)
 
 
 def _product_bytes(builder: Builder) -> int:

@@ -103,7 +103,7 @@ def _arguments(
     masked = block.regime.masked
     form = layer_arguments(spec, setup, masked=masked)
     if setup.checkpointing != "none":
-        form -= layer_arguments(spec, setup, masked=masked, kept=True)
+        form -= layer_arguments(spec, setup, masked=masked, retained=True)
     if spec.learned_positions and block.code.forms_tables:  # names of embeddings whose sum the layers are given
         row = spec.hidden_size * setup.residual_bytes
         leaf = _input_gradients(setup) and frozen

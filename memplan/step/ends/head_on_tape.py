@@ -90,13 +90,13 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
         if settings.loss == "weighted-tokens":
-            kept = model_loss(builder, logits)
+            retained = model_loss(builder, logits)
         elif block.code.returns_logits:
             logits = builder.cast(logits, 4)
         elif settings.loss not in ("fp32-pieces", "log-probabilities") and not settings.loss_behind:
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
     if settings.loss == "weighted-tokens":
-        loss = weighted_cross_entropy(builder, logits, kept)
+        loss = weighted_cross_entropy(builder, logits, retained)
     elif settings.loss == "log-probabilities":
         loss = _compared(builder, settings, logits)
     elif block.code.returns_logits:
@@ -248,8 +248,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         width = builder.compute if weight.coded or settings.block.autocast else weight.element_bytes
         logits = tape.value(x.quantity, settings.vocab_size, width, part=Part.LOGITS)
         copy = builder.cast_weight(weight)
-        kept = weight.trainable or (builder.settings.keeps_inputs and x.needs_gradient)
-        saves = [x] if kept else []
+        retained = weight.trainable or (builder.settings.keeps_inputs and x.needs_gradient)
+        saves = [x] if retained else []
         if copy is not None and x.needs_gradient:
             saves.append(copy)
         bias = biases if not weight.coded else []

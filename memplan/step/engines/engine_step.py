@@ -223,7 +223,8 @@ class EngineStep:
         root = root_form(self.inputs, self.taped.settings)
         form = graph_of_loss(self.inputs, self.taped) + root
         return besides(
-            Instant("end of backward", "reduction of whole gradients", form), max(moments, key=lambda held: held.bytes)
+            Instant("end of backward", "reduction of whole gradients", form),
+            max(moments, key=lambda resident: resident.bytes),
         )
 
 
@@ -254,28 +255,28 @@ class Following:
 
     def walk(self, parts: tuple[Segment, ...], number: int, own: str = "") -> list[tuple[Held, Held]]:
         """Return what is there besides, before each mark of a part and at it."""
-        held = []
+        resident = []
         for _, _, mark in parts:
             before = self._gradients.held
             at = before if mark is None else self._gradients.arrive(numbered(mark.name or own, number), mark.kind)
-            held.append((before, at))
-        return held
+            resident.append((before, at))
+        return resident
 
     def told(
-        self, parts: tuple[Segment, ...], held: list[tuple[Held, Held]], around: Form
+        self, parts: tuple[Segment, ...], resident: list[tuple[Held, Held]], around: Form
     ) -> Iterator[tuple[str, Instant]]:
         """Yield the moments of a part that was walked through, and the instants that they name."""
-        for place, ((moments, marked, _), (before, at)) in enumerate(zip(parts, held, strict=True)):
+        for place, ((moments, marked, _), (before, at)) in enumerate(zip(parts, resident, strict=True)):
             if self._is_more(2 * place, before):
                 for moment in moments:
                     yield moment.name, besides(moment.around(around), before)
             if marked is not None and self._is_more(2 * place + 1, at):
                 yield marked.name, besides(marked.around(around), at)
 
-    def _is_more(self, place: int, held: Held) -> bool:
-        if held.bytes <= self._most.get(place, -1):
+    def _is_more(self, place: int, resident: Held) -> bool:
+        if resident.bytes <= self._most.get(place, -1):
             return False
-        self._most[place] = held.bytes
+        self._most[place] = resident.bytes
         return True
 
     def with_held(self, moment: Instant) -> Instant:
@@ -287,10 +288,12 @@ class Following:
         return besides(moment, self._gradients.arrive(name))
 
 
-def besides(moment: Instant, held: Held) -> Instant:
+def besides(moment: Instant, resident: Held) -> Instant:
     """Return a moment with what is there besides."""
-    form = moment.form + constant_form(Part.TEMPORARIES, held.communication)
-    return replace(moment, form=form + constant_form(Part.GRADIENTS, held.gradients), communication=held.communication)
+    form = moment.form + constant_form(Part.TEMPORARIES, resident.communication)
+    return replace(
+        moment, form=form + constant_form(Part.GRADIENTS, resident.gradients), communication=resident.communication
+    )
 
 
 def compile_engine_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:

@@ -118,8 +118,8 @@ class GatheredParameters:
 
     def release(self, module: str, parameters: Sequence[str], *, backward: bool) -> None:
         """Let a module end."""
-        kept = self._backward.pop(module, set()) if backward else set()
-        for name in [name for name in (*parameters, *kept) if name not in self._whole]:
+        retained = self._backward.pop(module, set()) if backward else set()
+        for name in [name for name in (*parameters, *retained) if name not in self._whole]:
             self._active.get(name, set()).discard(module)
             if name not in parameters or not self._is_needed_soon(name):
                 self._let_go(name)

@@ -148,7 +148,7 @@ class GatheredGradients:
             for module, parameters in self._modules.ends(way, name):
                 self._gathered.release(module, parameters, backward=way == "backward")
         most = max((self._gathered.fetch() for _ in begun(self._modules, name, kind)), default=0)
-        return max(before, Held(most, before.gradients), key=lambda held: held.bytes)
+        return max(before, Held(most, before.gradients), key=lambda resident: resident.bytes)
 
     def end(self) -> Held:
         """Reduce what is left, and let go of what is gathered still."""
@@ -306,11 +306,11 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
     elif rules.ranks == 1:
         what = "parallel.data: 1"
     if what:
-        kept = rules.weight_bytes + rules.master_bytes + rules.gradient_bytes + rules.state_bytes
-        kept += rules.bucket * rules.width
+        retained = rules.weight_bytes + rules.master_bytes + rules.gradient_bytes + rules.state_bytes
+        retained += rules.bucket * rules.width
         raise CannotAnswerError(
             f"{setup.name}: {what} is not modelled under DeepSpeed's stage 3, where each of {rules.ranks} ranks keeps "
-            f"{format_bytes(kept)} between steps; stages 1 and 2 are planned"
+            f"{format_bytes(retained)} between steps; stages 1 and 2 are planned"
         )
 
 

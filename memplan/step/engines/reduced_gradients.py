@@ -166,7 +166,7 @@ class Buckets:
             for rank in owners if self._waiting else ():
                 self._own[rank] -= self._waiting
         self._names, self._elements, self._waiting = [], 0, 0
-        return max(after, Held(before.communication + copied, before.gradients), key=lambda held: held.bytes)
+        return max(after, Held(before.communication + copied, before.gradients), key=lambda resident: resident.bytes)
 
     def _owned(self, name: str) -> list[int]:
         """Return the pieces of a parameter that its owners have."""

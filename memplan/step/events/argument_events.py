@@ -39,10 +39,10 @@ class ModelArguments:
         for quantity, storage in embedding.named:
             self._named.setdefault(quantity, []).append(storage)
         every = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
-        kept = kept_arguments(inputs)
+        retained = kept_arguments(inputs)
         self._stream.of("activations")
         for quantity in (Quantity.POSITIONS, Quantity.SCORES):
-            stays, size = (form.coefficient(Part.ACTIVATIONS, quantity) for form in (kept, every))
+            stays, size = (form.coefficient(Part.ACTIVATIONS, quantity) for form in (retained, every))
             if quantity is Quantity.POSITIONS and inputs.spec.learned_positions:
                 continue  # told with the embeddings, which the model has names for
             self._stays += self._made(quantity, stays)

@@ -56,7 +56,7 @@ class HeadGradients:
 
     def stored(self, sums: dict[str, int], use_up: UseUp) -> dict[str, int]:
         """Store the sums as the head's gradients; return those that stay."""
-        kept = {}
+        retained = {}
         self._stream.of("gradients")
         for weight in self.head.weights:
             if weight.name not in sums:
@@ -68,12 +68,12 @@ class HeadGradients:
                 continue
             stored = weight.gradient_bytes if mode == "first" else 0
             if stored and stored == self._stream.sizes[total]:
-                kept[weight.name] = total
+                retained[weight.name] = total
                 continue
             if stored:
-                kept[weight.name] = self._stream.allocate(weight.gradient_codes_bytes)
+                retained[weight.name] = self._stream.allocate(weight.gradient_codes_bytes)
             self._stream.free(total)
-        return kept
+        return retained
 
 
 class ChunkedLoss:

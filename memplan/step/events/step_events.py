@@ -249,10 +249,10 @@ class StepPlayer:
     def _use_up(self, number: str, name: str, gradient: int) -> None:
         self.updates.use_up(numbered(name, number), gradient)
 
-    def _keep(self, kept: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
+    def _keep(self, retained: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
         """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
         tied = self._tied
-        for name, storage in kept.items():
+        for name, storage in retained.items():
             if tied is None or name != tied.name:
                 self.gradients[numbered(name, number)] = storage
             elif name not in waiting:

@@ -175,10 +175,10 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
     renames = builder.settings.code.grouped_uncast
     early = [_taken(builder, weights, order)] if renames else []
     with tape.alive(rows, experts, order, *early):
-        offsets, held = _offsets(builder, experts, part), list[Value]()
+        offsets, resident = _offsets(builder, experts, part), list[Value]()
         width = 2 * inner * used
         biases = _gathered_biases(builder, f"{name}.gate_up_proj_bias", width, experts)
-        both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets, held)
+        both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets, resident)
         gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
         tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
         with tape.alive(offsets, *(() if renames else (both,))):
@@ -189,9 +189,9 @@ def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: Mi
                 biases = _gathered_biases(builder, f"{name}.down_proj_bias", x.width * used, experts)
             with tape.alive(*biases, *(() if renames else (hidden,))):
                 with tape.alive(hidden):
-                    out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, held)
+                    out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, resident)
                 result = _combined(builder, out, early[0] if early else _late(builder, out, weights, order), order, x)
-                tape.touch(*held)
+                tape.touch(*resident)
                 return result
 
 
@@ -252,7 +252,7 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
 
 
 def _grouped(
-    builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value, held: list[Value]
+    builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value, resident: list[Value]
 ) -> Value:
     """Return each row times the matrix of its expert; what adapters fold into it is added to what is held.
 
@@ -277,7 +277,7 @@ def _grouped(
     if f"{name}.lora_A.weight" in builder.weights:
         with tape.alive(rows, experts, offsets):
             folded, copies = folded_weight(builder, name, weight)
-        held += (folded, *copies)
+        resident += (folded, *copies)
         reads, saves = [*reads, (folded, NEW)], [offsets, rows, folded]
     tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
     tape.touch(*([copy] if copy is not None else []))

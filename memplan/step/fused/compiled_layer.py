@@ -91,7 +91,7 @@ def refuse_compiled_layers(spec: ModelSpec, setup: TrainingSetup) -> None:
     tokens = config.micro_batch_size * config.sequence_length
     sizes = (shape.hidden, shape.inner, shape.query, shape.key, shape.head_dim, tokens)
     refused[f"padding of widths or tokens that are no multiples of {ALIGNED}"] = any(size % ALIGNED for size in sizes)
-    for what in (what for what, found in refused.items() if found):
+    for what in (what for what, result in refused.items() if result):
         raise CannotAnswerError(
             f"compile: layers: not modelled with {what}; memplan trace --stack torchtitan --set compile=layers runs torchtitan's own "
             "compiled layers, and with compile: none the answer is that of the same step without a compiler"

@@ -57,10 +57,10 @@ def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
     if batch.whole_layers:  # the layer that backward begins with is computed again beside all inputs
         again = min((sizes[-1] - rank.stream for sizes in layers if sizes), default=0)
         layers = [[rank.stream] * len(sizes) for sizes in layers]
-    kept = pairs_in_flight(rank.grid, index, batch.micro_batches) * min(map(sum, layers))
+    retained = pairs_in_flight(rank.grid, index, batch.micro_batches) * min(map(sum, layers))
     if not chunks[-1].ends:
-        return kept + again
-    return kept + max(again, rank.tokens * rank.words * (batch.element_bytes + 4 * batch.wide_logits))
+        return retained + again
+    return retained + max(again, rank.tokens * rank.words * (batch.element_bytes + 4 * batch.wide_logits))
 
 
 def _layer(rank: RankSizes, layer: Layer) -> int:
@@ -68,15 +68,15 @@ def _layer(rank: RankSizes, layer: Layer) -> int:
     products read; less what is computed again.
     """
     stream, part, again = rank.stream, layer.feed_forward, rank.batch.modules
-    kept = 2 * stream
+    retained = 2 * stream
     widths = _attention_widths(layer.attention, again)
     if "layernorm" not in again:
-        kept += stream * (1 + (isinstance(part, Mlp) and "mlp" not in again))
+        retained += stream * (1 + (isinstance(part, Mlp) and "mlp" not in again))
     if isinstance(part, Mlp) and "mlp" not in again:
         widths += part.intermediate_size * (3 if part.gated else 2)
     elif isinstance(part, MixtureOfExperts) and not again & {"moe", "shared_experts"}:
         widths += part.shared_intermediate_size * (3 if part.gated else 2)
-    return kept + rank.wide(widths)
+    return retained + rank.wide(widths)
 
 
 def _attention_widths(part: object, again: frozenset[str]) -> int:

@@ -129,11 +129,11 @@ class LayerPart:
 def layer_sizes(rank: RankSizes, layer: Layer) -> tuple[int, int]:
     """Return what a layer keeps of a micro-batch, and the most that its backward takes beyond."""
     attention, feed = _attention(rank, layer), _feed_forward(rank, layer)
-    kept = attention.kept + feed.kept
+    retained = attention.kept + feed.kept
     backward = max(feed.backward, attention.backward - feed.kept)
     if rank.batch.whole_layers:
-        return rank.stream, kept + backward
-    return kept, backward
+        return rank.stream, retained + backward
+    return retained, backward
 
 
 def _norm(rank: RankSizes, layer: Layer) -> int:
@@ -166,13 +166,13 @@ def _feed_forward(rank: RankSizes, layer: Layer) -> LayerPart:
     if isinstance(part, MixtureOfExperts):
         return _experts(rank, layer, part)
     inner, outer = part.intermediate_size, part.intermediate_size * (1 + part.gated)
-    kept = _norm(rank, layer) + rank.wide(outer) + rank.wide(inner) + rank.mask
+    retained = _norm(rank, layer) + rank.wide(outer) + rank.wide(inner) + rank.mask
     rows = _row_instants(rank, inner, part.bias)
     sums = column_sum_bytes(rank.tokens, inner // rank.grid.tensor) + 2 * inner // rank.grid.tensor if part.bias else 0
     above = rank.stream - rank.mask
     activation = above + rank.wide(outer) + max(0, sums - rank.wide(inner))
     columns = above - rank.wide(inner) - rank.wide(outer) + _column_instants(rank, outer)
-    return LayerPart(kept, max(rows, activation, columns))
+    return LayerPart(retained, max(rows, activation, columns))
 
 
 def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart:
@@ -196,9 +196,11 @@ def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart
         part.shared_intermediate_size
     )
     own = hidden * width * (1 + part.gated) * size * max(part.num_experts // rank.grid.expert, 1)
-    kept = _norm(rank, layer) + routing * max(around, 1) + moved + inside + shared + rank.mask
+    retained = _norm(rank, layer) + routing * max(around, 1) + moved + inside + shared + rank.mask
     gathered = 2 * (1 + around) * rank.stream
-    return LayerPart(kept, 2 * (sent + given) + inside + own * (not kernels.fused_gradients) + gathered + rank.whole)
+    return LayerPart(
+        retained, 2 * (sent + given) + inside + own * (not kernels.fused_gradients) + gathered + rank.whole
+    )
 
 
 class _Widths(NamedTuple):
@@ -233,11 +235,13 @@ def _attention(rank: RankSizes, layer: Layer) -> LayerPart:
     length, heads = batch.sequence_length // rank.grid.context, width.heads // rank.grid.tensor
     result, joined, rotary = rank.wide(width.result), rank.wide(width.joined), width.rotary > 0
     again = "core_attn" in batch.modules
-    kept = _norm(rank, layer) + rank.mask + joined + result + width.beside
+    retained = _norm(rank, layer) + rank.mask + joined + result + width.beside
     if rotary and not kernels.fused_rotary:
-        kept += 4 * length * width.rotary * batch.element_bytes
+        retained += 4 * length * width.rotary * batch.element_bytes
     if rotary and (again or not (kernels.engine or width.repeated)):
-        kept += joined - rank.wide(width.keys)  # values are a view of what their projection returned, which stays whole
+        retained += joined - rank.wide(
+            width.keys
+        )  # values are a view of what their projection returned, which stays whole
     pairs = batch.micro_batch_size * heads * length
     if kernels.fused_attention:
         inside, forming = 4 * pairs + 16, joined + result
@@ -251,7 +255,7 @@ def _attention(rank: RankSizes, layer: Layer) -> LayerPart:
     rows = _row_instants(rank, width.result, isinstance(layer.feed_forward, Mlp) and layer.feed_forward.bias)
     below = above - result - inside_kept
     columns = below - joined + _column_instants(rank, width.joined)
-    return LayerPart(kept + inside_kept, max(rows, middle, below + 2 * joined, columns))
+    return LayerPart(retained + inside_kept, max(rows, middle, below + 2 * joined, columns))
 
 
 def _again(rank: RankSizes, width: _Widths, pairs: int, forming: int) -> tuple[int, int]:
@@ -268,8 +272,8 @@ def _scores(rank: RankSizes, scores: int, repeated: int) -> tuple[int, int]:
     size, masks = rank.batch.element_bytes, rank.kernels.attention_dropout
     if not rank.kernels.engine:  # a softmax in fp32, and a buffer for products that is there from step to step
         return repeated + scores * (4 + size + masks), (12 - size - masks) * scores
-    kept = repeated + scores * size + masks * scores * (size + 1)
-    return kept, (2 - masks) * scores * size
+    retained = repeated + scores * size + masks * scores * (size + 1)
+    return retained, (2 - masks) * scores * size
 
 
 def _inside_kernels(rank: RankSizes, heads: int, width: int, length: int, keys: int) -> int:

@@ -68,10 +68,10 @@ def step_peaks(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[int,
 def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
     """Return one stage's peak: what pairs in flight keep, of chunks that keep most first, and the fullest instant on top."""
     layers = [list(layers_of_chunk(rank.spec, chunk)) for chunk in chunks]
-    kept = [sum(layer_sizes(rank, layer)[0] for layer in chunk) for chunk in layers]
+    retained = [sum(layer_sizes(rank, layer)[0] for layer in chunk) for chunk in layers]
     flying = pairs_in_flight(rank.grid, index, rank.batch.micro_batches)
     per_chunk = _pairs_of_chunks(rank.grid, flying, len(chunks))
-    below = sum(count * size for count, size in zip(per_chunk, kept, strict=True))
+    below = sum(count * size for count, size in zip(per_chunk, retained, strict=True))
     ends = chunks[-1].ends
     instants = [max((layer_sizes(rank, layer)[1] for layer in chunk), default=0) for chunk in layers]
     top = max(instants)
@@ -84,7 +84,7 @@ def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
     if chunks[0].embeds:
         below += per_chunk[0] * (rank.mask + 8 * rank.tokens)
         tables = table * (1 + (ends and rank.spec.tie_word_embeddings))
-        top = max(top, tables + rank.whole + rank.stream - kept[0] - rank.mask - square)
+        top = max(top, tables + rank.whole + rank.stream - retained[0] - rank.mask - square)
     below += flying * square
     if rank.kernels.most:  # what is sent and received, and what an operation forms beside its result
         top += 4 * rank.stream + 2 * (rank.whole + rank.wide(_widest(rank.spec)) + rank.square) + 64 * rank.tokens

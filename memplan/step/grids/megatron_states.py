@@ -76,14 +76,14 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
     Ranks count the tensor degree fastest, then context and data (``tp-cp-ep-dp-pp``, the default order); those of experts
     their own tensor degree, then the expert degree.
     """
-    held = parameters = biases = 0
+    resident = parameters = biases = 0
     dense_updated, expert_updated = [0] * grid.shards, [0] * grid.expert_shards
     for virtual, chunk in enumerate(chunks):
         tensors = chunk_tensors(spec, grid, chunk, settings.build)
         parameters += sum(tensor.elements for tensor in tensors)
         biases += expert_bias_bytes(spec, chunk)
         dense, experts = _buffers(tensors, grid, settings, bucketed=index == 0 and virtual == 0)
-        held += dense.elements + experts.elements
+        resident += dense.elements + experts.elements
         dense_updated = list(map(add, dense_updated, dense.updated))
         expert_updated = list(map(add, expert_updated, experts.updated))
     apart = grid.expert_tensor * grid.expert
@@ -93,10 +93,10 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
         for rank in ranks
     )
     precision = settings.precision
-    weights = (held if grid.zero_stage else parameters) * precision.weight_bytes
+    weights = (resident if grid.zero_stage else parameters) * precision.weight_bytes
     states = tuple(
         RankStates(
-            weights, held * precision.gradient_bytes, n * precision.master_bytes, n * precision.state_bytes, biases
+            weights, resident * precision.gradient_bytes, n * precision.master_bytes, n * precision.state_bytes, biases
         )
         for n in sorted(set(updated))
     )

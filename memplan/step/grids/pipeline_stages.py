@@ -102,7 +102,7 @@ def chunks_of_layout(layout: str) -> list[str]:
     """
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
-        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+        text = re.sub(repeated, lambda result: result[1] * int(result[2]), text)
     return text.split("|")
 
 

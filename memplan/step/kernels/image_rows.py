@@ -51,8 +51,8 @@ def asks_by_layer(setup: TrainingSetup) -> bool:
         ``get_custom_gradient_checkpointing_func`` in llamafactory/model/model_utils/checkpointing.py (0.9.5);
         ``prepare_model_for_gradient_checkpointing`` in peft/peft_model.py (0.21.2).
     """
-    asked = setup.config.adapter is not None and setup.format_names["hidden_matrix"] in FLOAT_BYTES
-    return setup.stack.input_gradients == "trained-layers" and not asked
+    requested = setup.config.adapter is not None and setup.format_names["hidden_matrix"] in FLOAT_BYTES
+    return setup.stack.input_gradients == "trained-layers" and not requested
 
 
 def image_grid(spec: ModelSpec, setup: TrainingSetup) -> ImageGrid | None:

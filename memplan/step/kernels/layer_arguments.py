@@ -13,41 +13,46 @@ from memplan.units import round_up
 POSITION_BYTES = 8
 
 
-def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, kept: bool = False) -> Form:
+def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, retained: bool = False) -> Form:
     """Return what a forward makes for its layers, and lets go of where nothing else keeps it; the tables apart.
 
     Args:
         masked: Whether scaled-dot-product attention is given a mask of booleans.
-        kept: Only what some layer is given.
+        retained: Only what some layer is given.
     """
     code = family_code(setup.stack.model_code, spec.architecture)
-    asked = setup.profile.attention != "eager" and not setup.runs_flash_attn
-    idle = code.idle_mask and not spec.window and not kept and asked
+    requested = setup.profile.attention != "eager" and not setup.runs_flash_attn
+    idle = code.idle_mask and not spec.window and not retained and requested
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
-    if attends_jointly(spec, setup) and not (kept and len(spec.full_layers) in (0, spec.num_hidden_layers)):
+    if attends_jointly(spec, setup) and not (retained and len(spec.full_layers) in (0, spec.num_hidden_layers)):
         booleans *= 2  # within windows, and not
-    images = ZERO if kept else named_features(spec, setup)
-    return booleans + _masks(spec, setup, code, kept=kept) + _position_ids(spec, setup, code, kept=kept) + images
+    images = ZERO if retained else named_features(spec, setup)
+    return (
+        booleans
+        + _masks(spec, setup, code, retained=retained)
+        + _position_ids(spec, setup, code, retained=retained)
+        + images
+    )
 
 
-def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
+def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
     """Return masks of (b, 1, t, t) each, in the dtype of the residual stream."""
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
-    masks = 1 if kept and alike else code.masks or (2 if spec.window else 1)
+    masks = 1 if retained and alike else code.masks or (2 if spec.window else 1)
     return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.residual_bytes)
 
 
-def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, kept: bool) -> Form:
+def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
     """Return the numbers of the positions: three of each token where rows hold images, which no layer is given, unless the batch has them."""
     if has_images(spec, setup) and not is_pooled(spec, setup):
         return (
             ZERO
-            if kept or setup.stack.images != "model"
+            if retained or setup.stack.images != "model"
             else single_form(Part.ACTIVATIONS, Quantity.TOKENS, AXES_BYTES)
         )
-    if not code.forms_tables or (kept and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
+    if not code.forms_tables or (retained and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
         return ZERO
     return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, POSITION_BYTES)
 

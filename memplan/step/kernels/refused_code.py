@@ -22,11 +22,11 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
     own, used = setup.stack, setup.profile
     if spec.logit_scale and used.loss in ("cut-cross-entropy", "token-chunks", "token-chunks-fp32"):
         raise CannotAnswerError(f"kernels.loss: {used.loss} of {spec.name}, whose logits are scaled, is not modelled")
-    asked = {"norm": used.norm, "rotary": used.rotary, "activation": used.activation, "loss": used.loss}
-    kernels = [key for key, value in asked.items() if value == ("fused-linear" if key == "loss" else "in-place")]
-    if not kernels or (own.model_code != "transformers" and getattr(own.kernels, kernels[0]) == asked[kernels[0]]):
+    requested = {"norm": used.norm, "rotary": used.rotary, "activation": used.activation, "loss": used.loss}
+    kernels = [key for key, value in requested.items() if value == ("fused-linear" if key == "loss" else "in-place")]
+    if not kernels or (own.model_code != "transformers" and getattr(own.kernels, kernels[0]) == requested[kernels[0]]):
         return
-    where = f"kernels.{kernels[0]}: {asked[kernels[0]]}"
+    where = f"kernels.{kernels[0]}: {requested[kernels[0]]}"
     if own.model_code != "transformers":
         raise CannotAnswerError(
             f"{where} is Liger's, which runs on models of transformers and not on those of {own.name}"

@@ -245,12 +245,12 @@ def _low_rank(builder: Builder, piece: Value, x: Value, name: str) -> Value:
     """Return the product of dropped stretches and an adapter's first matrix, which saves what it is given of all."""
     tape, down, read = builder.tape, builder.weight(f"{name}.lora_A.weight"), piece
     if builder.settings.adapter_dropout:
-        mask, kept = tape.value(x.quantity, x.width, 1), tape.value(x.quantity, x.width, x.element_bytes)
-        read = Value(kept.storage, STRETCH, kept.coefficient, kept.element_bytes)
+        mask, retained = tape.value(x.quantity, x.width, 1), tape.value(x.quantity, x.width, x.element_bytes)
+        read = Value(retained.storage, STRETCH, retained.coefficient, retained.element_bytes)
         tape.apply("dropout", [(piece, NEW)], (read, mask), [mask])
     if read.element_bytes != builder.compute and builder.settings.autocast:
-        given, kept = read, tape.value(x.quantity, x.width, builder.compute)
-        read = Value(kept.storage, STRETCH, kept.coefficient, kept.element_bytes)
+        given, retained = read, tape.value(x.quantity, x.width, builder.compute)
+        read = Value(retained.storage, STRETCH, retained.coefficient, retained.element_bytes)
         tape.apply("cast", [(given, NEW)], read, traits=SAVES_NOTHING)
     low = tape.value(x.quantity, down.rows, builder.compute)
     result = Value(low.storage, STRETCH, low.coefficient, low.element_bytes)

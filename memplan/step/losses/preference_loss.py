@@ -39,11 +39,11 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
         last, rows = rows, Value(logits.storage, predicted, logits.coefficient, 4)
         tape.apply("slice", [(last, NEW)], rows, traits=SAVES_NOTHING)
     if metrics == "fused":
-        found, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
+        result, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
         tape.apply(
-            "log-probabilities", [(rows, NEW)], (found, statistics), [rows, statistics], traits=Traits(custom=True)
+            "log-probabilities", [(rows, NEW)], (result, statistics), [rows, statistics], traits=Traits(custom=True)
         )
-        return _compared(tape, found)
+        return _compared(tape, result)
     copied = metrics != "entropy"
     if copied:
         cut, rows = rows, tape.value(predicted, logits.width, 4, part=Part.LOGITS)
@@ -60,9 +60,9 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
         return _compared(tape, chosen, sums, tape.value(predicted, 1, 1, needs_gradient=False))
 
 
-def _compared(tape: Tape, found: Value, sums: Value | None = None, prompts: Value | None = None) -> Value:
+def _compared(tape: Tape, result: Value, sums: Value | None = None, prompts: Value | None = None) -> Value:
     """Record a loss of a few numbers over log-probabilities, which saves what of them is of prompts; return it."""
-    inputs = [(value, NEW) for value in (found, sums) if value is not None]
+    inputs = [(value, NEW) for value in (result, sums) if value is not None]
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply(
         "compare", inputs, loss, [] if prompts is None else [prompts], traits=Traits(packs=prompts is not None)
@@ -92,10 +92,10 @@ def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, 
         targets = tape.make("shift labels", tape.value(predicted, 1, LABEL_BYTES))
         mask = tape.make("mask", tape.value(predicted, 1, 1))
         if kernel == "fused":
-            found, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
+            result, statistics = tape.value(predicted, 2, 4), tape.value(predicted, 2, 4)
             saved = [rows, targets, statistics]
-            tape.apply("log-probabilities", [(rows, NEW)], (found, statistics), saved, traits=Traits(custom=True))
-            losses.append(found)
+            tape.apply("log-probabilities", [(rows, NEW)], (result, statistics), saved, traits=Traits(custom=True))
+            losses.append(result)
         elif kernel == "softmax":
             losses.append(_of_softmax(tape, rows, targets))
         else:
@@ -118,10 +118,10 @@ def _of_all_tokens(tape: Tape, logits: Value) -> Value:
         targets = tape.make("labels", tape.value(tokens, 1, LABEL_BYTES))
         mean = tape.make("mean of logits", tape.value(tokens, 1, 4))
         with tape.alive(turned, mask, targets, mean):
-            found = _row_by_row(tape, logits, targets)
+            result = _row_by_row(tape, logits, targets)
             loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
             return tape.apply(
-                "compare", [(value, NEW) for value in found], loss, [tape.make("mask", tape.value(tokens, 1, 1))]
+                "compare", [(value, NEW) for value in result], loss, [tape.make("mask", tape.value(tokens, 1, 1))]
             )
 
 

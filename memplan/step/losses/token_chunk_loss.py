@@ -104,16 +104,16 @@ def _chunk(
     ]
     logits = compute if wide and not biases else 4
     entropy = [(CHUNK, vocab_size * (logits * (2 if bounded else 1) + 4 + 4 + 4))]
-    kept = [(ONE, elements * compute)] if head_copies else []
+    retained = [(ONE, elements * compute)] if head_copies else []
     if compute != x.element_bytes and weight.trainable:
-        kept.append((CHUNK, x.width * compute))
+        retained.append((CHUNK, x.width * compute))
     if not weight.trainable:
-        return _Chunk(product, entropy, kept, 0, 0)
+        return _Chunk(product, entropy, retained, 0, 0)
     # A product's gradient is that of the transposed head, which takes another tensor to add up where it is not cast.
     turned = weight.element_bytes == first
     cast = (compute + 4) * elements if head_copies else 0
     again = max(cast, (2 if turned else 1) * weight.own_bytes)
-    return _Chunk(product, entropy, kept, max(cast - weight.own_bytes, 0), again)
+    return _Chunk(product, entropy, retained, max(cast - weight.own_bytes, 0), again)
 
 
 def _copies(width: int, first: int, compute: int) -> list[int]:

@@ -29,7 +29,7 @@ def model_loss(builder: Builder, logits: Value) -> tuple[Value, ...]:
     return given, targets, logs
 
 
-def weighted_cross_entropy(builder: Builder, logits: Value, kept: tuple[Value, ...]) -> Value:
+def weighted_cross_entropy(builder: Builder, logits: Value, retained: tuple[Value, ...]) -> Value:
     """Record the trainer's loss over whole logits; return it.
 
     Source:
@@ -38,7 +38,7 @@ def weighted_cross_entropy(builder: Builder, logits: Value, kept: tuple[Value, .
     tape, predicted = builder.tape, Quantity.PREDICTED_TOKENS
     tape.leaves_region()  # the model's forward has ended
     wide = builder.cast(logits, FLOAT_BYTES)
-    with tape.alive(*kept, logits, wide):
+    with tape.alive(*retained, logits, wide):
         labels = tape.make("shift labels", tape.value(predicted, 1, LABEL_BYTES))
         rows = Value(wide.storage, predicted, wide.coefficient, FLOAT_BYTES, wide.needs_gradient)
         tape.apply("slice", [(wide, NEW)], rows, traits=SAVES_NOTHING)
@@ -49,6 +49,6 @@ def weighted_cross_entropy(builder: Builder, logits: Value, kept: tuple[Value, .
             logs, losses = builder.fresh(rows), tape.value(predicted, 1, FLOAT_BYTES)
             tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
             tape.apply("nll_loss", [(logs, NEW)], losses, [logs, labels])
-            found = tape.apply("neg", [(losses, NEW)], builder.fresh(losses), traits=SAVES_NOTHING)
+            result = tape.apply("neg", [(losses, NEW)], builder.fresh(losses), traits=SAVES_NOTHING)
     loss = tape.value(ONE, 0, FLOAT_BYTES, part=Part.LOGITS)
-    return tape.apply("weigh", [(found, NEW)], loss, traits=SAVES_NOTHING)
+    return tape.apply("weigh", [(result, NEW)], loss, traits=SAVES_NOTHING)

@@ -52,8 +52,8 @@ def compile_pipeline_step(
     step = sharded_step(whole, setup, states, regime)
     step = replace(step, inputs=replace(step.inputs, optimizer=_largest_update(setup, states, step, layers)))
     rank = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel))
-    kept = rank.kept_gradients()
-    behind = rank.received + constant_form(Part.GRADIENTS, sum(kept) - states.gradient_bytes)
+    retained = rank.kept_gradients()
+    behind = rank.received + constant_form(Part.GRADIENTS, sum(retained) - states.gradient_bytes)
     candidates = [*_all_instants(rank), *(one.around(behind) for one in after_backward(step.inputs, step.taped, 0))]
     return StepForms(
         tuple(candidates),
@@ -61,13 +61,13 @@ def compile_pipeline_step(
         saved_by_layers(step.taped),
         step.inputs.optimizer.formula,
         rank.stream_bytes,
-        kept,
+        retained,
     )
 
 
 def _largest_update(setup: TrainingSetup, states: ModelStates, step: ShardedStep, layers: int) -> Temporaries:
     """Return the scratch of the largest of a rank's updates: each stage has an optimizer of its own (``OptimizersContainer``)."""
-    rank, found = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel)), []
+    rank, result = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel)), []
     for stage in rank.own:
         ends = {"embedding": stage == 0, "head": stage == rank.last, "norm": stage == rank.last}
         own = [
@@ -75,30 +75,30 @@ def _largest_update(setup: TrainingSetup, states: ModelStates, step: ShardedStep
             for entry in states.tensors
             if "{}" in entry.tensor.name or ends.get(entry.tensor.role, True)
         ]
-        found.append(step_temporaries(setup, own))
-    return max(found, key=lambda one: one.bytes)
+        result.append(step_temporaries(setup, own))
+    return max(result, key=lambda one: one.bytes)
 
 
 def _all_instants(rank: RankMemory) -> Iterator[Instant]:
     """Yield the candidates for the peak from the first forward to the last reduction."""
     parallel = rank.setup.config.parallel
     kinds = {"forward": _forward, "backward": _backward, "reduce": _reduce, "gather": _gather}
-    for action, held in moments_of(parallel.stage or 0, parallel):
-        there = rank.gathered_bytes(held)
-        for one in kinds[action.kind](rank, action.stage, held) if action.kind in kinds else ():
+    for action, resident in moments_of(parallel.stage or 0, parallel):
+        there = rank.gathered_bytes(resident)
+        for one in kinds[action.kind](rank, action.stage, resident) if action.kind in kinds else ():
             yield Instant(one.name, one.operation, one.form, one.communication or there, one.reduces)
 
 
-def _gather(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+def _gather(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
     """Yield the moment at which the last unit of a stage that is gathered as a whole is copied out of its buffer."""
     size = sum(unit.copied_bytes for unit in rank.units_of(stage))
-    yield with_gathered("forward", "gather of a stage", rank.around(held), size)
+    yield with_gathered("forward", "gather of a stage", rank.around(resident), size)
 
 
-def _forward(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+def _forward(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
     """Yield the forward of a micro-batch: of the first and the last layer, whose units are gathered one after another the first time."""
-    step, size, gathers, done = rank.step, rank.sizes[stage], not rank.has_gathered(stage, held), 0
-    around, layer, unit = rank.around(held) + rank.entered(stage), rank.layer, rank.step.units[0]
+    step, size, gathers, done = rank.step, rank.sizes[stage], not rank.has_gathered(stage, resident), 0
+    around, layer, unit = rank.around(resident) + rank.entered(stage), rank.layer, rank.step.units[0]
 
     def gathered(size: int) -> Form:
         return constant_form(Part.TEMPORARIES, size if gathers else 0)
@@ -117,28 +117,28 @@ def _forward(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
     if stage != rank.last:
         return
     if step.chunked:
-        yield from _chunks(rank, held, around)
+        yield from _chunks(rank, resident, around)
         return
     around += gathered(step.tail.copied_bytes)
     yield Instant("forward", "head", around + rows_of_head(step) + rank.logits)
     for moment in step.played.head.forward:  # the last output's name is that of this one by then
-        yield moment.around(around - rank.logits * held.outputs, "forward")
+        yield moment.around(around - rank.logits * resident.outputs, "forward")
 
 
-def _chunks(rank: RankMemory, held: Held, around: Form) -> Iterator[Instant]:
+def _chunks(rank: RankMemory, resident: Held, around: Form) -> Iterator[Instant]:
     """Yield the last stage's norm and its loss over chunks, which run backward too; norm and head are gathered first.
 
     Args:
         rank: The rank.
-        held: What there is before.
+        resident: What there is before.
         around: The same, with what layers have saved.
     """
-    step, tail, played = rank.step, held.tail, rank.step.played
+    step, tail, played = rank.step, resident.tail, rank.step.played
     copied = constant_form(Part.TEMPORARIES, 0 if tail.gathered else step.tail.copied_bytes)
     for moment in played.head.forward:
         yield moment.around(around + copied, "forward")
     there, _ = rank.tail_bytes(tail)
-    around -= rank.logits * held.outputs + constant_form(Part.TEMPORARIES, there)
+    around -= rank.logits * resident.outputs + constant_form(Part.TEMPORARIES, there)
     if not step.inputs.regime.one_sequence and rank.setup.profile.loss_chunks > 1:
         around -= single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)  # positions are not handed to the loss
     pending, keeps = there - step.tail.gathered_bytes * tail.gathered, not tail.head or (tail.summed and not tail.both)
@@ -147,18 +147,18 @@ def _chunks(rank: RankMemory, held: Held, around: Form) -> Iterator[Instant]:
         yield replace(moment, name="forward")
 
 
-def _backward(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+def _backward(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
     """Yield the backward of a micro-batch, whose gradients are summed: those of the stage's first are the sums."""
-    step, size, first = rank.step, rank.sizes[stage], not held.summed[rank.own.index(stage)]
+    step, size, first = rank.step, rank.sizes[stage], not resident.summed[rank.own.index(stage)]
     played = step.played_as("first" if first or rank.converts else "again")
     layer, unit, summed = played.layers[0], step.units[0], 0
-    around = rank.around(held) - rank.pair(stage)
+    around = rank.around(resident) - rank.pair(stage)
     below = around + rank.entered(stage)
     if stage == rank.last:
-        yield from _head_backward(rank, held, below + layer.saved * size, first=first)
+        yield from _head_backward(rank, resident, below + layer.saved * size, first=first)
         if step.chunked:
-            summed = 0 if held.tail.summed else rank.norm.reduced_bytes
-            around += constant_form(Part.TEMPORARIES, 0 if held.tail.gathered else step.tail.gathered_bytes)
+            summed = 0 if resident.tail.summed else rank.norm.reduced_bytes
+            around += constant_form(Part.TEMPORARIES, 0 if resident.tail.gathered else step.tail.gathered_bytes)
         else:
             summed = rank.whole(step.tail) * first
     output = rank.logits if stage == rank.last else rank.stream
@@ -178,12 +178,12 @@ def _backward(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
         yield from _summing(rank, step.first, around, there, first=first)
 
 
-def _head_backward(rank: RankMemory, held: Held, saved: Form, *, first: bool) -> Iterator[Instant]:
+def _head_backward(rank: RankMemory, resident: Held, saved: Form, *, first: bool) -> Iterator[Instant]:
     """Yield the backward of loss and head, or of the norm alone whose loss has run backward before.
 
     Args:
         rank: The rank.
-        held: What there is before.
+        resident: What there is before.
         saved: The same, with what layers have saved.
         first: Whether gradients that are formed are the sums.
     """
@@ -191,7 +191,7 @@ def _head_backward(rank: RankMemory, held: Held, saved: Form, *, first: bool) ->
     played = step.played_as("first" if first or rank.converts else "again")
     around = saved + rank.left_by_loss
     if step.chunked:
-        copied = 0 if held.tail.gathered else step.tail.copied_bytes
+        copied = 0 if resident.tail.gathered else step.tail.copied_bytes
         yield with_gathered("backward", "copy of norm and head", around + played.head.saved, copied)
         for moment in played.head.backward:
             yield moment.around(around, "backward")
@@ -215,24 +215,24 @@ def _summing(rank: RankMemory, unit: Unit, around: Form, summed: int, *, first: 
         yield Instant("backward", "sum of gradients", around + constant_form(Part.GRADIENTS, summed + most))
 
 
-def _reduce(rank: RankMemory, stage: int, held: Held) -> Iterator[Instant]:
+def _reduce(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
     """Yield the reduction of a stage's gradients, unit by unit, each of whose weights is let go of before."""
-    step, around, units = rank.step, rank.around(held), list(rank.units_of(stage))
+    step, around, units = rank.step, rank.around(resident), list(rank.units_of(stage))
     yield Instant("gradient reduction", "start", around)
     wholes = [rank.whole(unit) for unit in units]
-    gathered = [unit.gathered_bytes * rank.has_gathered(stage, held) for unit in units]
+    gathered = [unit.gathered_bytes * rank.has_gathered(stage, resident) for unit in units]
     if step.chunked and stage == rank.last:
-        there, _ = rank.tail_bytes(held.tail)
-        gathered[-1], units[-1] = step.tail.gathered_bytes * held.tail.gathered, rank.norm
+        there, _ = rank.tail_bytes(resident.tail)
+        gathered[-1], units[-1] = step.tail.gathered_bytes * resident.tail.gathered, rank.norm
         wholes[-1] = rank.norm.reduced_bytes
         around -= constant_form(Part.TEMPORARIES, there - gathered[-1])
-    kept, waiting, weights = 0, sum(wholes), sum(gathered)
+    retained, waiting, weights = 0, sum(wholes), sum(gathered)
     around -= constant_form(Part.GRADIENTS, waiting) + constant_form(Part.TEMPORARIES, weights)
     for unit, whole, size in zip(units, wholes, gathered, strict=True):
         weights -= size
-        form, there = around + constant_form(Part.GRADIENTS, kept + waiting), weights + unit.reduced_bytes
+        form, there = around + constant_form(Part.GRADIENTS, retained + waiting), weights + unit.reduced_bytes
         yield with_gathered("gradient reduction", "copy into the buffer of the reduction", form, there)
         formed = unit.kept_bytes + unit.narrow_bytes + unit.last_bytes * rank.wide - whole
         yield with_gathered("gradient reduction", "reduction", form + constant_form(Part.GRADIENTS, formed), there)
         waiting -= whole
-        kept += unit.kept_bytes
+        retained += unit.kept_bytes

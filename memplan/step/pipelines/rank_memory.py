@@ -110,9 +110,9 @@ class RankMemory:
         """The last stage of the pipeline."""
         return len(self.sizes) - 1
 
-    def has_gathered(self, stage: int, held: Held) -> bool:
+    def has_gathered(self, stage: int, resident: Held) -> bool:
         """Tell whether a stage's weights are gathered."""
-        return held.gathered[self.own.index(stage)]
+        return resident.gathered[self.own.index(stage)]
 
     def entered(self, stage: int) -> Form:
         """Return what the first layer finds saved: by the embedding, or nothing, as its input is a buffer that is counted already."""
@@ -149,34 +149,34 @@ class RankMemory:
         step, head = self.step, self.step.head
         assert head is not None
         pending = (0, head.reduced_bytes, step.tail.reduced_bytes)[tail.pending]
-        kept = head.kept_bytes * tail.head + step.tail.kept_bytes * tail.both
+        retained = head.kept_bytes * tail.head + step.tail.kept_bytes * tail.both
         summed = self.norm.reduced_bytes * tail.summed
-        return step.tail.gathered_bytes * tail.gathered + pending, kept + summed
+        return step.tail.gathered_bytes * tail.gathered + pending, retained + summed
 
-    def gathered_bytes(self, held: Held) -> int:
+    def gathered_bytes(self, resident: Held) -> int:
         """Return the weights that are gathered before an action, and what is there of buffers."""
         total = 0
         for index, units in enumerate(self.units):
             if self.step.chunked and self.own[index] == self.last:
-                units, total = units[:-1], total + self.tail_bytes(held.tail)[0]
-            total += sum(unit.gathered_bytes for unit in units) * held.gathered[index]
+                units, total = units[:-1], total + self.tail_bytes(resident.tail)[0]
+            total += sum(unit.gathered_bytes for unit in units) * resident.gathered[index]
         return total
 
-    def around(self, held: Held) -> Form:
+    def around(self, resident: Held) -> Form:
         """Return what is there before an action."""
         form, gradients = self.received, 0
         for index, stage in enumerate(self.own):
-            form += self.pair(stage) * held.pairs[index]
+            form += self.pair(stage) * resident.pairs[index]
             units = self.units[index]
             if self.step.chunked and stage == self.last:
-                units, gradients = units[:-1], gradients + self.tail_bytes(held.tail)[1]
-            if held.reduced[index]:
+                units, gradients = units[:-1], gradients + self.tail_bytes(resident.tail)[1]
+            if resident.reduced[index]:
                 gradients += sum(unit.kept_bytes for unit in units)
-            elif held.summed[index]:
+            elif resident.summed[index]:
                 gradients += sum(self.whole(unit) for unit in units)
         last = self.own[-1] == self.last
-        form += (self.logits if last else self.stream) * held.outputs + self.stream * held.gradients
-        form += constant_form(Part.TEMPORARIES, self.gathered_bytes(held))
+        form += (self.logits if last else self.stream) * resident.outputs + self.stream * resident.gradients
+        form += constant_form(Part.TEMPORARIES, self.gathered_bytes(resident))
         return form + constant_form(Part.GRADIENTS, gradients)
 
     def kept_gradients(self) -> tuple[int, ...]:
@@ -191,7 +191,9 @@ class RankMemory:
             return tuple(sizes)
         last = max(self.own)
         *_, tail = (
-            held.tail for action, held in moments_of(parallel.stage or 0, parallel) if action == Action("reduce", last)
+            resident.tail
+            for action, resident in moments_of(parallel.stage or 0, parallel)
+            if action == Action("reduce", last)
         )
         assert self.step.head is not None
         own = [

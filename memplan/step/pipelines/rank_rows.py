@@ -38,6 +38,6 @@ def rank_row(
         device: Bytes that its GPU holds then.
     """
     sizes, own = layers_of_stages(layers, parallel), stages_of(rank, parallel)
-    held, pairs = tuple(sizes[stage] for stage in own), most_pairs(rank, parallel)
+    resident, pairs = tuple(sizes[stage] for stage in own), most_pairs(rank, parallel)
     ends = 0 in own, len(sizes) - 1 in own
-    return RankRow(rank, own, held, *ends, pairs, persistent_bytes, instant, requested, device)
+    return RankRow(rank, own, resident, *ends, pairs, persistent_bytes, instant, requested, device)

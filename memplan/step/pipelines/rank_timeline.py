@@ -51,10 +51,10 @@ class Held:
 def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, Held], ...]:
     """Return what a rank does with what there is before: of what is done alike, where no stage has fewer in flight."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, Held]]] = {}
-    for action, held in _all_moments(rank, parallel):
-        rest = (action.kind, action.stage, replace(held, pairs=(), waiting=()))
-        alike.setdefault(rest, {}).setdefault((*held.pairs, *held.waiting), (action, held))
-    return tuple(found[most] for found in alike.values() for most in _highest(found))
+    for action, resident in _all_moments(rank, parallel):
+        rest = (action.kind, action.stage, replace(resident, pairs=(), waiting=()))
+        alike.setdefault(rest, {}).setdefault((*resident.pairs, *resident.waiting), (action, resident))
+    return tuple(result[most] for result in alike.values() for most in _highest(result))
 
 
 def _highest(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -77,7 +77,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]
     tail, last = Tail(), parallel.pipeline * parallel.virtual - 1
     for action in actions_of(rank, parallel):
         index = place[action.stage]
-        held = Held(
+        resident = Held(
             tuple(pairs),
             tuple(waiting),
             tuple(gathered),
@@ -87,7 +87,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]
             sent,
             tail,
         )
-        yield action, held
+        yield action, resident
         if action.kind == "forward":
             pairs[index] += 1
             gathered[index] = True
@@ -116,4 +116,4 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]
 
 def most_pairs(rank: int, parallel: Parallel) -> int:
     """Return the most micro-batches whose activations a rank holds at a time, counted for each of its stages."""
-    return max(sum(held.pairs) + (action.kind == "forward") for action, held in moments_of(rank, parallel))
+    return max(sum(resident.pairs) + (action.kind == "forward") for action, resident in moments_of(rank, parallel))

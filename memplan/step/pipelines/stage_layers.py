@@ -73,5 +73,5 @@ def staged(model: Model, setup: TrainingSetup) -> Model:
     run = replace(model.spec.runs[0], count=sum(sizes[stage] for stage in own))
     spec = replace(model.spec, runs=(run,))
     ends = {"embedding": 0 in own, "head": len(sizes) - 1 in own, "norm": len(sizes) - 1 in own}
-    kept = tuple(tensor for tensor in inventory_of(spec) if "{}" in tensor.name or ends.get(tensor.role, True))
-    return replace(model, spec=spec, inventory=kept)
+    retained = tuple(tensor for tensor in inventory_of(spec) if "{}" in tensor.name or ends.get(tensor.role, True))
+    return replace(model, spec=spec, inventory=retained)

@@ -188,8 +188,8 @@ class Player:
 
     def _set_aside(self, operations: Sequence[Operation], given: set[int]) -> None:
         """Keep what forward's nodes hold apart from what is computed again, unless it is given."""
-        held = [item.node.attributes for item in operations if item.node is not None and self._escapes(item)]
-        for storage in {storage for saved in held for storage in saved} - given:
+        resident = [item.node.attributes for item in operations if item.node is not None and self._escapes(item)]
+        for storage in {storage for saved in resident for storage in saved} - given:
             self.escaped[storage] = self.live.set_aside(storage)
 
     def reenter(self, output: Value) -> tuple[int, ...]:

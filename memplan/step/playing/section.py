@@ -34,10 +34,10 @@ def play(
     """
     live = LiveBytes(tape.storages)
     player = Player(tape, mode, entry, recomputation, live)
-    kept = {output.storage, *player.saved_in_forward()}
-    live.storages[: len(tape.storages)] = _by_life(tape, kept)
+    retained = {output.storage, *player.saved_in_forward()}
+    live.storages[: len(tape.storages)] = _by_life(tape, retained)
     player.forward(saves=True)
-    live.storages[: len(tape.storages)] = _by_life(tape, {*kept, *tape.saved_storages()})
+    live.storages[: len(tape.storages)] = _by_life(tape, {*retained, *tape.saved_storages()})
     forward, player.instants = player.instants, []
     carried = player.region_ends()
     saved = player.live.form()
@@ -53,11 +53,12 @@ def play_forward(tape: Tape) -> Played:
     return Played(dominant(player.instants), ZERO, player.region_ends(), [])
 
 
-def _by_life(tape: Tape, kept: Collection[int]) -> list[Storage]:
+def _by_life(tape: Tape, retained: Collection[int]) -> list[Storage]:
     """Return the storages of a tape: those that stay for backward are activations, others temporaries, as are copies of weights."""
     copies = {storage for item in tape.operations if item.name == "cast weight" for storage in item.makes}
     lives = (
-        Part.ACTIVATIONS if own in kept and own not in copies else Part.TEMPORARIES for own in range(len(tape.storages))
+        Part.ACTIVATIONS if own in retained and own not in copies else Part.TEMPORARIES
+        for own in range(len(tape.storages))
     )
     return [
         (part if part not in (Part.ACTIVATIONS, Part.TEMPORARIES) else life, quantity, size)

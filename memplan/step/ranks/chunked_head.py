@@ -36,8 +36,8 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     alone, ahead = step.head, 0 if step.stays else step.last.buffer_bytes
     yield from chunk_losses(step, around, played, alone)
     assert alone is not None
-    kept = constant_form(Part.GRADIENTS, alone.kept_bytes)
-    around += played.head.saved + kept
+    retained = constant_form(Part.GRADIENTS, alone.kept_bytes)
+    around += played.head.saved + retained
     arrived = single_form(
         Part.TEMPORARIES, step.taped.head.section.output.quantity, step.taped.head.section.output.coefficient
     )
@@ -72,16 +72,16 @@ def chunk_losses(
     several = inputs.setup.profile.loss_chunks > 1
     formed = sum(weight.formed_bytes for weight in head.weights)
     summed = sum(w.rows * w.columns for w in head.weights) * step.reduced_width if several else formed
-    kept = constant_form(Part.GRADIENTS, reduced.kept_bytes)
+    retained = constant_form(Part.GRADIENTS, reduced.kept_bytes)
     rows = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
     for instant in chunks_at_once(inputs, head, chunk, around, "first", summed):
         if instant.operation == "gradient of the head's input":  # all has been reduced, and the weights are gone
-            form = instant.form + kept * keeps - constant_form(Part.GRADIENTS, summed if several else 0)
+            form = instant.form + retained * keeps - constant_form(Part.GRADIENTS, summed if several else 0)
             yield with_gathered(instant.name, instant.operation, form, reduced.reduced_bytes)
         else:
             yield with_gathered(instant.name, instant.operation, instant.form, tail + pending)
     form = around + throughout(inputs, head) + logits_of_chunk(chunk) + rows + constant_form(Part.GRADIENTS, summed)
-    yield with_gathered("head backward", "reduction of the head", form + kept, tail + reduced.reduced_bytes)
+    yield with_gathered("head backward", "reduction of the head", form + retained, tail + reduced.reduced_bytes)
 
 
 def behind_head(step: ShardedStep) -> ShardedStep:

@@ -69,12 +69,12 @@ def _without_casts(part: Segments) -> Segments:
     reached = marks[first - 1] if first else None
     if reached is None or not reached.name.endswith(SECOND):
         return part
-    base, kept, inside = reached.name.removesuffix(SECOND), list[Segment](), False
+    base, retained, inside = reached.name.removesuffix(SECOND), list[Segment](), False
     for moments, marked, mark in part.backward:
-        kept.append(((), None, mark) if inside else (moments, marked, mark))
+        retained.append(((), None, mark) if inside else (moments, marked, mark))
         if mark is not None and mark.name in (base, reached.name):
             inside = mark.kind == "left again" if mark.name == base else inside and mark.kind != "again"
-    return replace(part, backward=tuple(kept))
+    return replace(part, backward=tuple(retained))
 
 
 @dataclass(slots=True)
@@ -230,7 +230,7 @@ class FlatGathers:
         most = self._let_go(module)
         if not of.reduces:
             self._gradients += unit.reduced_bytes * (not of.beside)
-            return max(copied, Held(most, self._gradients), key=lambda held: held.bytes)
+            return max(copied, Held(most, self._gradients), key=lambda resident: resident.bytes)
         self._gradients += unit.kept_bytes - unit.reduced_bytes * of.beside
         reduced = Held(self._communication, before + unit.kept_bytes + unit.narrow_bytes)
-        return max(copied, Held(most, before), reduced, key=lambda held: held.bytes)
+        return max(copied, Held(most, before), reduced, key=lambda resident: resident.bytes)

@@ -103,24 +103,24 @@ def _layer(step: ShardedStep, place: tuple[int, int], around: Form, played: Play
 
 
 def _put_together(
-    own: Unit, at: tuple[str, Form, int], held: int, kept: int, of: Pass, after: Unit | None = None
+    own: Unit, at: tuple[str, Form, int], resident: int, retained: int, of: Pass, after: Unit | None = None
 ) -> Iterator[Instant]:
     """Yield a unit's gradients as they become one tensor, and its reduction.
 
     Args:
         at: The instant, what lies around, and the gradients as they were formed.
-        held: What is gathered meanwhile.
-        kept: What stays gathered when the unit is let go of.
+        resident: What is gathered meanwhile.
+        retained: What stays gathered when the unit is let go of.
         of: What becomes of gradients.
         after: The unit that is gathered before they are reduced.
     """
     name, around, formed = at
     together = constant_form(Part.GRADIENTS, formed + own.reduced_bytes)
-    yield with_gathered(name, "gradients in one tensor", around + together, held)
+    yield with_gathered(name, "gradients in one tensor", around + together, resident)
     alone = around + constant_form(Part.GRADIENTS, own.reduced_bytes)
     if after:
-        yield with_gathered(name, "gather of the next layer", alone, kept + after.copied_bytes)
-        kept += after.gathered_bytes
+        yield with_gathered(name, "gather of the next layer", alone, retained + after.copied_bytes)
+        retained += after.gathered_bytes
     if of.reduces:
         reduced = alone + constant_form(Part.GRADIENTS, own.narrow_bytes + own.kept_bytes)
-        yield with_gathered(name, "reduction", reduced, kept)
+        yield with_gathered(name, "reduction", reduced, retained)

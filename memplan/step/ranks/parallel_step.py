@@ -61,8 +61,8 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     inputs = step.inputs
     candidates = tuple(step_instants(inputs, step.taped, partial(_passes, step)))
     if setup.config.evaluation:
-        kept = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0
-        around = constant_form(Part.GRADIENTS, kept)
+        retained = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0
+        around = constant_form(Part.GRADIENTS, retained)
         candidates += tuple(instant_with(instant, step.rest_bytes) for instant in evaluated(step, around))
     return StepForms(
         candidates,
@@ -243,8 +243,8 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and step.hooks_outside and name != step.end_instant:
         name, there = step.end_instant, around + arrived + leaf_kept(step) + gradients - tables_of_graph(step.inputs)
-        held = root + waiting + own.gathered_bytes + next_gathered
-        yield with_gathered(name, "gradients of the first layer", there, held)
+        resident = root + waiting + own.gathered_bytes + next_gathered
+        yield with_gathered(name, "gradients of the first layer", there, resident)
     yield with_gathered(name, "copy into the buffer of the reduction", around + arrived + gradients, communication)
     gradients = constant_form(Part.GRADIENTS, of.scattered(own, whole))
     yield with_gathered(name, "reduction", around + arrived + gradients, communication)

@@ -64,10 +64,10 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     forward ends. The model's own logits stay until the loss is known.
     """
     played, runs = step.played, step.taped.runs
-    held, stream = step.held_bytes, step.taped.embedding.output
+    resident, stream = step.held_bytes, step.taped.embedding.output
     x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
     around = base + arguments_of(step)
-    first = held + step.first.buffer_bytes + step.units[0].copied_bytes
+    first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("forward", "copy of the first layer", around + x, first)
     if step.flat:
         yield with_gathered("forward", "gather of the root", base, step.first.copied_bytes)
@@ -84,7 +84,7 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
-        gathered = held + step.last.copied_bytes + under.buffer_bytes + step.staying(len(runs) - 1, runs[-1].count)
+        gathered = resident + step.last.copied_bytes + under.buffer_bytes + step.staying(len(runs) - 1, runs[-1].count)
         yield with_gathered("forward", "copy of the last layer", form, gathered)
     if step.loss_on_both_sides:
         yield from _loss_on_both_sides(step, base + leaf_of(step) + played.saved)
@@ -113,8 +113,8 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
                 before = step.held_bytes + step.staying(index, position + 1)
                 yield with_gathered("forward", "gather of a layer", below + entry_of(step), before + own.copied_bytes)
             for moment in part.forward:
-                held = gathered + step.staying(index, position + 1)
-                yield with_gathered("forward", moment.operation, below + moment.form, held)
+                resident = gathered + step.staying(index, position + 1)
+                yield with_gathered("forward", moment.operation, below + moment.form, resident)
         around += part.saved * run.count
 
 
@@ -156,20 +156,20 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
-    held, tail, stream = step.held_bytes, step.tail.gathered_bytes, step.taped.embedding.output
+    resident, tail, stream = step.held_bytes, step.tail.gathered_bytes, step.taped.embedding.output
     x, around = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient), around + arguments_of(step)
-    first = held + step.first.buffer_bytes + step.units[0].copied_bytes
+    first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("evaluation", "copy of the first layer", around + x, first)
     runs, last = step.taped.runs, step.last.buffer_bytes
     if step.apart:
         yield with_gathered("evaluation", "copy of norm and head", around + x, step.tail.copied_bytes + last)
     if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
-        gathered = held + step.last.copied_bytes + under.buffer_bytes
+        gathered = resident + step.last.copied_bytes + under.buffer_bytes
         yield with_gathered("evaluation", "copy of the last layer", around + x, gathered)
     own = dict(zip(step.taped.kinds, (unit.copied_bytes for unit in step.units), strict=True))
     for kind, section in enumerate(step.taped.layers):
         for moment in section.evaluated().forward:
-            yield with_gathered("evaluation", moment.operation, around + moment.form, held + own[kind])
+            yield with_gathered("evaluation", moment.operation, around + moment.form, resident + own[kind])
     for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
         outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
         buffer = 0 if outside else step.tail.buffer_bytes if step.apart else last

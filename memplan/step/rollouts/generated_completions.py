@@ -66,7 +66,9 @@ def generating_setup(setup: TrainingSetup) -> TrainingSetup:
     return replace(setup, config=config, stack=stack, compute_bytes=FLOAT_BYTES[compute])
 
 
-def generation_moments(spec: ModelSpec, setup: TrainingSetup, asked: Completions, tapes: Tapes) -> Iterator[Instant]:
+def generation_moments(
+    spec: ModelSpec, setup: TrainingSetup, requested: Completions, tapes: Tapes
+) -> Iterator[Instant]:
     """Yield the fullest moments of generation, with fixed sizes: prompts, the last token, and the choice of it.
 
     Formula:
@@ -77,7 +79,7 @@ def generation_moments(spec: ModelSpec, setup: TrainingSetup, asked: Completions
         ``_sample`` in transformers/generation/utils.py, ``DynamicLayer.update`` in cache_utils.py (5.23.0);
         ``_generate_single_turn`` in trl/trainer/grpo_trainer.py (1.16.0).
     """
-    rows, prompt, last = asked.rows, asked.prompt, asked.length - 1
+    rows, prompt, last = requested.rows, requested.prompt, requested.length - 1
     by_layer = [2 * run.layer.attention.key_value_size for run in spec.runs for _ in range(run.count)]  # type: ignore[union-attr]
     token = rows * max(setup.compute_bytes, setup.residual_bytes)  # keys are as wide as the tables that turn them
     yield from _forward(
@@ -104,10 +106,12 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     inputs, taped, values = tapes(*shape)
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     arguments += tables_of_graph(inputs) * shape[0]  # positions are counted row by row
-    kept = _kept(cached + ID_BYTES * shape[0] * ids)
+    retained = _kept(cached + ID_BYTES * shape[0] * ids)
     for moment in forward_alone(inputs, taped, ZERO, GENERATION, arguments, head=False):
         less = _kept(own if moment.operation in BEFORE_CACHE else 0)
-        yield Instant(GENERATION, f"{moment.operation} as it generates", fixed_form(moment.form, values) + kept - less)
+        yield Instant(
+            GENERATION, f"{moment.operation} as it generates", fixed_form(moment.form, values) + retained - less
+        )
 
 
 def _kept(size: int) -> Form:

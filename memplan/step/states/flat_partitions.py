@@ -185,14 +185,14 @@ def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence
     pieces = [[group.piece(place, rank) for place in places] for group, places in zip(groups, owned, strict=True)]
     paddings = [width * (group.partition - sum(sizes)) for group, sizes in zip(groups, pieces, strict=True)]
     needs = [8 * max((size for sizes in pieces for size in sizes), default=0)]
-    held, last = whole + sum(paddings), max((i for i, sizes in enumerate(pieces) if sizes), default=-1)
-    most = held + needs[0]
+    resident, last = whole + sum(paddings), max((i for i, sizes in enumerate(pieces) if sizes), default=-1)
+    most = resident + needs[0]
     for index, group in enumerate(groups):
         joined = width * group.partition if len(pieces[index]) + (paddings[index] > 0) > 1 else 0
         cast = 4 * group.partition if width < 4 else 0
-        most = max(most, held + joined + cast)
-        held -= paddings[index] + (whole if index == last and (cast or joined) else 0)
-        most = max(most, held + (cast or joined) + scratch[index])
+        most = max(most, resident + joined + cast)
+        resident -= paddings[index] + (whole if index == last and (cast or joined) else 0)
+        most = max(most, resident + (cast or joined) + scratch[index])
     names = frozenset(group.names[place] for group, places in zip(groups, owned, strict=True) for place in places)
     return RankShare(whole, names, most)
 

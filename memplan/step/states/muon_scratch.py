@@ -46,8 +46,8 @@ def staged_bytes(entry: TensorStates, k: int) -> int:
     """
     optimizer, elements = entry.optimizer, entry.tensor.elements
     slots = optimizer.exempt_slots if elements < optimizer.exempt_below else optimizer.slots
-    held = (min(2 * k, elements),)
-    return sum(slot_bytes(slot, held, entry.element_bytes) for slot in slots if slot.layout == "elementwise")
+    resident = (min(2 * k, elements),)
+    return sum(slot_bytes(slot, resident, entry.element_bytes) for slot in slots if slot.layout == "elementwise")
 
 
 def weight_block(entry: TensorStates) -> int:

@@ -47,27 +47,27 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     """
     if setup.config.gradients.lifetime == "layer":
         return max((tensor_temporaries(setup, entry) for entry in trained_kinds(tensors)), key=_size)
-    found, free = NOTHING, 0
+    result, free = NOTHING, 0
     for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.takes == "all"):
         stored = _stored(setup, group)
         if _steps_by_tensor(setup, group):
             before = dict(zip(map(_kind, reversed(group)), reversed(_stored_before(group, stored)), strict=True))
             batches = _batches(setup, group, stored)
             for entry in trained_kinds(group):  # the first of a kind: more is used up before the others
-                found = max(found, _less(_bundled(setup, entry, batches), free + before[_kind(entry)]), key=_size)
+                result = max(result, _less(_bundled(setup, entry, batches), free + before[_kind(entry)]), key=_size)
         else:
-            found = max(found, _less(_group_temporaries(setup, group), free), key=_size)
+            result = max(result, _less(_group_temporaries(setup, group), free), key=_size)
         free += sum(size * entry.tensor.count for entry, size in zip(group, stored, strict=True))
-    return found
+    return result
 
 
 def trained_kinds(tensors: Iterable[TensorStates]) -> list[TensorStates]:
     """Return the trained tensors, of those that share a role and a shape the first: their updates are alike."""
-    found: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    result: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
     for entry in tensors:
         if entry.stepper is not None:
-            found.setdefault(_kind(entry), entry)
-    return list(found.values())
+            result.setdefault(_kind(entry), entry)
+    return list(result.values())
 
 
 def _kind(entry: TensorStates) -> tuple[Role, tuple[int, ...]]:
@@ -130,16 +130,16 @@ def _converted(entry: TensorStates) -> bool:
 
 def _stored_before(group: list[TensorStates], stored: list[int]) -> list[int]:
     """Return, for the first of each tensor's copies, the stored gradients that are used up before it."""
-    found: list[int] = []
+    result: list[int] = []
     before_run = in_run = done = 0
     for index, (entry, size) in enumerate(zip(group, stored, strict=True)):
         if index and run_of(group[index - 1]) != run_of(entry):
             before_run += in_run
             in_run, done = 0, before_run
-        found.append(done)
+        result.append(done)
         done += size
         in_run += size * entry.tensor.count
-    return found
+    return result
 
 
 def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
@@ -194,8 +194,8 @@ def most_together(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
     if setup.config.gradients.lifetime == "layer":
         return 1  # each as soon as its gradient is there
     groups = [group for group in _groups(tensors).values() if group[0].stepper == BUNDLED]
-    found = [_batches(setup, group, _stored(setup, group)) for group in groups]
-    return max((batch.together for batches in found for batch in batches.values()), default=1)
+    result = [_batches(setup, group, _stored(setup, group)) for group in groups]
+    return max((batch.together for batches in result for batch in batches.values()), default=1)
 
 
 def _bundled(setup: TrainingSetup, entry: TensorStates, batches: Mapping[Alike, MuonBatch]) -> Temporaries:
@@ -294,12 +294,12 @@ def average_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
     name = setup.config.weight_average
     trained = [entry for entry in tensors if entry.trainable]
     decoded = [entry.tensor.elements * setup.compute_bytes if entry.quantized else 0 for entry in trained]
-    found = 0
+    result = 0
     for index, entry in enumerate(trained):
         own = setup.config.compute_dtype if entry.quantized else entry.format_name
         cast = 0 if own == name else entry.tensor.elements * FLOAT_BYTES[name]
-        found = max(found, decoded[index] + max(cast, decoded[index - 1] if entry.quantized else 0))
-    return found
+        result = max(result, decoded[index] + max(cast, decoded[index - 1] if entry.quantized else 0))
+    return result
 
 
 FOREACH_CHUNK_ELEMENTS = 2**16

@@ -262,11 +262,11 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
     piece = ceil_div(elements, parallel.shards)
     padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
     moved = piece * compute if setup.offloads_weights and not narrow else 0
-    kept = moved if parallel.flat.use_orig_params else 0
+    retained = moved if parallel.flat.use_orig_params else 0
     return Unit(
-        gathered_bytes=padded + kept,
+        gathered_bytes=padded + retained,
         buffer_bytes=0,
-        copying_bytes=narrow + moved - kept,
+        copying_bytes=narrow + moved - retained,
         reduced_bytes=elements * compute * trained,
         kept_bytes=piece * own * trained,
         narrow_bytes=narrow + (padded if padded != elements * compute else 0),

@@ -80,7 +80,7 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
         for part in _parts([ceil_div(tensor.elements, ranks) for _, tensor in group], zero.sub_group_size)
     ]
     stepped = [partition_states(setup, sum(part)) for part in groups]
-    kept = Partitions(
+    retained = Partitions(
         ranks,
         width,
         threshold,
@@ -99,32 +99,32 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
         moved=False,
         step_bytes=max(8 * max(map(max, groups)), *(_step_bytes(setup, part) for part in groups)),
     )
-    return _offloaded(setup, states, kept, [sum(part) for part in groups]) if setup.steps_on_host else kept
+    return _offloaded(setup, states, retained, [sum(part) for part in groups]) if setup.steps_on_host else retained
 
 
-def _offloaded(setup: TrainingSetup, states: ModelStates, kept: Partitions, subgroups: Sequence[int]) -> Partitions:
+def _offloaded(setup: TrainingSetup, states: ModelStates, retained: Partitions, subgroups: Sequence[int]) -> Partitions:
     """Return what a rank keeps on the device where it steps on the host: pieces of weights, or nothing but those that stay gathered."""
-    zero, moved, ranks = setup.config.parallel.deepspeed, setup.offloads_weights, kept.ranks
+    zero, moved, ranks = setup.config.parallel.deepspeed, setup.offloads_weights, retained.ranks
     trained = trained_groups(trained_tensors(states)) if moved else ()
     frozen = [entry.tensor for entry in states.tensors if moved and not entry.trainable]
     host = pieces_host_memory(
         subgroups,
         [sum(ceil_div(tensor.elements, ranks) for _, tensor in group) for group in trained],
         [ceil_div(tensor.elements, ranks) for tensor in frozen for _ in range(tensor.count)],
-        kept.width,
+        retained.width,
         pinned=zero.pinned_optimizer,
         pinned_frozen=zero.pinned_weights,
     )
     return replace(
-        kept,
-        weight_bytes=kept.whole_bytes if moved else kept.weight_bytes,
+        retained,
+        weight_bytes=retained.whole_bytes if moved else retained.weight_bytes,
         master_bytes=0,
         gradient_bytes=0,
         state_bytes=0,
         host=host,
         offloads=True,
         moved=moved,
-        step_bytes=kept.whole_bytes + kept.whole_bytes // ranks if moved else 0,
+        step_bytes=retained.whole_bytes + retained.whole_bytes // ranks if moved else 0,
     )
 
 
@@ -158,13 +158,13 @@ def held_states(
     if not is_partitioned(parallel):
         return rank_states(setup, inventory, adapters)
     states = model_states(setup, inventory, adapters)
-    kept = partitions(setup, states, hidden_size)
+    retained = partitions(setup, states, hidden_size)
     return replace(
         states,
-        weight_bytes=kept.weight_bytes,
-        master_bytes=kept.master_bytes,
-        gradient_bytes=kept.gradient_bytes,
-        state_bytes=kept.state_bytes,
-        host_bytes=kept.host.bytes,
-        host=kept.host,
+        weight_bytes=retained.weight_bytes,
+        master_bytes=retained.master_bytes,
+        gradient_bytes=retained.gradient_bytes,
+        state_bytes=retained.state_bytes,
+        host_bytes=retained.host.bytes,
+        host=retained.host,
     )

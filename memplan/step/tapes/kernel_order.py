@@ -45,11 +45,11 @@ class Program(NamedTuple):
 
     def users(self) -> dict[str, list[int]]:
         """Return, for each tensor, the kernels that read it."""
-        found: dict[str, list[int]] = {}
+        result: dict[str, list[int]] = {}
         for number, kernel in enumerate(self.kernels):
             for name in dict.fromkeys(kernel.reads):
-                found.setdefault(name, []).append(number)
-        return found
+                result.setdefault(name, []).append(number)
+        return result
 
 
 class _Graph:
@@ -80,21 +80,21 @@ class _Graph:
     def ends(self, order: Sequence[int]) -> list[list[str]]:
         """Return what nothing needs behind each kernel of an order."""
         place = {number: step for step, number in enumerate(order)}
-        found: list[list[str]] = [[] for _ in order]
+        result: list[list[str]] = [[] for _ in order]
         for name in (*self.program.given, *(name for n in order for name in self.program.kernels[n].makes)):
             if name not in self.program.stays:
                 last = max((place[number] for number in self.users.get(name, ())), default=-1)
-                found[place[self.made[name]] if last < 0 else last].append(name)
-        return found
+                result[place[self.made[name]] if last < 0 else last].append(name)
+        return result
 
     def timeline(self, order: Sequence[int]) -> list[int]:
         """Return what is alive while each kernel of an order runs, as Inductor estimates it."""
-        live, found = sum(self.sizes[name] for name in self.program.given), []
+        live, result = sum(self.sizes[name] for name in self.program.given), []
         for number, ends in zip(order, self.ends(order), strict=True):
             live += self.takes[number]
-            found.append(live)
+            result.append(live)
             live -= sum(self.sizes[name] for name in ends)
-        return found
+        return result
 
     def estimate(self, order: Sequence[int]) -> int:
         """Return the most that an order has alive, as Inductor estimates it."""

@@ -204,9 +204,9 @@ def _by_option(args: Any, options: Any) -> tuple[Any, Any]:
 
 
 def _promoted(args: Any, options: Any) -> tuple[Any, Any]:
-    found: list[Tensor] = []
-    tree_map(lambda value: found.append(value) if _eligible(value) else None, (args, options))
-    widest = torch.float32 if any(tensor.dtype == torch.float32 for tensor in found) else _REGION.dtype
+    result: list[Tensor] = []
+    tree_map(lambda value: result.append(value) if _eligible(value) else None, (args, options))
+    widest = torch.float32 if any(tensor.dtype == torch.float32 for tensor in result) else _REGION.dtype
     cast = tree_map(lambda value: value.to(widest) if _eligible(value) else value, (args, options))
     return cast[0], cast[1]
 

@@ -68,10 +68,10 @@ def quantised(model: Any, setup: TrainingSetup) -> Any:
     from transformers.quantizers.base import get_keys_to_not_convert
 
     options = bitsandbytes_options(setup)
-    kept = [*get_keys_to_not_convert(model)]
-    kept += [] if setup.stack.quantised_towers else [part.removesuffix(".") for part in TOWER_PARTS]
+    retained = [*get_keys_to_not_convert(model)]
+    retained += [] if setup.stack.quantised_towers else [part.removesuffix(".") for part in TOWER_PARTS]
     biases = {path: module.bias for path, module in model.named_modules() if getattr(module, "bias", None) is not None}
-    model = replace_with_bnb_linear(model, kept, options)
+    model = replace_with_bnb_linear(model, retained, options)
     for path, layer in list(model.named_modules()):
         if _is_quantised(layer):
             _fill(layer, setup)
@@ -167,10 +167,10 @@ def quantised_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             layer, "quant_state", None
         )  # of a view of FSDP1
         second = getattr(state, "state2", None)
-        held = [getattr(layer.weight, "SCB", None)]
-        held += [getattr(state, name, None) for name in ("absmax", "code", "offset")]
-        held += [getattr(second, name, None) for name in ("absmax", "code")]
-        yield from ((f"{path}.weight", tensor) for tensor in held if tensor is not None)
+        resident = [getattr(layer.weight, "SCB", None)]
+        resident += [getattr(state, name, None) for name in ("absmax", "code", "offset")]
+        resident += [getattr(second, name, None) for name in ("absmax", "code")]
+        yield from ((f"{path}.weight", tensor) for tensor in resident if tensor is not None)
 
 
 @contextmanager

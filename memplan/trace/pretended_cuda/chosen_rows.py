@@ -50,8 +50,8 @@ class ChosenRows(TorchDispatchMode):
         if mask is None or mask.dtype != torch.bool:
             return (mask,)
         count = self.counted.get(mask.untyped_storage()._cdata) or self._chosen(mask)
-        found = torch.empty((count, mask.dim()), dtype=torch.long, device=mask.device)
-        return tuple(found.unbind(1))
+        result = torch.empty((count, mask.dim()), dtype=torch.long, device=mask.device)
+        return tuple(result.unbind(1))
 
 
 class AllDesirable(ChosenRows):  # type: ignore[no-untyped-call]

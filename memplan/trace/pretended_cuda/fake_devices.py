@@ -97,11 +97,11 @@ def fake_cuda() -> Iterator[None]:
             return made(cls, mode, bare, device, *args, **options)  # type: ignore[no-any-return]
         return fake_tensor_of(cls, mode, bare, _DEVICE("cuda", device.index or 0), *args, **options)
 
-    def asked(tensor: FakeTensor) -> torch.device:
+    def requested(tensor: FakeTensor) -> torch.device:
         return BARE if tensor.fake_mode.in_kernel_invocation else below(tensor.fake_device)
 
     def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return asked(args[0]) if func is _ASKED else dispatched(func, types, args, kwargs or {})
+        return requested(args[0]) if func is _ASKED else dispatched(func, types, args, kwargs or {})
 
     def under_mode(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -116,7 +116,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(replaced(FakeTensor, {**PROPERTIES, "is_meta": plain, "__new__": staticmethod(new)}))
         stack.enter_context(replaced(FakeTensor, {"__torch_dispatch__": classmethod(dispatch)}))
         stack.enter_context(replaced(FakeTensorMode, {"__torch_dispatch__": under_mode}))
-        handlers[_ASKED] = lambda args: asked(args[0])
+        handlers[_ASKED] = lambda args: requested(args[0])
         try:
             yield
         finally:

@@ -37,14 +37,14 @@ def word_problems(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
 @cache
 def _word_fields(kind: Hashable) -> Mapping[str, tuple[Any, ...]]:
     """Return the keys of a config's part that take one of several words, with these words."""
-    found: dict[str, tuple[Any, ...]] = {}
+    result: dict[str, tuple[Any, ...]] = {}
     for name, hint in get_type_hints(kind).items():
         options = [
             option for part in (hint, *get_args(hint)) if get_origin(part) is Literal for option in get_args(part)
         ]
         if options:
-            found[name] = (*options, *((None,) if type(None) in get_args(hint) else ()))
-    return found
+            result[name] = (*options, *((None,) if type(None) in get_args(hint) else ()))
+    return result
 
 
 def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:

@@ -110,9 +110,9 @@ def _split(spec: ModelSpec, inventory: Inventory, freeze: Freeze) -> tuple[Model
         if first is None:
             tensors += [replace(tensor, frozen=not trains(tensor.name, tensor)) for tensor in group]
             continue
-        for part, kept in _alike(by_first[first], list(group), trains):
+        for part, retained in _alike(by_first[first], list(group), trains):
             runs.append(part)
-            tensors += kept
+            tensors += retained
     return replace(spec, runs=tuple(runs)), tuple(tensors)
 
 

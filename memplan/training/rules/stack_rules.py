@@ -194,15 +194,15 @@ def unmodelled(
         formats: Name of the weight format of each role.
         catalog: Where the formats are.
     """
-    name, held = stack.name, stack.quantised_formats
+    name, resident = stack.name, stack.quantised_formats
     if stack.not_modelled:
         yield ("stack",), f"{name}: {stack.not_modelled[0]}"
     for role, own in formats.items():
-        if held is None and catalog.formats[own].product == "integers":
+        if resident is None and catalog.formats[own].product == "integers":
             yield ("weights", role), f"{own} is a layer of bitsandbytes, which {name} does not have; use stack: trl"
             break
-        if held is not None and own not in (*FLOATS, *held):
-            able = f"use one of {', '.join(held)} there" if held else "it has none but floats"
+        if resident is not None and own not in (*FLOATS, *resident):
+            able = f"use one of {', '.join(resident)} there" if resident else "it has none but floats"
             yield ("weights", role), f"{name} does not train over weights in {own}; {able}, or stack: bundled"
             break
     if profile.attention == "eager" and stack.model_code != "transformers":
