@@ -297,7 +297,7 @@ def main() -> None:  # pragma: no cover - needs megatron-core
     given = parser.parse_args()
     without_cuda(given.folder)
     from memplan.step.grids.grid import Grid
-    from memplan.step.grids.megatron_activations import pairs_in_flight
+    from memplan.step.grids.megatron_peaks import pairs_in_flight
     from tests.grids.planned_steps import counted, planned
 
     grids = [(p, v, r, m * p) for p in (2, 3, 4, 8, 16) for v in (1, 2, 4) for m in (1, 2, 5) for r in range(p)]

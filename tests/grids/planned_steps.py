@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import least_activations
 from memplan.step.grids.megatron_layers import MegatronBatch, RankSizes
+from memplan.step.grids.megatron_peaks import least_activations
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import chunks_of
 from memplan.units import round_up

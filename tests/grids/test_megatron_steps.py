@@ -12,8 +12,8 @@ import pytest
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
-from memplan.step.grids.megatron_activations import least_activations, pairs_in_flight
 from memplan.step.grids.megatron_layers import MegatronBatch, RankSizes
+from memplan.step.grids.megatron_peaks import least_activations, pairs_in_flight
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import chunks_of
 from memplan.step.pipelines.pipeline_schedules import actions_of

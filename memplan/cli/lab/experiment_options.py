@@ -73,7 +73,7 @@ def run_experiment(
     if out is not None and not out.parent.is_dir():
         raise InvalidFileError([f"{out}: there is no folder {out.parent}"])
     from memplan.lab.experiment_record import record
-    from memplan.lab.training.device import prepare
+    from memplan.lab.training.trained_model import prepare
 
     device = options.device.value
     prepare(device, options.threads)

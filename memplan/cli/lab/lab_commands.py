@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -12,12 +14,13 @@ import typer
 from memplan.cli.grouped_command import add_command, command, with_defaults, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions
 from memplan.cli.lab.largest_command import largest_command
-from memplan.cli.lab.learning_commands import SizeOptions, add_learning_commands
-from memplan.cli.lab.matrix_commands import add_matrix_commands
-from memplan.cli.lab.show_records import add_show_command
+from memplan.cli.lab.learning_commands import LEARNING, SizeOptions
+from memplan.cli.lab.matrix_commands import orthogonality, precision, variance
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import emit
-from memplan.library.lookup import Overrides, Shapes
+from memplan.errors import InvalidFileError, MemplanError, printable
+from memplan.library.lookup import Overrides, Shapes, open_catalog
+from memplan.report.document import Document, Table
 
 lab_command = typer.Typer(
     no_args_is_help=True,
@@ -90,7 +93,86 @@ def train_command(
     return emit(training_document(request, output.catalog(), output.unit), output)
 
 
-add_command(lab_command, "train", train_command)
-add_command(lab_command, "largest", largest_command)
-for add in (add_learning_commands, add_matrix_commands, add_show_command):
-    add(lab_command)
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """Which record, and its picture."""
+
+    record: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECORD",
+            help="A file, or the name of a record that is shipped.",
+            show_default=False,
+            rich_help_panel="Record",
+        ),
+    ] = None
+    plot: Annotated[Path | None, option("Record", "--plot FILE", "Draw the record, as SVG or PNG.")] = None
+
+
+@command(example="memplan lab show precision")
+def show_record(shown: RecordOptions, output: Annotated[OutputOptions, without("catalog_path")]) -> int:
+    """Show a record of training or of an experiment; with --plot, draw it again. Without RECORD: all that are shipped.
+
+    Needs no torch.
+    """
+    from memplan.report.evidence_lines import SCHEMA
+    from memplan.report.experiments import read_record, record_document, reporter_of
+    from memplan.report.figures import check_drawable, save_figure
+    from memplan.report.training_records import list_document, training_record_document
+
+    name, plot = shown.record, shown.plot
+    folder = open_catalog(None).root / "configs" / "evidence"
+    if name is None:
+        if plot is not None:
+            raise InvalidFileError(["--plot: draws one record; name it"])
+        return emit(list_document(folder), output)
+    record = read_record(name, folder)
+    trained = record["schema"] == SCHEMA
+    if plot is not None:
+        if trained:
+            raise InvalidFileError([f"--plot: {name} is a record of training, which has no picture"])
+        check_drawable(plot)
+        with _as_written(name):
+            figure = reporter_of(record).figure(record)
+        save_figure(figure, plot)
+    with _as_written(name):
+        document = training_record_document(record, output.unit) if trained else record_document(record)
+        _require_text(document)
+    return emit(document, output)
+
+
+def _require_text(document: Document) -> None:
+    """Raise a TypeError where a record put something else than text into a table."""
+    for block in document.blocks:
+        rows = block.rows if isinstance(block, Table) else ()
+        if not all(isinstance(cell, str) for row in rows for cell in row):
+            raise TypeError("a name is no text")
+
+
+@contextmanager
+def _as_written(name: str) -> Iterator[None]:
+    """Refuse a record that lacks what memplan writes into one; each experiment has figures of its own.
+
+    Raises:
+        InvalidFileError: A figure is missing, or of another kind.
+    """
+    try:
+        yield
+    except MemplanError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = printable(f"{type(error).__name__}: {error}", 200)
+        raise InvalidFileError([f"{printable(name, 300)}: not as memplan writes such records: {problem}"]) from None
+
+
+COMMANDS = {
+    "train": train_command,
+    "largest": largest_command,
+    **{learns.__name__.replace("_", "-"): learns for learns in LEARNING},
+    "orthogonality": orthogonality,
+    "precision": precision,
+    "variance": variance,
+    "show": show_record,
+}
+for name, function in COMMANDS.items():
+    add_command(lab_command, name, function)

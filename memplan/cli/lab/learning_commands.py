@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memplan.cli.grouped_command import add_command, command, with_defaults, without
+from memplan.cli.grouped_command import command, with_defaults, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch, run_experiment
 from memplan.cli.option_groups import MODEL, OutputOptions, option
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import open_catalog
 
 if TYPE_CHECKING:
-    import typer
-
     from memplan.lab.learning.variants import Size, Task
 
 
@@ -163,12 +161,6 @@ def adam_bits(compared: MomentOptions, size: SizeOptions, run: RunOptions, outpu
     return answer("adam-bits", task, run, output)
 
 
-def add_learning_commands(lab: typer.Typer) -> None:
-    """Add the commands to ``memplan lab``."""
-    for function in (dynamic_range, momentum_bits, weight_bits, gradient_dtype, adam_bits, matched_8bit):
-        add_command(lab, function.__name__.replace("_", "-"), function)
-
-
 def _number(flag: str, what: str, least: int = 1) -> Any:
     return option(MODEL, flag, f"{what}; in place of --shape.", min=least)
 
@@ -232,3 +224,6 @@ def matched_8bit(
         return experiment(open_catalog(None), name, size, seeds, momentum, run.device.value, train=train)
 
     return answer("matched-8bit", task, run, output)
+
+
+LEARNING = (dynamic_range, momentum_bits, weight_bits, gradient_dtype, adam_bits, matched_8bit)

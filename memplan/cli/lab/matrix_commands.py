@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from memplan.cli.grouped_command import add_command, command, without
+from memplan.cli.grouped_command import command, without
 from memplan.cli.lab.experiment_options import RunOptions, check_torch, run_experiment
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.errors import UnitError
-
-if TYPE_CHECKING:
-    import typer
 
 MATRIX = "Matrices"
 LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
@@ -144,12 +141,6 @@ def variance(matrices: VarianceOptions, run: RunOptions, output: LabOutput) -> i
         run,
         output,
     )
-
-
-def add_matrix_commands(lab: typer.Typer) -> None:
-    """Add the commands to ``memplan lab``."""
-    for function in (orthogonality, precision, variance):
-        add_command(lab, function.__name__, function)
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def _prepared_torch(request: TrainingRequest) -> None:
         raise CannotAnswerError(
             "training needs torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
         )
-    from memplan.lab.training.device import prepare
+    from memplan.lab.training.trained_model import prepare
 
     prepare(request.device, request.threads)
 

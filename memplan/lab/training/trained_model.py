@@ -152,3 +152,15 @@ def _encoded(numbers: Tensor, format_name: str, name: str) -> QuantisedWeight:
     if numbers.ndim != 2:
         raise CannotAnswerError(f"{name}: a stack of experts in {format_name} cannot be trained here")
     return QuantisedWeight.of(numbers, format_name)
+
+
+def prepare(device: str, threads: int = 0) -> None:
+    """Make sure that there is such a device, and take so many threads of the CPU; 0 leaves torch's choice.
+
+    Raises:
+        CannotAnswerError: torch sees no such device.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise CannotAnswerError("--device cuda: torch sees no CUDA device")
+    if threads:
+        torch.set_num_threads(threads)

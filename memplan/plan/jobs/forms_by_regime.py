@@ -86,7 +86,7 @@ class FormsByRegime:
 
     def _generation(self, batch: int, length: int) -> Iterator[Instant]:
         """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
-        from memplan.step.rollouts.generated_completions import Completions, generating_setup, generation_moments
+        from memplan.step.generated_completions import Completions, generating_setup, generation_moments
 
         setup, states = generating_setup(self.setup), self.states
         if setup is not self.setup:  # nothing is cast for products

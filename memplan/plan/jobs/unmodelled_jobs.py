@@ -28,7 +28,7 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
     _refuse_clipped_projections(model, setup)
     _refuse_sharded_mixtures(model, setup)
     if setup.generates:
-        from memplan.step.rollouts.generated_completions import refuse_generation
+        from memplan.step.generated_completions import refuse_generation
 
         refuse_generation(model.spec, setup)
     if setup.config.compile != "none":

@@ -1,1 +1,0 @@
-"""Generation between steps by the model that is trained."""
