@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from memplan.model.families import model_spec
 from memplan.model.families.layer_windows import layer_windows
-from memplan.plan.jobs.served_plan import Request, cache_bytes, cached_layers
+from memplan.plan.inference.served_plan import Request, cache_bytes, cached_layers
 
 TINY = {
     "hidden_size": 32,

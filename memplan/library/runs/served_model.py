@@ -16,7 +16,7 @@ from memplan.library.lookup import find_device
 from memplan.library.lookup.released_keys import released_keys
 from memplan.model.inventory import ROLES, Role
 from memplan.model.model import Model
-from memplan.plan.jobs.served_plan import Request, Served, ServedModel
+from memplan.plan.inference.served_plan import Request, Served, ServedModel
 from memplan.plan.memory_plan import Device
 from memplan.report.document import Document
 from memplan.step.kernels.on_card import on_card

@@ -13,7 +13,7 @@ from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.model.model import Model
-    from memplan.plan.jobs.served_plan import Served
+    from memplan.plan.inference.served_plan import Served
     from memplan.plan.memory_plan import Device
 
 WORDS = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
