@@ -33,6 +33,7 @@ ENTRIES = {"library", "cli"}
 """What may import a part that needs torch, inside a function."""
 FACES = {"__init__", "__main__"}
 MODULES_IN_A_FOLDER = 10
+LINES_IN_A_FILE = 350
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "data")
 
 
@@ -124,6 +125,11 @@ def test_every_module_of_the_formula_has_tests_for_its_mutants():
 def test_a_folder_has_few_modules():
     modules = Counter(path.parent for path in FILES if path.stem not in FACES)
     assert {folder: count for folder, count in modules.items() if count > MODULES_IN_A_FOLDER} == {}
+
+
+def test_a_file_has_few_lines():
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in FILES}
+    assert {path: count for path, count in lines.items() if count > LINES_IN_A_FILE} == {}
 
 
 def test_no_file_name_occurs_twice():

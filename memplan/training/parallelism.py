@@ -10,10 +10,9 @@ from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Offload, TrainingConfig
-from memplan.catalog.update_classes import TORCH_ADAMW, is_known
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
-from memplan.training.rules.flat_rules import flat_refusal, staying_refusal
+from memplan.training.rules.flat_rules import deepspeed_problems, flat_refusal, staying_refusal, steps_elementwise
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
@@ -154,7 +153,7 @@ def parallel_refusals(
         text = f"deepspeed is modelled as transformers' Trainer and what is built on it run it, not under {stack.name}; use --stack trl"
         yield ("parallel", "engine"), text
     elif parallel.engine == "deepspeed":
-        yield from _when_flat(config, formats, optimizers)
+        yield from deepspeed_problems(config, formats, optimizers)
     elif parallel.engine == "fsdp1" and parallel.gpus > 1 and (refused := flat_refusal(config, formats, stack)):
         yield ("parallel", "engine"), f"fsdp1 {refused}"
     elif parallel.zero_stage in (1, 2):
@@ -251,43 +250,6 @@ def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str]) -> Probl
         yield ("gradients", "dtype"), text
 
 
-def _when_flat(config: TrainingConfig, formats: Mapping[Role, str], optimizers: Mapping[str, Optimizer]) -> Problems:
-    """Yield what DeepSpeed's ZeRO is not modelled with."""
-    compute, trained = str(config.compute_dtype), set(formats.values())
-    if config.adapter is not None:
-        trained = {str(config.adapter.dtype)} | (trained & FLOAT_BYTES.keys())
-    if trained != {compute}:
-        text = f"{', '.join(sorted(trained))} is not what DeepSpeed trains, which casts all weights, those of adapters too, to {compute}; use {compute}"
-        yield ("adapter", "dtype") if config.adapter is not None else ("weights",), text
-    elif config.adapter is None and compute != "fp32" and config.master_weights != "fp32":
-        yield ("master_weights",), f"{config.master_weights} is not how DeepSpeed trains in {compute}; use fp32"
-    if config.gradients.lifetime == "layer" or config.gradients.dtype not in (None, compute):
-        yield ("gradients",), f"DeepSpeed keeps gradients in {compute} until the step; leave gradients as they are"
-    if config.weight_average != "none" or config.zero_gradients == "fill":
-        key = "weight_average" if config.weight_average != "none" else "zero_gradients"
-        yield (key,), "not modelled under DeepSpeed"
-    if config.loss_scaling or compute == "fp16":
-        yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
-    if config.parallel.zero_stage == 3 and set(formats.values()) - FLOAT_BYTES.keys():
-        yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
-    if config.parallel.replicate > 1:
-        yield (
-            ("parallel", "replicate"),
-            "groups that each divide everything (MiCS) are not modelled under DeepSpeed; leave it out",
-        )
-    if len(optimizers) > 1:
-        yield ("optimizer",), "DeepSpeed steps one optimizer for all parameters"
-    for name, entry in optimizers.items():
-        if not _elementwise(entry, 4):
-            yield (
-                ("optimizer",),
-                f"{name} is not modelled under DeepSpeed, which steps flat fp32 weights; use adamw-fp32",
-            )
-        elif config.offload.optimizer_states == "cpu" and entry.implementation != TORCH_ADAMW:
-            text = f"{name} is not what DeepSpeed steps in host memory, where its own Adam does; use adamw-fp32"
-            yield ("optimizer",), text
-
-
 def _when_replicas(parallel: Parallel, stack: Stack) -> Problems:
     """Yield that a stack has no replicas, where they are asked for."""
     if stack.shards_alone and parallel.zero_stage == 0 and parallel.tensor * parallel.pipeline == 1:
@@ -343,7 +305,7 @@ def _when_sharded(
         yield ("kernels", "loss"), text
     width = FLOAT_BYTES.get(weights if config.adapter is None else config.adapter.dtype or "", 0)
     for name, entry in optimizers.items():
-        if not _elementwise(entry, width):
+        if not steps_elementwise(entry, width):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {instead}"
             yield ("optimizer",), text
 
@@ -373,10 +335,3 @@ def _when_staged(config: TrainingConfig, coded: Collection[str]) -> Problems:
         yield at, "axolotl refuses groups of GPUs that each divide everything with it; use parallel.replicate: 1"
     if config.activation_checkpointing == "selective":
         yield at, "selective checkpointing around a checkpoint of each projection is not modelled; use full or none"
-
-
-def _elementwise(entry: Optimizer, width: int) -> bool:
-    """Tell whether torch's own optimizer steps shards whose elements have so many bytes."""
-    slots = [slot for slot in entry.slots if slot.layout == "elementwise"]
-    same = all(slot.as_parameter or (slot.block_elements == 1 and slot.block_bytes == width) for slot in slots)
-    return entry.step == "torch" and is_known(entry.implementation) and same and not entry.shared_bytes

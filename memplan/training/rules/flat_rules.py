@@ -1,11 +1,13 @@
-"""What torch's FullyShardedDataParallel (FSDP1), and units that stay gathered, are not modelled with."""
+"""What DeepSpeed's ZeRO, torch's FullyShardedDataParallel (FSDP1) and units that stay gathered are not modelled with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from memplan.catalog.entries import Optimizer
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.update_classes import TORCH_ADAMW, is_known
 from memplan.model.inventory import Role
 from memplan.training.rules.stack_rules import FLOATS
 
@@ -46,3 +48,49 @@ def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str]
     if coded and formats["embedding"] != compute:
         return f"flattens no {formats['embedding']} weights beside codes that are stored in {compute}; use weights.default: {compute}"
     return ""
+
+
+def deepspeed_problems(
+    config: TrainingConfig, formats: Mapping[Role, str], optimizers: Mapping[str, Optimizer]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what DeepSpeed's ZeRO is not modelled with."""
+    compute, trained = str(config.compute_dtype), set(formats.values())
+    if config.adapter is not None:
+        trained = {str(config.adapter.dtype)} | (trained & set(FLOATS))
+    if trained != {compute}:
+        text = f"{', '.join(sorted(trained))} is not what DeepSpeed trains, which casts all weights, those of adapters too, to {compute}; use {compute}"
+        yield ("adapter", "dtype") if config.adapter is not None else ("weights",), text
+    elif config.adapter is None and compute != "fp32" and config.master_weights != "fp32":
+        yield ("master_weights",), f"{config.master_weights} is not how DeepSpeed trains in {compute}; use fp32"
+    if config.gradients.lifetime == "layer" or config.gradients.dtype not in (None, compute):
+        yield ("gradients",), f"DeepSpeed keeps gradients in {compute} until the step; leave gradients as they are"
+    if config.weight_average != "none" or config.zero_gradients == "fill":
+        key = "weight_average" if config.weight_average != "none" else "zero_gradients"
+        yield (key,), "not modelled under DeepSpeed"
+    if config.loss_scaling or compute == "fp16":
+        yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
+    if config.parallel.zero_stage == 3 and set(formats.values()) - set(FLOATS):
+        yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
+    if config.parallel.replicate > 1:
+        yield (
+            ("parallel", "replicate"),
+            "groups that each divide everything (MiCS) are not modelled under DeepSpeed; leave it out",
+        )
+    if len(optimizers) > 1:
+        yield ("optimizer",), "DeepSpeed steps one optimizer for all parameters"
+    for name, entry in optimizers.items():
+        if not steps_elementwise(entry, 4):
+            yield (
+                ("optimizer",),
+                f"{name} is not modelled under DeepSpeed, which steps flat fp32 weights; use adamw-fp32",
+            )
+        elif config.offload.optimizer_states == "cpu" and entry.implementation != TORCH_ADAMW:
+            text = f"{name} is not what DeepSpeed steps in host memory, where its own Adam does; use adamw-fp32"
+            yield ("optimizer",), text
+
+
+def steps_elementwise(entry: Optimizer, width: int) -> bool:
+    """Tell whether torch's own optimizer steps shards whose elements have so many bytes."""
+    slots = [slot for slot in entry.slots if slot.layout == "elementwise"]
+    same = all(slot.as_parameter or (slot.block_elements == 1 and slot.block_bytes == width) for slot in slots)
+    return entry.step == "torch" and is_known(entry.implementation) and same and not entry.shared_bytes
