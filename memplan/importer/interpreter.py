@@ -21,7 +21,7 @@ FEW = 6
 ALL_LINEAR = ("all", "all-linear", "all_linear")
 """Words for all linear layers, beside which other modules may be named."""
 
-ARITHMETIC = ("product", "quotient", "sum")
+ARITHMETIC = ("product", "quotient", "sum", "smallest")
 
 PROGRAM = "$program"
 """The program and subcommands of a command line, which say as much as its flags do."""
@@ -205,10 +205,12 @@ class _Step:
         return MISSING
 
     def _arithmetic(self, key: str | None) -> None:
-        """Set a product, quotient or sum; a quotient or sum with a missing term is none."""
+        """Set a product, quotient, sum or the smallest; a quotient or sum with a missing term is none."""
         operation = next(name for name in ARITHMETIC if name in self.rule)
         values = [self._term(term) for term in self.rule[operation]]
-        if values[0] is None or (operation != "product" and None in values):
+        if operation == "smallest":
+            values = [min([value for value in values if value is not None], default=None)]
+        if values[0] is None or (operation in ("quotient", "sum") and None in values):
             return
         numbers = [1 if value is None else value for value in values]
         if operation == "quotient":

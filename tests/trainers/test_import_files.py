@@ -771,7 +771,21 @@ def test_nanogpt_and_nanochat_flags():
 MAPPINGS = sorted((Path(memplan.__file__).parent.parent / "configs" / "trainers").glob("*.yaml"))
 RULE_KEYS = {
     *("key", "to", "table", "also", "default", "why", "value", "set", "when", "unless", "append", "product"),
-    *("quotient", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least", "change", "if_null"),
+    *(
+        "quotient",
+        "smallest",
+        "sum",
+        "join",
+        "as",
+        "match",
+        "names",
+        "need",
+        "refuse",
+        "up",
+        "least",
+        "change",
+        "if_null",
+    ),
     *("overrides", "program"),
 }
 
