@@ -136,6 +136,7 @@ class BatchTensor:
     name: str
     dtype: str
     kept: bool = False  # Whether those of all micro-steps stay until the optimizer has stepped
+    in_turn: bool = False  # Whether those of a micro-step come to the device when it begins, and not with the first
 
     @property
     def element_bytes(self) -> int:

@@ -39,6 +39,14 @@ LINEAR_ATTENTION = {
 }
 """Kernels of linear attention -> what is assumed to be installed."""
 
+DOUBTS = {
+    "model": "a padded copy of the logits where their width is no multiple of 8, which the compiler decides by a timing "
+    "(torch/_inductor/fx_passes/pad_mm.py)",
+    "layers": "the worst order of kernels that the compiler tries, were no memory used again (reorder_for_peak_memory in "
+    "torch/_inductor/memory.py); not counted: other kernels, as flex attention fused with what is around it",
+}
+"""What a compiler compiles -> what the upper end has for it."""
+
 
 def assumptions(plan: MemoryPlan) -> tuple[str, ...]:
     """Return what the answer takes for granted."""
@@ -69,8 +77,8 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     if config.compile != "none":
         yield (
             f"compile {config.compile}: buffers are those of the programs that torch 2.13.0's compiler writes for a Hopper card with "
-            "its defaults, read without a GPU and measured on none; the upper end has a padded copy of the logits where their width "
-            "is no multiple of 8, which the compiler decides by a timing"
+            f"its defaults, read without a GPU and measured on none; the upper end has {format_bytes(plan.doubt_bytes)} besides, "
+            f"for {DOUBTS[config.compile]}"
         )
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:

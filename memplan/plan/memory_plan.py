@@ -134,6 +134,7 @@ class MemoryPlan:
     evaluated_values: tuple[int, ...]  # The same for a forward that evaluates
     buffer_bytes: int
     rounding_bytes: int
+    doubt_bytes: int  # What a compiler may take besides, which the upper end includes
     allowances: Allowances
     micro_batch_size: int
     sequence_length: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +30,8 @@ from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import round_up
 
+IN_LAYERS = ("forward", "second backward")
+"""Instants of which some lie within layers, besides their backward."""
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
 
@@ -187,13 +189,25 @@ class CompiledPlan:
         saved = sum(taped.layers[kind].tape.saved_form().total_bytes(values) * n for kind, n in counts.items())
         return self.constant_bytes + saved
 
-    def _doubt_bytes(self, tokens: int) -> int:
-        """Return what a compiler may take besides, which only a timing on the card decides."""
-        if self.setup.config.compile != "model":
-            return 0
-        from memplan.step.compiled.compiled_model import padded_bytes
+    def _doubt_bytes(self, batch: int, length: int, most: Mapping[str, int]) -> int:
+        """Return what a compiler may take besides, which only a timing on the card decides, or another card.
 
-        return padded_bytes(self.model.spec, tokens)
+        Args:
+            most: Requested bytes by instant.
+        """
+        if self.setup.config.compile == "none":
+            return 0
+        if self.setup.config.compile == "model":
+            from memplan.step.compiled.compiled_model import padded_bytes
+
+            return padded_bytes(self.model.spec, batch * length)
+        from memplan.step.fused.compiled_layer import order_doubt_bytes
+
+        layer = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))[1].compiled
+        assert layer is not None
+        more = order_doubt_bytes(layer, batch, length, self.values(batch, length))
+        in_layers = (size for name, size in most.items() if name in IN_LAYERS or name.startswith("layer"))
+        return max(0, max(in_layers, default=0) + more - max(most.values()))
 
     def _fullest(self, plans: Sequence[MemoryPlan]) -> MemoryPlan:
         """Return the plan of the rank whose GPU holds most, the first of equals, with a row for each."""
@@ -242,7 +256,9 @@ class CompiledPlan:
         allowances = beside_engine(allowances, engine_bytes(self.setup, device, requested - always))
         allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
         total = allowances.device_bytes(allocated)
-        upper = allowances.upper_bytes(allocated + self._doubt_bytes(batch * length))
+        instants = _by_instant(compiled.candidates, sizes)
+        doubt = self._doubt_bytes(batch, length, dict(instants))
+        upper = allowances.upper_bytes(allocated + doubt)
         usable = device.usable_bytes(self.setup.reserve_bytes)
         refuse_whole_load(self.model, self.setup, usable)
         parts = list(peak.form.part_bytes(values))
@@ -254,7 +270,7 @@ class CompiledPlan:
             verdict=verdict_of(total, upper, usable),
             usable_bytes=usable,
             peak=peak,
-            instants=_by_instant(compiled.candidates, sizes),
+            instants=instants,
             requested_bytes=requested,
             allocated_bytes=allocated,
             reserved_bytes=total - allowances.context_bytes,
@@ -268,6 +284,7 @@ class CompiledPlan:
             values=values,
             buffer_bytes=buffers + self.states.average_bytes,
             rounding_bytes=self.rounding_bytes,
+            doubt_bytes=doubt,
             allowances=allowances,
             evaluated_values=self.values(self.setup.config.evaluation_batch_size or batch, length),
             micro_batch_size=batch,

@@ -21,6 +21,7 @@ from memplan.solver.largest_value import (
     gauge_of,
     largest,
     largest_batch,
+    largest_multiple,
     longest_sequence,
     with_layers,
 )
@@ -113,7 +114,7 @@ def _on(what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device) -> 
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
     tight = _as_planned(tight, what, setup, plans, device, ("fits", "tight"))
     plan = _evaluated(what, plans, device, fits.value) if fits.value else None
-    following = None if fits.bounded else _evaluated(what, plans, device, fits.value + 1)
+    following = None if fits.bounded else _evaluated(what, plans, device, fits.value + fits.apart)
     return Largest(device, fits, tight, plan, following)
 
 
@@ -137,11 +138,13 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
 def _as_planned(
     result: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
 ) -> Answer:
-    """Return the largest value up to one that was found by bytes whose plan has a verdict that rests on more than these."""
+    """Return the largest value up to one that was result by bytes whose plan has a verdict that rests on more than these."""
     method = setup.config.method
     if not result.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
         return result
-    own = largest(lambda value: _evaluated(what, plans, device, value).verdict in verdicts, result.value, result.value)
+    own = largest_multiple(
+        lambda value: _evaluated(what, plans, device, value).verdict in verdicts, result.value, result.value, result.apart
+    )
     return result if own.value == result.value else own
 
 

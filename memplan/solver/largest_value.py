@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import lcm
 from operator import mul
 
 from memplan.catalog.training_config import MAXIMUM_TOKENS
@@ -20,6 +21,7 @@ from memplan.plan.allowances import Allowances
 from memplan.plan.job_allowances import searched_allowances
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
 from memplan.plan.planner import CompiledPlan
+from memplan.step.fused.compiled_layer import multiple_of_tokens
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Coefficients
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -37,6 +39,7 @@ class Answer:
 
     value: int  # 0 where not even 1 fits
     bounded: bool = False  # Whether a limit of the input ended the search: the next value is no valid input
+    apart: int = 1  # What lies between it and the next value: others cannot be answered
 
 
 def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
@@ -71,6 +74,12 @@ def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
     return Answer(low)
 
 
+def largest_multiple(fits: Callable[[int], bool], most: int, guess: int, apart: int) -> Answer:
+    """Return the largest multiple of ``apart``, up to ``most``, of which ``fits`` holds."""
+    found = largest(lambda count: fits(count * apart), most // apart, guess // apart)
+    return Answer(result.value * apart, result.bounded, apart)
+
+
 def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
     """Return the largest micro-batch whose requested peak is at most ``most_bytes``.
 
@@ -79,9 +88,9 @@ def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
         ``b = (most - fixed) / each``, and the least of them counts. Rounding, chunks of the loss and
         sorting in the embedding's backward bend the forms a little, so b is then settled exactly.
     """
-    limit = min(MOST_BATCH, MAXIMUM_TOKENS // length)
+    limit, apart = min(MOST_BATCH, MAXIMUM_TOKENS // length), multiple_of_tokens(plan.setup, length)
     guess = max(1, min((_crossing(plan, form, length, most_bytes) for form in _forms(plan)), default=1))
-    return largest(lambda batch: plan.requested_bytes(batch, length) <= most_bytes, limit, guess)
+    return largest_multiple(lambda batch: plan.requested_bytes(batch, length) <= most_bytes, limit, guess, apart)
 
 
 def _forms(plan: CompiledPlan) -> list[Coefficients]:
@@ -104,13 +113,13 @@ def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int
     """
     limit = min(MOST_LENGTH, MAXIMUM_TOKENS // batch, plan.model.spec.learned_positions or MOST_LENGTH)
     parallel, least = plan.setup.config.parallel, plan.setup.answer_length + 1
-    each = parallel.tensor if parallel.sequence else 1
+    apart = lcm(parallel.tensor if parallel.sequence else 1, multiple_of_tokens(plan.setup, batch))
 
-    def fits(parts: int) -> bool:
-        return parts * each >= least and plan.requested_bytes(batch, parts * each) <= most_bytes
+    def fits(length: int) -> bool:
+        return length >= least and plan.requested_bytes(batch, length) <= most_bytes
 
-    result = largest(fits, limit // each, max(guess, least) // each)
-    return Answer(result.value * each, bounded=result.bounded or (least > 1 and not result.value))
+    result = largest_multiple(fits, limit, max(guess, least), apart)
+    return replace(result, bounded=result.bounded or (least > 1 and not result.value))
 
 
 def with_layers(model: Model, count: int) -> Model:

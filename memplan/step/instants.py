@@ -58,7 +58,7 @@ from memplan.step.playing.places import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
-from memplan.step.step_inputs import StepInputs, buffers, joined_ids, kept_arguments, tables_of_graph
+from memplan.step.step_inputs import StepInputs, buffers, joined_ids, kept_arguments, rows_to_come, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
     LATE_CHUNKS,
@@ -70,6 +70,7 @@ from memplan.step.tapes.linear_forms import (
     constant_form,
 )
 from memplan.step.tapes.played import Instant
+from memplan.step.tapes.reduction_workspaces import AT_ONCE, row_sums
 from memplan.step.tapes.taped_weight import Mode
 from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup
@@ -106,7 +107,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     """Return which operations run for a micro-batch of ``batch`` and ``length`` tokens; what changes nothing is left at its default."""
     batch *= setup.rows_per_sample
     tokens, spec, profile = batch * length, model.spec, setup.profile
-    masked = masks_attention(spec, setup, length)
+    masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"
+    sums = row_sums(spec.hidden_size, tokens) if layers else AT_ONCE
     learned, delta = spec.learned_positions > 0, spec.linear_attention
     return Regime(
         one_sequence=batch == 1
@@ -135,7 +137,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         staged=waits_on_host(spec, setup, tokens),
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
-        orders=layer_orders(spec, setup, batch, length) if setup.config.compile == "layers" else (),
+        sums=sums,
+        orders=layer_orders(spec, setup, sums, batch, length) if layers else None,
     )
 
 
@@ -199,7 +202,7 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
     fills = inputs.setup.leaves_gradients
     mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if fills else "first"
     filled_bytes = _filled_bytes(inputs) if fills else 0
-    yield from one_pass(constant_form(Part.GRADIENTS, filled_bytes), mode)
+    yield from one_pass(constant_form(Part.GRADIENTS, filled_bytes) - rows_to_come(inputs.setup), mode)
     if config.gradient_accumulation_steps > 1:
         for instant in one_pass(constant_form(Part.GRADIENTS, inputs.gradient_bytes), "again"):
             yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")

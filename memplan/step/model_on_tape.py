@@ -162,9 +162,9 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     head = head_on_tape(settings, root, *stream[:2])
     layers, numbers = zip(*runs, strict=True)
     sections, again, staged = tuple(kinds.sections), tuple(kinds.again), tuple(kinds.staged)
-    lowest, compiled = leaves[0] if leaves else None, None
-    if inputs.regime.orders:
-        compiled = CompiledLayer(layer_shape(spec, inputs.setup), inputs.regime.orders)
+    lowest, compiled, regime = leaves[0] if leaves else None, None, inputs.regime
+    if regime.orders is not None:
+        compiled = CompiledLayer(layer_shape(spec, inputs.setup, regime.sums), regime.orders)
     return ModelOnTape(
         settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled
     )

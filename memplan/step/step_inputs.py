@@ -211,6 +211,17 @@ def buffers(inputs: StepInputs) -> Form:
     )
 
 
+def rows_to_come(setup: TrainingSetup) -> Form:
+    """Return the rows of later micro-steps, among the buffers, that are not there yet in the first.
+
+    Source:
+        ``Trainer.train_step`` in torchtitan/trainer.py (0.3.0).
+    """
+    later = setup.config.gradient_accumulation_steps - 1 if setup.config.parallel.pipeline == 1 else 0
+    size = sum(part.element_bytes for part in setup.stack.batch if part.kept and part.in_turn)
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, size * later)
+
+
 ID_BYTES = MASK_BYTES = LABEL_BYTES = 8
 """Of a token: its number, whether it is padding, and its label; each in 64 bits."""
 

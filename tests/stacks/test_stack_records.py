@@ -41,10 +41,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers": {18},
     "transformers.ends": {1, 20},
     "torchtitan.experts": {1},
-    "torchtitan.qwen3": {30},
-    "torchtitan.compiled.shards": {13, 20, 31},
-    "torchtitan.0-2-2.compiled.shards": {2, 12, 14},
-    "torchtitan.tensor.shards": {6, 25},
     "trl.shards": {1, 5, 9, 14, 17},
     "transformers.shards": {1, 3, 22},
     "transformers.hsdp.shards": {17, 19, 24},
@@ -68,10 +64,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
 """Records that the formula does not follow yet; one that it follows must leave the list. All are drawn at random, and none was left out
 for how it agrees, but for some quantised mixtures and GPT-NeoX in `trl.pairs` and `trl.pairs-0-29`, which did not and are refused since.
 
-Known causes: with `torchtitan.0-2-2.compiled.shards` 2 and 14 it is token ids of later micro-steps, with 12 another order of kernels than
-Inductor's, 0.58 % high at the peak; of `torchtitan.compiled.shards`, which no change
-of the formula has followed yet, 31 (full checkpointing, flash attention on one GPU) is 3.84 % high at the peak, 20 is 3.5 % low in forward
-and 13 3.3 % high at the end of backward, both below the peak; under tensor parallelism, and with `torchtitan.qwen3`, it is token ids of later micro-steps; with `trl.flash-attn` 42 LLM.int8's scales of GPT-2's weights, which lie
+Known causes: with `trl.flash-attn` 42 LLM.int8's scales of GPT-2's weights, which lie
 the other way; with `trl.frozen` 39 it is Falcon's, 1.05 % high at the peak, which it is without frozen parts too;
 with `llama-factory-v1` 25 it is 60 kB after backward of a tiny Phi with adapters; with `llama-factory-v1.shards` 12 GPT-NeoX with a tied head, below the peak, and with 26 Granite's loss backward, below it too;
 with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 weights, which LLaMA-Factory never loads so, and with
@@ -138,8 +131,8 @@ NEAR = {
     "transformers.no-autocast": 1.0,
     "transformers.ends": 0.95,
     "torchtitan.shards": 1.0,
-    "torchtitan.compiled.shards": 0.94,
-    "torchtitan.0-2-2.compiled.shards": 0.9,
+    "torchtitan.compiled.shards": 1.0,
+    "torchtitan.0-2-2.compiled.shards": 1.0,
     "torchtitan.tensor.shards": 1.0,
     "torchtitan.pipeline.shards": 1.0,
     "trl.shards": 0.95,

@@ -72,7 +72,7 @@ def test_compiled_layers_need_less_than_the_same_without_a_compiler():
     ("more", "said"),
     [
         ({"kernels": {"attention": "math"}}, "kernels.attention: math"),
-        ({"sequence_length": 2047}, "no multiples of 8"),
+        ({"sequence_length": 2047}, "no multiple of 8"),
         ({"kernels": {"attention": "cudnn", "loss": "token-chunks"}}, "kernels.loss: token-chunks"),
         ({"kernels": {"attention": "cudnn", "activation": "fused"}}, r"\(kernels.activation\)"),
         ({"gradients": {"dtype": "fp32"}}, "gradients in a dtype of their own"),

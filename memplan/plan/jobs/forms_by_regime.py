@@ -9,6 +9,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.fused.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
 from memplan.step.kernels.image_rows import image_sizes
 from memplan.step.kernels.layer_arguments import grown_rows
@@ -62,6 +63,7 @@ class FormsByRegime:
 
         Raises:
             InvalidFileError: Generated completions leave no room for a prompt, or images for text.
+            CannotAnswerError: A compiler may pad so many tokens.
         """
         if length <= self.setup.answer_length:
             told = f"completions of {self.setup.answer_length} tokens leave no prompt; see method.rollout.completion_length"
@@ -70,6 +72,7 @@ class FormsByRegime:
             raise InvalidFileError(
                 [f"sequence_length: {length}: a row's images alone become {seen:,} tokens; see images"]
             )
+        refuse_padded_tokens(self.setup, batch, length)
         apart = (
             length if self.setup.evaluates_apart or self.setup.generates else 0,
             batch if self.setup.generates else 0,

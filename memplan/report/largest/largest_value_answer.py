@@ -106,5 +106,5 @@ def _sentence(what: Quantity, model: Model, rows: Sequence[Largest]) -> str:
         if best.fits.bounded:
             return f"NO: {model.spec.name} fits with no {WORDS[what]} in which completions leave room for a prompt."
         return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1."
-    ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + 1} does not"
+    ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + best.fits.apart} does not"
     return f"FITS: {WORDS[what]} {best.fits.value} fits on {best.device.name}, and {ending}."

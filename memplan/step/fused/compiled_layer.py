@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
+from math import gcd
 
 from memplan.catalog.training_config import CheckpointedLayers
 from memplan.errors import CannotAnswerError
@@ -11,14 +12,15 @@ from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.fused.layer_programs import LayerPrograms, LayerShape, dtypes, layer_programs
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.parallel_shards import is_sharded
-from memplan.step.tapes.kernel_order import Program, Schedule, schedule
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
+from memplan.step.tapes.kernel_order import Program, Schedule, orders, schedule
+from memplan.step.tapes.linear_forms import ZERO, Coefficients, Form, Part, Quantity, single_form
 from memplan.step.tapes.played import Instant, Played, dominant
+from memplan.step.tapes.reduction_workspaces import Sums
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
-Orders = tuple[Schedule, ...]
+Orders = tuple[Schedule, Schedule]
 """Of a layer's forward, and of its backward."""
 
 KERNELS = ("flash", "cudnn", "flex")
@@ -26,6 +28,10 @@ LOSSES = ("fp32", "chunked-backward")
 """Those of torchtitan's own, which it compiles."""
 FUSED_KERNELS = ("norm", "rotary", "activation")
 """Operations of which a compiler makes kernels of its own."""
+INSTEAD = (
+    "memplan trace --stack torchtitan --set compile=layers runs torchtitan's own compiled layers, and with compile: none the "
+    "answer is that of the same step without a compiler"
+)
 ALIGNED = 8
 """Elements of 16 bits that rows of products are a multiple of, or the compiler times whether longer ones are faster
 (``get_alignment_size`` in torch/_inductor/fx_passes/pad_mm.py, v2.13.0)."""
@@ -87,18 +93,29 @@ def refuse_compiled_layers(spec: ModelSpec, setup: TrainingSetup) -> None:
         f"kernels.loss: {profile.loss} (modelled: {', '.join(LOSSES)})": profile.loss not in LOSSES,
         f"another choice of what the compiler fuses ({', '.join(f'kernels.{name}' for name in own)})": bool(own),
     }
-    shape = layer_shape(spec, setup)
-    tokens = config.micro_batch_size * config.sequence_length
-    sizes = (shape.hidden, shape.inner, shape.query, shape.key, shape.head_dim, tokens)
-    refused[f"padding of widths or tokens that are no multiples of {ALIGNED}"] = any(size % ALIGNED for size in sizes)
+    sizes = (spec.hidden_size, fed.intermediate_size, heads.query_size, heads.key_value_size, heads.head_dim)
+    refused[f"padding of widths that are no multiples of {ALIGNED}"] = any(size % ALIGNED for size in sizes)
     for what in (what for what, result in refused.items() if result):
-        raise CannotAnswerError(
-            f"compile: layers: not modelled with {what}; memplan trace --stack torchtitan --set compile=layers runs torchtitan's own "
-            "compiled layers, and with compile: none the answer is that of the same step without a compiler"
-        )
+        raise CannotAnswerError(f"compile: layers: not modelled with {what}; {INSTEAD}")
 
 
-def layer_shape(spec: ModelSpec, setup: TrainingSetup) -> LayerShape:
+def multiple_of_tokens(setup: TrainingSetup, factor: int) -> int:
+    """Return what a batch has to be a multiple of beside sequences of ``factor`` tokens, or a sequence beside a batch of so many."""
+    return ALIGNED // gcd(ALIGNED, factor) if setup.config.compile == "layers" else 1
+
+
+def refuse_padded_tokens(setup: TrainingSetup, batch: int, length: int) -> None:
+    """Raise for a micro-batch whose products a compiler may pad.
+
+    Raises:
+        CannotAnswerError: Its tokens are no multiple of what rows are aligned to.
+    """
+    if length % multiple_of_tokens(setup, batch):
+        tokens = f"{batch} x {length} tokens, no multiple of {ALIGNED}"
+        raise CannotAnswerError(f"compile: layers: not modelled with padding of {tokens}; {INSTEAD}")
+
+
+def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: Sums) -> LayerShape:
     """Return what the programs of a model's layers depend on, which are all alike."""
     heads, fed = _parts(spec)
     return LayerShape(
@@ -113,7 +130,19 @@ def layer_shape(spec: ModelSpec, setup: TrainingSetup) -> LayerShape:
         setup.stack.rotary_tables.gathered,
         setup.profile.attention,
         setup.checkpointing,
+        sums,
     )
+
+
+def layer_orders(spec: ModelSpec, setup: TrainingSetup, sums: Sums, batch: int, length: int) -> Orders:
+    """Return how the programs of a model's layers run.
+
+    Args:
+        sums: How rows are summed.
+        batch: Sequences of a micro-batch.
+        length: Tokens of each.
+    """
+    return _orders(layer_shape(spec, setup, sums), batch, length)
 
 
 def _parts(spec: ModelSpec) -> tuple[Attention, Mlp]:
@@ -124,32 +153,62 @@ def _parts(spec: ModelSpec) -> tuple[Attention, Mlp]:
     return heads, fed
 
 
-def layer_orders(spec: ModelSpec, setup: TrainingSetup, batch: int, length: int) -> Orders:
-    """Return how the programs of a model's layers run.
+@lru_cache(maxsize=4096)
+def _orders(shape: LayerShape, batch: int, length: int) -> Orders:
+    keys = dtypes(layer_programs(shape).sizes)
+    forward, backward = (schedule(program, sizes, keys) for program, sizes in _counted(shape, batch, length))
+    return forward, backward
+
+
+def _counted(shape: LayerShape, batch: int, length: int) -> Iterator[tuple[Program, dict[str, int]]]:
+    """Yield both programs with the bytes of their tensors, as Inductor counts them."""
+    programs = layer_programs(shape)
+    units = {Quantity.ONE: 1, Quantity.POSITIONS: length}
+    for program, counted in ((programs.forward, {}), (programs.backward, programs.counted)):
+        tensors = (programs.sizes | counted).items()
+        yield program, {name: size * units.get(unit, batch * length) for name, (unit, size) in tensors}
+
+
+def order_doubt_bytes(layer: CompiledLayer, batch: int, length: int, values: Coefficients) -> int:
+    """Return what a layer has alive more in the worst of the orders that the compiler tries, if it used no memory again.
+
+    Which order is the best hangs on estimates that are less than a per cent apart, and these on how reductions are split,
+    which is another on cards with fewer multiprocessors.
 
     Args:
         batch: Sequences of a micro-batch.
         length: Tokens of each.
+        values: Those of the quantities that forms are in.
     """
-    return _orders(layer_shape(spec, setup), batch, length)
+    programs, most = layer.programs, 0
+    for (program, sizes), own in zip(_counted(layer.shape, batch, length), layer.orders, strict=True):
+        tried = (Schedule(order) for order in orders(program, sizes))
+        least, *peaks = (
+            max(
+                moment.form.total_bytes(values)
+                for moment in _moments(programs, program, one, _given(programs, program), "first")
+            )
+            for one in (own, *tried)
+        )
+        most = max(most, max(peaks) - least)
+    return most
 
 
-@lru_cache(maxsize=4096)
-def _orders(shape: LayerShape, batch: int, length: int) -> Orders:
-    programs = layer_programs(shape)
-    units = {Quantity.ONE: 1, Quantity.POSITIONS: length}
-    sizes = {name: size * units.get(unit, batch * length) for name, (unit, size) in programs.sizes.items()}
-    keys = dtypes(sizes)
-    return schedule(programs.forward, sizes, keys), schedule(programs.backward, sizes, keys)
+def _given(programs: LayerPrograms, program: Program) -> dict[str, Part]:
+    """Return what is there before a program, and as what it counts."""
+    if program is programs.forward:
+        return {"x": Part.ACTIVATIONS}
+    return {"dy": Part.TEMPORARIES, **dict.fromkeys(programs.saved, Part.ACTIVATIONS)}
 
 
 @lru_cache(maxsize=256)
 def _played(layer: CompiledLayer, mode: Mode) -> Played:
     programs = layer.programs
-    forward = _moments(programs, programs.forward, layer.orders[0], {"x": Part.ACTIVATIONS}, mode)
     saved = sum((single_form(Part.ACTIVATIONS, *programs.sizes[name]) for name in programs.saved), ZERO)
-    given = {"dy": Part.TEMPORARIES, **dict.fromkeys(programs.saved, Part.ACTIVATIONS)}
-    backward = _moments(programs, programs.backward, layer.orders[1], given, mode)
+    forward, backward = (
+        _moments(programs, program, order, _given(programs, program), mode)
+        for program, order in zip((programs.forward, programs.backward), layer.orders, strict=True)
+    )
     return Played(dominant(forward), saved, ZERO, dominant(backward))
 
 
@@ -162,38 +221,42 @@ def _moments(
         given: What is there before, and as what it counts.
     """
     runs_forward, kernels = program is programs.forward, program.kernels
-    views = {kernel.makes[0]: kernel.reads[0] if kernel.reads else "" for kernel in kernels if kernel.view}
-    last = {name: number for number in order.order for own in kernels[number].reads for name in _whole(own, views)}
-    stays = {name for own in program.stays for name in _whole(own, views)}
+    last, ends = program.last_reads(order.order), _ends(program, order)
     forms = {name: _form(programs, program, name, mode) for name in programs.sizes}
-    forms |= dict.fromkeys(views, ZERO)
     alive = {name: single_form(part, *programs.sizes[name]) for name, part in given.items()}
-    taken, waits = dict(order.taken), {name for _, name in order.taken}
-    live: Form = sum(alive.values(), ZERO)
+    taken, live = dict(order.taken), sum(alive.values(), ZERO)
     moments = [] if runs_forward else [Instant("layer", "start", live)]
-    for number in order.order:
+    for step, number in enumerate(order.order):
         kernel = kernels[number]
-        over = [kernel.over] if kernel.over and last[kernel.over] == number else []
-        for made in kernel.makes:
-            live += forms[made]
-            alive[made] = forms[made]
-        for name in [*over, *(taken[made] for made in kernel.makes if made in taken)]:
+        made = kernel.makes if kernel.kind in ("written", "called") else ()
+        over = [kernel.over] if last.get(kernel.over) == step and kernel.over in alive else []
+        for name in made:
+            live += forms[name]
+            alive[name] = forms[name]
+        for name in [*over, *(taken[name] for name in made if name in taken)]:
             live -= alive.pop(name)
         inside = sum((forms[own] for own in kernel.inside), ZERO)
         moments.append(Instant("forward" if runs_forward else "layer", kernel.name, live + inside))
-        read = {name for own in kernel.reads for name in _whole(own, views)}
-        done = {name for name in read if last[name] == number} | {name for name in kernel.makes if name not in last}
-        for name in done & alive.keys():
-            if name not in stays | waits and not (runs_forward and name == "x"):
+        for name in ends.get(step, ()):
+            if name in alive and not (runs_forward and name == "x"):
                 live -= alive.pop(name)
     return moments
 
 
-def _whole(name: str, views: Mapping[str, str]) -> Iterator[str]:
-    """Yield a tensor, and what it is a view of."""
-    while name:
-        yield name
-        name = views.get(name, "")
+def _ends(program: Program, order: Schedule) -> dict[int, list[str]]:
+    """Return what has its memory until a step of an order, and no longer."""
+    last, stays = program.last_reads(order.order), program.kept() | {name for _, name in order.taken}
+    for step, number in enumerate(order.order):
+        kernel = program.kernels[number]
+        if kernel.kind == "called":  # all that it returns is there until the last part of it is taken
+            last |= {name: max(last.get(name, step), last.get(kernel.results, step)) for name in kernel.makes}
+        elif kernel.kind == "written":
+            last |= {name: step for name in kernel.makes if name not in last}
+    found: dict[int, list[str]] = {}
+    for name, step in last.items():
+        if name not in stays:
+            found.setdefault(step, []).append(name)
+    return found
 
 
 def _form(programs: LayerPrograms, program: Program, name: str, mode: Mode) -> Form:

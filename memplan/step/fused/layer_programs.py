@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES, flash_workspace
 from memplan.step.playing.recomputation import Checkpointing
-from memplan.step.tapes.kernel_order import Kernel, Program
+from memplan.step.tapes.kernel_order import Kernel, Program, called, parts, viewed
 from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.reduction_workspaces import Sums
 
 Size = tuple[Quantity, int]
 """What a tensor's bytes are proportional to, and how many there are for each unit of that."""
@@ -27,12 +28,9 @@ Size = tuple[Quantity, int]
 STATISTIC = 4
 """An fp32 number for each row: of a norm, or of attention."""
 
-SPLIT_ROWS = 16
-"""Rows whose part of a norm's gradient one program of a kernel adds up (``RSPLIT_SIZE``, torch/_inductor/codegen/simd.py)."""
-
 
 class LayerShape(NamedTuple):
-    """What the programs of a layer depend on, its tokens aside; widths are those of all heads together."""
+    """What the programs of a layer depend on; widths are those of all heads together."""
 
     hidden: int
     inner: int
@@ -45,6 +43,7 @@ class LayerShape(NamedTuple):
     gathers: bool  # Whether the rows of rotary tables are gathered for the layer
     attention: str  # Its kernel
     checkpointing: Checkpointing
+    sums: Sums
 
 
 class LayerPrograms(NamedTuple):
@@ -54,40 +53,43 @@ class LayerPrograms(NamedTuple):
     backward: Program
     saved: tuple[str, ...]  # What forward leaves for backward
     sizes: dict[str, Size]
+    counted: dict[str, Size]  # Of what Inductor counts with other sizes in backward
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def layer_programs(shape: LayerShape) -> LayerPrograms:
     """Return the programs of a layer."""
     saved = _saved(shape)
-    forward = Program(tuple(_forward(shape)), (), frozenset({*saved, "y"}))
-    gradients = [name for kernel in _backward(shape) for name in kernel.makes if name.startswith("d_")]
-    views = ("cf",) if shape.checkpointing == "none" and not shape.gathers else ()
-    given = ("dy", *(name for name in saved if name != "x"), *views)
-    backward = Program(tuple(_backward(shape)), given, frozenset({*gradients, "dx"}))
-    return LayerPrograms(forward, backward, saved, _sizes(shape))
+    forward = Program(tuple(_forward(shape)), (), frozenset({*saved, *_shared(shape), "y"}))
+    backward = _backward(shape)
+    gradients = [name for kernel in backward for name in kernel.makes if name.startswith("d_")]
+    given = tuple(name for name in (*saved, *_shared(shape)) if name != "x")
+    counted: dict[str, Size] = dict.fromkeys(("n1", "n2"), (Quantity.ONE, 4 * shape.hidden * shape.sums.parts))
+    if "qkv" in given:
+        counted["qkv"] = (Quantity.TOKENS, 2 * shape.key)  # what is read of it last
+    return LayerPrograms(
+        forward, Program(tuple(backward), given, frozenset({*gradients, "dx"})), saved, _sizes(shape), counted
+    )
 
 
-LIBRARY = ("attention", "turn query", "turn key", "gather rows", "view")
-"""Kernels that are operators of torch; products of matrices write into what they are given."""
-
-WIDE = ("cq", "ck", "dcq", "dck", "r1", "r2", "lse", "partial sums")
+WIDE = ("cq", "ck", "dcq", "dck", "r1", "r2", "t1", "lse", "n1", "n2")
 """Tensors in fp32; what is turned is of complex numbers."""
+TURNED = ("rq", "rk", "drq", "drk", "f", "f1", "f2", "f3", "cf")
 
 
-def _kernel(name: str, reads: str, makes: str, over: str = "", inside: tuple[str, ...] = ()) -> Kernel:
-    return Kernel(name, tuple(reads.split()), tuple(makes.split()), over, inside, name in LIBRARY, name == "view")
+def _kernel(name: str, reads: str, makes: str, over: str = "", fused: str = "", inside: tuple[str, ...] = ()) -> Kernel:
+    return Kernel(name, tuple(reads.split()), tuple(makes.split()), over, inside, tuple(fused.split()))
 
 
 def dtypes(names: Iterable[str]) -> dict[str, str]:
-    """Return the dtype of each of a layer's tensors."""
-    turned = ("rq", "rk", "drq", "drk", "f", "cf")
-    return {name: "fp32" if name in WIDE else "complex" if name in turned else "bf16" for name in names}
+    """Return the dtype of each of a layer's tensors, views aside, whose memory is another's."""
+    own = (name for name in names if not name.endswith("'"))
+    return {name: "fp32" if name in WIDE else "complex" if name in TURNED else "bf16" for name in own}
 
 
 def _saved(shape: LayerShape) -> tuple[str, ...]:
     """Return what forward leaves for backward, the layer's input among it."""
-    attended = ("o", "lse", "random")
+    attended = ("o", "lse", *_random(shape))
     if shape.checkpointing == "full":
         return ("x",)
     if shape.checkpointing == "selective":
@@ -97,24 +99,33 @@ def _saved(shape: LayerShape) -> tuple[str, ...]:
     return ("x", "r1", "h1", *rows, "qr", "kr", value, *attended, "a", "r2", "h2", "g", "u", "s")
 
 
+def _shared(shape: LayerShape) -> tuple[str, ...]:
+    """Return what backward is given besides that is memory of the model's own: rows of its tables."""
+    return ("cf",) if shape.checkpointing == "none" and not shape.gathers else ()
+
+
+def _random(shape: LayerShape) -> tuple[str, ...]:
+    """Return the state of the generator that attention returns, in two tensors."""
+    return ("seed", "offset") if RANDOM_STATE_BYTES[shape.attention] else ()
+
+
 # -------------------------------------------------------------------- forward
 def _projected(shape: LayerShape, *, twice: bool = False) -> list[Kernel]:
-    """Return projections and rotation, whose results are there twice where backward reads them in another order than forward."""
-    again = twice and shape.attention == "cudnn"
-    names = [f"{name} {name}2" if again else name for name in ("qr", "kr", "vr")]
+    """Return projections and rotation, whose results are there twice where backward reads them beside forward."""
+    names = [f"{name} {name}2" if twice else name for name in ("qr", "kr", "vr")]
     if shape.fused:
-        first, parts = [_kernel("query, key and value", "h1", "qkv")], ("qkv", "qkv")
-        last = [_kernel("value", "qkv", names[2])]
+        first, parts = [_kernel("query, key and value", "h1", "qkv"), *_tables(shape)], ("qkv", "qkv")
+        tables, last = [], [_kernel("value", "qkv", names[2])]
     else:
         first = [_kernel(name, "h1", made) for name, made in (("query", "q"), ("key", "k"), ("value", "v"))]
-        parts, last = ("q", "k"), []
+        parts, tables, last = ("q", "k"), _tables(shape), []
     return [
         *first,
-        *_tables(shape),
         _kernel("complex query", parts[0], "cq"),
-        _kernel("view", "cq", "cq'"),
+        *viewed("cq", "cq'"),
         _kernel("complex key", parts[1], "ck"),
-        _kernel("view", "ck", "ck'"),
+        *viewed("ck", "ck'"),
+        *tables,
         *_turned("q", "f"),
         *_turned("k", "f"),
         _kernel("turned query", "rq'", names[0]),
@@ -126,22 +137,27 @@ def _projected(shape: LayerShape, *, twice: bool = False) -> list[Kernel]:
 def _tables(shape: LayerShape) -> list[Kernel]:
     """Return what forms the rows of rotary tables: views, and a copy of them where they are gathered."""
     if not shape.gathers:
-        return [_kernel("view", "", "f")]
-    views = [_kernel("view", *names) for names in (("", "f1"), ("f1", "f2"), ("f2", "f3"))]
-    return [*views, _kernel("gather rows", "f3", "f")]
+        return viewed("", "f")
+    views = [kernel for names in (("", "f1"), ("f1", "f2"), ("f2", "f3")) for kernel in viewed(*names)]
+    return [*views, *called("gather rows", "f3", "f")]
 
 
 def _turned(part: str, rows: str) -> list[Kernel]:
-    """Return the product of complex queries or keys and rows of tables, as real numbers."""
+    """Return the product of complex queries or keys and rows of tables, as real numbers.
+
+    torch's product forms the conjugate of rows that are only marked so (``ConjugateFallback.cpp``, v2.13.0).
+    """
     name = "turn query" if part.endswith("q") else "turn key"
-    made = f"{part[:-1]}r{part[-1]}"
-    return [_kernel(name, f"{part[:-1]}c{part[-1]}' {rows}", made), _kernel("view", made, f"{made}'")]
+    made, inside = f"{part[:-1]}r{part[-1]}", ("conjugate",) if rows == "cf" else ()
+    return [*called(name, f"{part[:-1]}c{part[-1]}' {rows}", made, inside=inside), *viewed(made, f"{made}'")]
 
 
-def _attended(shape: LayerShape) -> Kernel:
+def _attended(shape: LayerShape, *, saves: bool) -> list[Kernel]:
+    """Return attention, of whose results only those that are needed are taken."""
     reads = "qr kr vr" if shape.fused else "qr kr v"
     inside = ("row maxima",) if shape.attention == "flex" else ()
-    return _kernel("attention", reads, "o lse random", inside=inside)
+    made = " ".join(("o", "lse", *_random(shape)))
+    return called("attention", reads, made, made if saves else "o", inside)
 
 
 def _forward(shape: LayerShape) -> list[Kernel]:
@@ -149,53 +165,74 @@ def _forward(shape: LayerShape) -> list[Kernel]:
     keeps = shape.checkpointing == "none"
     fed = _kernel("activation", "g u", "s", "" if keeps else "u")
     return [
-        _kernel("input norm", "x", "r1 h1" if keeps else "h1"),
+        _kernel("input norm", "x", "r1 h1" if keeps else "h1", fused="row_sums"),
         *_projected(shape),
-        _attended(shape),
+        *_attended(shape, saves=shape.checkpointing != "full"),
         _kernel("output", "o", "a"),
-        _kernel("attention norm", "x a", "r2 h2" if keeps else "h2"),
+        _kernel("attention norm", "x a", "r2 h2" if keeps else "h2", fused="row_sums"),
         _kernel("gate", "h2", "g"),
         _kernel("up", "h2", "u"),
         fed,
         _kernel("down", "s", "d"),
         _kernel("sum", "x a d", "y", "d"),
-        *([_kernel("view", "f", "cf")] if keeps else ()),
+        *(viewed("f", "cf") if keeps else ()),
     ]
 
 
 # -------------------------------------------------------------------- backward
 def _backward(shape: LayerShape) -> list[Kernel]:
     """Return the kernels of backward, and of what it computes again."""
-    value = ("vr" if shape.fused else "v") + ("2" if shape.fused and _doubled(shape) else "")
-    query, key = ("qr2", "kr2") if _doubled(shape) else ("qr", "kr")
-    inside = tuple(f"workspace {number}" for number in range(len(_workspace(shape))))
-    attended = _kernel("attention", f"do {query} {key} {value} o lse random", "dqr dkr dv", inside=inside)
-    sums = ("partial sums",)
     again = shape.checkpointing == "selective"
-    late, early = again and shape.fused, again and not shape.fused  # which kernel forms the input norm again
-    gradient = _kernel("attention norm", "x a r2 dhu dhg dy", "da r1 h1" if early else "da")
+    given = "" if shape.checkpointing == "none" else "2"
+    value = f"vr{given if shape.checkpointing == 'full' else ''}" if shape.fused else "v"
+    query, key = ("qr2", "kr2") if shape.checkpointing == "full" else ("qr", "kr")
+    inside = tuple(f"workspace {number}" for number in range(len(_workspace(shape))))
+    reads = " ".join(("do", query, key, value, "o", "lse", *_random(shape)))
+    attended = called("attention", reads, "dqr dkr dv", "", inside)
+    early = again and not shape.fused  # forms the input norm again
+    made = "r1 da h1" if early else "da"
+    return [
+        *_fed(shape),
+        _kernel("attention norm", "x a r2 dhu dhg dy", made, fused="row_sums"),
+        _kernel("gradient of attention", "da", "do"),
+        *(_turned_again(shape) if again else ()),
+        *attended,
+        *_projections_backward(shape, attended[0]),
+        *_ends(shape),
+    ]
+
+
+def _ends(shape: LayerShape) -> list[Kernel]:
+    """Return the gradients of norms, of the weights of attention, and of the layer's input."""
     parts = "dhqkv" if shape.fused else "dhq dhk dhv"
-    total = _kernel("sum", f"x {parts} da", "r1 h1 dx") if late else _kernel("sum", f"x r1 {parts} da", "dx", "da")
-    norms = _kernel("norms' gradients", f"x a r1 r2 dhu dhg {parts}", "d_norms", inside=sums)
     weights = [_kernel("gradient of the output", "da o", "d_o")]
     if shape.fused:
         weights.append(_kernel("gradient of the projection", "dqkv h1", "d_qkv"))
     else:
         for name, given in (("v", "dv"), ("k", "dk"), ("q", "dq")):
             weights.append(_kernel(f"gradient of {name}", f"{given} h1", f"d_{name}"))
-    return [
-        *_fed(shape),
-        gradient,
-        _kernel("gradient of attention", "da", "do"),
-        *(_turned_again(shape) if again else ()),
-        attended,
-        *_projections_backward(shape),
-        *((total, norms, *weights) if late else (norms, *weights, total)),
-    ]
+    norms, reads, at_once = f"x a r1 r2 dhu dhg {parts}", f"x r1 {parts} da", shape.sums.way == "whole"
+    second, first = ([], []) if at_once else ([_norm("2")], [_norm("1")])
+    both = _kernel("norms' gradients", norms, "n2 n1")
+    if at_once:
+        both = _kernel("norms' gradients", norms, "d_norm2 d_norm1", fused="column_sum column_sum")
+    if shape.checkpointing == "selective" and shape.fused:  # forms the input norm again
+        total = _kernel("sum", f"x {parts} da", "r1 dx h1", "da", fused="row_sums")
+        return [total, both, *second, *weights, *first]
+    if shape.sums.way != "mixed":
+        total = _kernel("sum", reads, "dx", "da", fused="row_sums")
+        return [both, *second, *weights, total, *first]
+    inside = ("partial sums",)
+    if shape.fused:
+        both = _kernel("norms' gradients", f"{norms} da", "dx n2 n1", fused="row_sums", inside=inside)
+        return [both, *second, *weights, *first]
+    both = _kernel("norms' gradients", norms, "t1 n2 n1", inside=inside)
+    return [both, *second, *weights, *first, _kernel("sum", f"{reads} t1", "dx", "da")]
 
 
-def _doubled(shape: LayerShape) -> bool:
-    return shape.checkpointing == "full" and shape.attention == "cudnn"
+def _norm(number: str) -> Kernel:
+    """Return what adds up the parts of a norm's gradient."""
+    return _kernel("norm's gradient", f"n{number}", f"d_norm{number}", fused="column_sum")
 
 
 def _fed(shape: LayerShape) -> list[Kernel]:
@@ -210,7 +247,11 @@ def _fed(shape: LayerShape) -> list[Kernel]:
     ]
     if shape.checkpointing == "none":
         return [*formed, *gradient, _kernel("activation", "g u ds", "dg du", "u"), *below]
-    whole = [_kernel("input norm", "x", "r1 h1"), *_projected(shape, twice=True), _attended(shape)]
+    whole = [
+        _kernel("input norm", "x", "r1 h1"),
+        *_projected(shape, twice=True),
+        *_attended(shape, saves=True),
+    ]
     first = [_kernel("output", "o", "a"), _kernel("attention norm", "x a", "r2 h2")]
     gate = [_kernel("gate", "h2", "g")] if shape.checkpointing == "full" else []
     fed = [*gate, _kernel("up", "h2", "u"), *gradient, _kernel("activation", "g u ds", "s du dg"), *formed, *below]
@@ -219,27 +260,38 @@ def _fed(shape: LayerShape) -> list[Kernel]:
 
 def _turned_again(shape: LayerShape) -> list[Kernel]:
     """Return the rotation of what selective checkpointing has saved before it."""
-    kernels = [
-        *_tables(shape),
-        _kernel("complex query", "qkv" if shape.fused else "q", "cq"),
-        _kernel("view", "cq", "cq'"),
-    ]
+    given = "qkv" if shape.fused else "q"
+    complex_query = [_kernel("complex query", given, "cq"), *viewed("cq", "cq'")]
+    kernels = [*_tables(shape), *complex_query] if shape.fused else [*complex_query, *_tables(shape)]
     kernels += [*_turned("q", "f"), _kernel("turned query", "rq'", "qr")]
     kernels += [] if shape.fused else [_kernel("key", "h1", "k")]
-    kernels += [_kernel("complex key", "qkv" if shape.fused else "k", "ck"), _kernel("view", "ck", "ck'")]
+    kernels += [_kernel("complex key", "qkv" if shape.fused else "k", "ck"), *viewed("ck", "ck'")]
     kernels += [*_turned("k", "f"), _kernel("turned key", "rk'", "kr")]
     return [*kernels, _kernel("value", "qkv", "vr")] if shape.fused else kernels
 
 
-def _projections_backward(shape: LayerShape) -> list[Kernel]:
+def _projections_backward(shape: LayerShape, attended: Kernel) -> list[Kernel]:
     """Return the backward of rotation and projections as far as the gradient of their input."""
-    conjugate = [] if shape.checkpointing == "none" else [_kernel("view", "f", "cf")]
-    key = [_kernel("complex key", "dkr", "dck"), _kernel("view", "dck", "dck'"), *conjugate, *_turned("dk", "cf")]
-    query = [_kernel("complex query", "dqr", "dcq"), _kernel("view", "dcq", "dcq'"), *_turned("dq", "cf")]
+    conjugate: list[Kernel] = [] if shape.checkpointing == "none" else viewed("f", "cf")
+    key = [
+        *parts(attended, "dkr"),
+        _kernel("complex key", "dkr", "dck"),
+        *viewed("dck", "dck'"),
+        *conjugate,
+        *_turned("dk", "cf"),
+    ]
+    query = [
+        *parts(attended, "dqr"),
+        _kernel("complex query", "dqr", "dcq"),
+        *viewed("dcq", "dcq'"),
+        *_turned("dq", "cf"),
+    ]
+    value = parts(attended, "dv")
     if shape.fused:
         joined = [_kernel("join", "drq' drk' dv", "dqkv"), _kernel("gradient through the projection", "dqkv", "dhqkv")]
-        return [*key, *query, *joined]
+        return [*value, *key, *query, *joined]
     return [
+        *value,
         _kernel("gradient through value", "dv", "dhv"),
         *key,
         _kernel("turned key", "drk'", "dk"),
@@ -275,17 +327,21 @@ def _sizes(shape: LayerShape) -> dict[str, Size]:
     sizes: dict[str, Size] = {}
     for width, names in rows:
         sizes |= dict.fromkeys(names.split(), (Quantity.TOKENS, 2 * width))
-    sizes |= dict.fromkeys(("r1", "r2"), (Quantity.TOKENS, STATISTIC))
+    sizes |= dict.fromkeys(("r1", "r2", "t1", "row_sums"), (Quantity.TOKENS, STATISTIC))
     for name in ("lse", "row maxima"):
         sizes[name] = (Quantity.TOKENS, STATISTIC * shape.heads)
     sizes |= dict.fromkeys(
-        ("f", "f3", "cf"), (Quantity.TOKENS if shape.gathers else Quantity.POSITIONS, 4 * shape.head_dim)
+        ("f", "f3", "cf", "conjugate"), (Quantity.TOKENS if shape.gathers else Quantity.POSITIONS, 4 * shape.head_dim)
     )
     sizes |= dict.fromkeys(("f1", "f2"), (Quantity.POSITIONS, 4 * shape.head_dim))
-    sizes["partial sums"] = (Quantity.TOKENS, 2 * 4 * hidden // SPLIT_ROWS)
-    sizes["random"] = (Quantity.ONE, RANDOM_STATE_BYTES[shape.attention])
+    state = RANDOM_STATE_BYTES[shape.attention]
+    sizes |= {"seed": (Quantity.ONE, max(0, state - 8)), "offset": (Quantity.ONE, min(8, state))}
+    parts = 1 if shape.sums.way == "mixed" else shape.sums.parts
+    sizes |= dict.fromkeys(("n1", "n2"), (Quantity.ONE, 4 * hidden * parts))
+    sizes["partial sums"] = (Quantity.ONE, 2 * 4 * hidden * shape.sums.tiles)
+    sizes["column_sum"] = (Quantity.ONE, 4 * hidden)
     matrices = {"o": query, "qkv": query + 2 * key, "q": query, "k": key, "v": key, "gate": inner, "up": inner}
-    for name, columns in {**matrices, "down": inner, "norms": 2}.items():
+    for name, columns in {**matrices, "down": inner, "norm1": 1, "norm2": 1}.items():
         sizes[f"d_{name}"] = (Quantity.ONE, 2 * hidden * columns)
     sizes |= {f"workspace {number}": size for number, size in enumerate(_workspace(shape))}
     return sizes

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 Order = tuple[int, ...]
 """Kernels of a program by their numbers, as they run."""
@@ -24,23 +24,54 @@ class Schedule(NamedTuple):
     taken: tuple[tuple[str, str], ...] = ()  # A tensor, and the one before it whose memory it takes
 
 
+Kind = Literal["written", "called", "viewed", "part"]
+"""Whether a kernel writes into what it is given, is an operator of torch that returns results or a view, or takes one of these."""
+
+
 class Kernel(NamedTuple):
-    """One kernel of a program."""
+    """One node of a program, as Inductor's scheduler has it."""
 
     name: str
     reads: tuple[str, ...]  # Tensors that it is given, weights aside
-    makes: tuple[str, ...]  # Tensors that it writes
+    makes: tuple[str, ...]  # Tensors that it writes; of a call those that it returns, of a part the one that it takes
     over: str = ""  # The tensor that it reads last and whose memory the first of these takes
     inside: tuple[str, ...] = ()  # What is allocated while it runs and gone behind it
-    library: bool = False  # Whether it is an operator of torch, which allocates what it makes
-    view: bool = False  # Whether it makes a view alone, which Inductor counts as though it had bytes
+    fused: tuple[str, ...] = ()  # What is counted as though it wrote it, and never leaves the kernel
+    kind: Kind = "written"
+
+    @property
+    def results(self) -> str:
+        """The name of all that a call returns."""
+        return f"({self.makes[0]})"
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """What kernels behind it read: what it makes, or all that it returns, of which parts are taken."""
+        return (self.results,) if self.kind in ("called", "viewed") else self.makes
+
+
+def called(name: str, reads: str, makes: str, taken: str | None = None, inside: tuple[str, ...] = ()) -> list[Kernel]:
+    """Return an operator of torch, and behind it those of its results that are taken there: all, unless it is said."""
+    call = Kernel(name, tuple(reads.split()), tuple(makes.split()), inside=inside, kind="called")
+    return [call, *parts(call, makes if taken is None else taken)]
+
+
+def viewed(reads: str, makes: str) -> list[Kernel]:
+    """Return a view of a tensor, or of what is no tensor of the program, which Inductor counts as though it had bytes."""
+    call = Kernel("view", tuple(reads.split()), (makes,), kind="viewed")
+    return [call, *parts(call, makes)]
+
+
+def parts(call: Kernel, names: str) -> list[Kernel]:
+    """Return the kernels that take results of a call."""
+    return [Kernel("part", (call.results,), (name,), kind="part") for name in names.split()]
 
 
 class Program(NamedTuple):
-    """Kernels in the order of the graph that was lowered, and what outlives them."""
+    """Kernels in the order that the scheduler has before it looks for a better one, and what outlives them."""
 
     kernels: tuple[Kernel, ...]
-    given: tuple[str, ...]  # Tensors that are there before, and that the program may let go of
+    given: tuple[str, ...]  # Tensors that are there before, that the program may let go of, and that Inductor counts
     stays: frozenset[str]  # Tensors that are there behind it: what it returns
 
     def users(self) -> dict[str, list[int]]:
@@ -51,19 +82,63 @@ class Program(NamedTuple):
                 result.setdefault(name, []).append(number)
         return result
 
+    def roots(self) -> dict[str, str]:
+        """Return, for each view and what it is taken from, the tensor that has the memory; of what is none of the program, a name."""
+        result: dict[str, str] = {}
+        for kernel in self.kernels:
+            if kernel.kind == "viewed":
+                source = kernel.reads[0] if kernel.reads else kernel.results
+                result |= dict.fromkeys((kernel.results, *kernel.makes), result.get(source, source))
+        return result
+
+    def last_reads(self, order: Order) -> dict[str, int]:
+        """Return, for each tensor with memory, the step of an order at which it is read last, itself or a view of it."""
+        roots, last = self.roots(), {}
+        for step, number in enumerate(order):
+            for name in self.kernels[number].reads:
+                last[roots.get(name, name)] = step
+        return last
+
+    def kept(self) -> set[str]:
+        """Return what has memory and outlives the program."""
+        roots = self.roots()
+        return {roots.get(name, name) for name in self.stays}
+
 
 class _Graph:
-    """A program with the sizes of its tensors."""
+    """A program with the sizes of its tensors, as Inductor counts them."""
 
     def __init__(self, program: Program, sizes: Mapping[str, int]) -> None:
-        self.program, self.sizes, self.users = program, sizes, program.users()
-        made = {name: number for number, kernel in enumerate(program.kernels) for name in kernel.makes}
-        self.made = made
-        self.before = [sorted({made[name] for name in kernel.reads if name in made}) for kernel in program.kernels]
-        self.takes = [sum(sizes[name] for name in kernel.makes) for kernel in program.kernels]
-        self.freeable = {*program.given, *made}
+        self.program, self.users, self.roots = program, program.users(), program.roots()
+        self.sizes = {name: sizes.get(name, 0) for name in (*program.given, *self._names(program))}
+        self.made = {name: number for number, kernel in enumerate(program.kernels) for name in kernel.leaves}
+        self.before = [
+            sorted({self.made[name] for name in kernel.reads if name in self.made}) for kernel in program.kernels
+        ]
+        taken = [name for kernel in program.kernels if kernel.kind == "part" for name in kernel.makes]
+        self.takes = [self._taken_by(kernel, taken) for kernel in program.kernels]
+        self.freeable = {*program.given, *self.made}
 
-    def depth_first(self, numbers: Iterable[int], key: Mapping[int, tuple[int, ...]]) -> Order:
+    @staticmethod
+    def _names(program: Program) -> Iterator[str]:
+        for kernel in program.kernels:
+            yield from (*kernel.leaves, *kernel.fused)
+
+    def _taken_by(self, kernel: Kernel, taken: Sequence[str]) -> int:
+        """Return the bytes that a kernel is counted with; a view with those of all views of its tensor."""
+        if kernel.kind == "part":
+            return 0
+        if kernel.kind == "viewed":
+            root = self.roots[kernel.results]
+            return sum(self.sizes[name] for name in taken if self.roots.get(name) == root)
+        if kernel.kind == "called":
+            return sum(self.sizes[name] for name in kernel.makes if name in taken)
+        return sum(self.sizes[name] for name in (*kernel.makes, *kernel.fused))
+
+    def _lost(self, number: int) -> int:
+        return sum(self.sizes[name] for name in self.program.kernels[number].fused)
+
+    def _depth_first(self, numbers: Iterable[int], key: Mapping[int, tuple[int, ...]]) -> Order:
         """Return the kernels so that each comes right behind what it reads, visited by ``key``."""
         order: dict[int, None] = {}
 
@@ -81,7 +156,7 @@ class _Graph:
         """Return what nothing needs behind each kernel of an order."""
         place = {number: step for step, number in enumerate(order)}
         result: list[list[str]] = [[] for _ in order]
-        for name in (*self.program.given, *(name for n in order for name in self.program.kernels[n].makes)):
+        for name in (*self.program.given, *(name for n in order for name in self.program.kernels[n].leaves)):
             if name not in self.program.stays:
                 last = max((place[number] for number in self.users.get(name, ())), default=-1)
                 result[place[self.made[name]] if last < 0 else last].append(name)
@@ -93,7 +168,7 @@ class _Graph:
         for number, ends in zip(order, self.ends(order), strict=True):
             live += self.takes[number]
             result.append(live)
-            live -= sum(self.sizes[name] for name in ends)
+            live -= sum(self.sizes[name] for name in ends) + self._lost(number)
         return result
 
     def estimate(self, order: Sequence[int]) -> int:
@@ -107,11 +182,15 @@ class _Graph:
         the most that was estimated.
         """
         free: dict[tuple[str, int], list[tuple[int, str]]] = {}
-        alive, ends, most = self.timeline(order), self.ends(order), self.estimate(order)
+        alive, last, kept = self.timeline(order), self.program.last_reads(order), self.program.kept()
+        most, kernels = self.estimate(order), self.program.kernels
+        ends: dict[int, list[str]] = {}
+        for name, step in last.items():
+            ends.setdefault(step, []).append(name)
         for step, number in enumerate(order):
-            kernel = self.program.kernels[number]
-            over = kernel.over if kernel.over in ends[step] else ""
-            for made in () if kernel.library else kernel.makes[bool(over) :]:
+            kernel = kernels[number]
+            over = kernel.over if last.get(kernel.over) == step and kernel.over not in kept else ""
+            for made in kernel.makes[bool(over) :] if kernel.kind == "written" else ():
                 pool = free.get((keys[made], self.sizes[made]), [])
                 if not pool:
                     continue
@@ -122,10 +201,9 @@ class _Graph:
                     for i in between:
                         alive[i] += self.sizes[made]
                     yield made, name
-            for name in (name for name in ends[step] if name in self.made and name != over):
-                if self.program.kernels[self.made[name]].view:
-                    continue
-                free.setdefault((keys[name], self.sizes[name]), []).append((step, name))
+            for name in sorted(ends.get(step, ())):
+                if name in self.made and name in keys and name not in kept and name != over:
+                    free.setdefault((keys[name], self.sizes[name]), []).append((step, name))
 
     def least_first(self) -> Order:
         """Return the order that at each step takes what raises the most least, and then what leaves least."""
@@ -139,8 +217,8 @@ class _Graph:
         def left(number: int) -> int:
             kernel = kernels[number]
             frees = {name for name in kernel.reads if name in self.freeable and uses[name] == 1}
-            frees |= {name for name in kernel.makes if not uses[name]}
-            return self.takes[number] - sum(self.sizes[name] for name in frees)
+            frees |= {name for name in kernel.leaves if not uses[name]}
+            return self.takes[number] - self._lost(number) - sum(self.sizes[name] for name in frees)
 
         after = self._after()
         while ready:
@@ -179,7 +257,7 @@ class _Graph:
             number: (self.takes[number] + sum(self.sizes[name] for name in {*kernel.reads} & self.freeable), number)
             for number, kernel in enumerate(self.program.kernels)
         }
-        return self.depth_first(sorted(key, key=key.__getitem__), key)
+        return self._depth_first(sorted(key, key=key.__getitem__), key)
 
     def _after(self) -> list[list[int]]:
         after: list[list[int]] = [[] for _ in self.before]
@@ -189,23 +267,27 @@ class _Graph:
         return after
 
 
+def orders(program: Program, sizes: Mapping[str, int]) -> tuple[Order, ...]:
+    """Return the orders of a program's kernels that Inductor tries, the one that it starts from first.
+
+    Args:
+        sizes: Bytes of each tensor, as Inductor counts it.
+    """
+    graph = _Graph(program, sizes)
+    first = tuple(range(len(program.kernels)))
+    return first, graph.least_first(), graph.earliest_first(), graph.smallest_first()
+
+
 def schedule(program: Program, sizes: Mapping[str, int], keys: Mapping[str, str]) -> Schedule:
     """Return the order in which Inductor lets the kernels of a program run, and which of their tensors take memory of others.
 
     Args:
-        sizes: Bytes of each tensor.
+        sizes: Bytes of each tensor, as Inductor counts it.
         keys: Its dtype.
 
     Source:
         ``AllocateLine.should_reuse_buffer`` in torch/_inductor/codegen/wrapper.py (v2.13.0).
     """
     graph = _Graph(program, sizes)
-    numbers = range(len(program.kernels))
-    orders = (
-        graph.depth_first(numbers, {number: (number,) for number in numbers}),
-        graph.least_first(),
-        graph.earliest_first(),
-        graph.smallest_first(),
-    )
-    order = min(orders, key=graph.estimate)
+    order = min(orders(program, sizes), key=graph.estimate)
     return Schedule(order, tuple(graph.taken(order, keys)))

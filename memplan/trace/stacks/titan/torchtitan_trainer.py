@@ -23,7 +23,7 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
 from memplan.catalog.training_config import CheckpointedLayers
@@ -33,7 +33,8 @@ from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.pretended_cuda.composite_kernels import BACKENDS, composite_kernels
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
@@ -67,6 +68,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     with ExitStack() as around:
         for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
             around.enter_context(one)
+        around.enter_context(_attends(setup))
         if setup.config.compile == "layers":
             around.enter_context(pretended_compiler(inputs.compute_capability))
         trainer = _trainer(_built(inputs.model.spec, setup), setup, recorder, around)
@@ -188,6 +190,14 @@ def _flex() -> Iterator[None]:
         yield
     finally:
         FlexAttention.compiled_flex_attn = original
+
+
+@contextlib.contextmanager
+def _attends(setup: TrainingSetup) -> Iterator[None]:
+    """Let attention run by the kernel that a config names, where it names one, and else by the first of its own order that can."""
+    named = next((backend for backend, name in BACKENDS.items() if name == setup.attention_choice), None)
+    with replaced(ScaledDotProductAttention, {"sdpa_backends": [named] if named else []}):
+        yield
 
 
 # -------------------------------------------------------------------- trainer

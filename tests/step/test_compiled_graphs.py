@@ -1,0 +1,70 @@
+"""Programs of compiled layers, node by node as Inductor's scheduler has them.
+
+Each row of ``compiled_graphs.json`` was taken where ``reorder_for_peak_memory`` (torch 2.13.0) is given the nodes of one layer of
+torchtitan's Llama: digests of what each node allocates, frees and reads, in order, and of the order that it chose.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from memplan.step.fused.layer_programs import LayerShape, layer_programs
+from memplan.step.tapes.kernel_order import _Graph, orders
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.reduction_workspaces import Sums, row_sums
+
+ROWS = json.loads((Path(__file__).parent / "compiled_graphs.json").read_text(encoding="utf-8"))
+
+
+def digest(lines):
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def shape_of(row):
+    hidden, inner, heads, groups, width = row["model"]
+    own = row["stack"] == "torchtitan"
+    widths = (hidden, inner, heads * width, groups * width, heads, groups, width)
+    sums = row_sums(hidden, row["batch"] * row["length"])
+    return LayerShape(*widths, own, own, row["attention"], row["checkpointing"], sums)
+
+
+def nodes_of(program, sizes):
+    graph = _Graph(program, sizes)
+    place = {name: number for number, kernel in enumerate(program.kernels) for name in kernel.leaves}
+    for number, kernel in enumerate(program.kernels):
+        frees = sorted(sizes.get(name, 0) for name in (*kernel.leaves, *kernel.fused))
+        given = [name for name in dict.fromkeys(kernel.reads) if name in place or name in program.given]
+        reads = (str((place[name], sizes.get(name, 0))) if name in place else f"in{sizes[name]}" for name in given)
+        yield f"{graph.takes[number]} {frees} {sorted(reads)}"
+
+
+@pytest.mark.parametrize(
+    "row",
+    ROWS,
+    ids=lambda row: f"{row['stack']}-{row['checkpointing']}-{row['attention']}-{row['batch']}x{row['length']}",
+)
+def test_nodes_and_their_order_are_inductors(row):
+    programs, tokens = layer_programs(shape_of(row)), row["batch"] * row["length"]
+    units = {Quantity.ONE: 1, Quantity.POSITIONS: row["length"]}
+    for key, program, counted in (("forward", programs.forward, {}), ("backward", programs.backward, programs.counted)):
+        own = {name: size * units.get(unit, tokens) for name, (unit, size) in (programs.sizes | counted).items()}
+        graph = _Graph(program, own)
+        chosen = min(orders(program, own), key=graph.estimate)
+        assert [digest(nodes_of(program, own)), digest([str(list(chosen))])] == row[key]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "sums"),
+    [
+        (320, 64, Sums("whole")),
+        (320, 512, Sums("split", 4)),
+        (512, 4096, Sums("split", 32)),
+        (480, 192, Sums("split", 2)),
+        (16384, 4096, Sums("whole")),
+        (512, 12288, Sums("mixed", 96, 768)),
+    ],
+)
+def test_sums_over_rows_are_split_as_inductor_splits_them(columns, rows, sums):
+    assert row_sums(columns, rows) == sums
