@@ -47,7 +47,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
     "transformers.fsdp1-adapters.shards": {5, 19, 29, 43},
     "transformers.towers.shards": {15, 18},
-    "torchtitan.hsdp.tensor.shards": {11},
     "transformers.zero-3.shards": {2, 14, 27},
     "transformers.deepspeed-offload.shards": {18, 30, 40},
     "transformers.no-reshard.shards": {0, 12, 15, 21},
