@@ -143,7 +143,10 @@ def _as_planned(
     if not result.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
         return result
     own = largest_multiple(
-        lambda value: _evaluated(what, plans, device, value).verdict in verdicts, result.value, result.value, result.apart
+        lambda value: _evaluated(what, plans, device, value).verdict in verdicts,
+        result.value,
+        result.value,
+        result.apart,
     )
     return result if own.value == result.value else own
 

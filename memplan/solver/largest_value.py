@@ -76,7 +76,7 @@ def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
 
 def largest_multiple(fits: Callable[[int], bool], most: int, guess: int, apart: int) -> Answer:
     """Return the largest multiple of ``apart``, up to ``most``, of which ``fits`` holds."""
-    found = largest(lambda count: fits(count * apart), most // apart, guess // apart)
+    result = largest(lambda count: fits(count * apart), most // apart, guess // apart)
     return Answer(result.value * apart, result.bounded, apart)
 
 

@@ -252,11 +252,11 @@ def _ends(program: Program, order: Schedule) -> dict[int, list[str]]:
             last |= {name: max(last.get(name, step), last.get(kernel.results, step)) for name in kernel.makes}
         elif kernel.kind == "written":
             last |= {name: step for name in kernel.makes if name not in last}
-    found: dict[int, list[str]] = {}
+    result: dict[int, list[str]] = {}
     for name, step in last.items():
         if name not in stays:
-            found.setdefault(step, []).append(name)
-    return found
+            result.setdefault(step, []).append(name)
+    return result
 
 
 def _form(programs: LayerPrograms, program: Program, name: str, mode: Mode) -> Form:
