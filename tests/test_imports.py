@@ -34,6 +34,8 @@ ENTRIES = {"library", "cli"}
 FACES = {"__init__", "__main__"}
 MODULES_IN_A_FOLDER = 10
 LINES_IN_A_FILE = 350
+NO_NAMES = {"asked", "found", "held", "kept"}
+"""Words that say what was done to a value and not what it is."""
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "data")
 
 
@@ -150,3 +152,13 @@ def test_no_private_name_of_another_part_is_imported():
                 alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")
             ]
             assert node.module.split(".")[1] == part_of(path) or not private, f"{path}:{node.lineno}: {private}"
+
+
+def test_values_are_named_for_what_they_are():
+    for path in FILES:
+        classes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+        fields = {one.target for cls in classes for one in cls.body if isinstance(one, ast.AnnAssign)}  # keys of files
+        for node in ast.walk(tree(path)):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
+            name = node.arg if isinstance(node, ast.arg) else node.id if stored else ""
+            assert name not in NO_NAMES, f"{path}:{node.lineno}: {name}"

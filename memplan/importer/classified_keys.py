@@ -60,17 +60,17 @@ SWITCHES = frozenset(("true", "false", "yes", "no", "on", "off", "y", "n", "t", 
 
 def _switches(mapped: Mapped) -> frozenset[str]:
     """Return the keys that a mapping's rules ask only whether they are on, true or false."""
-    asked: dict[str, bool] = {}
+    requested: dict[str, bool] = {}
     for rule in (*mapped.rules, *mapped.joined):
         for name, wanted in {**rule.get("when", {}), **rule.get("unless", {})}.items():
             words = {str(one).lower() for one in (wanted if isinstance(wanted, list) else [wanted])}
             if not words <= {"given", "absent"}:
-                asked[name] = asked.get(name, True) and words <= {"true", "false", "absent", "given"}
+                requested[name] = requested.get(name, True) and words <= {"true", "false", "absent", "given"}
         names = rule.get("key", [])
         for name in [names] if isinstance(names, str) else names:
             if not {"value", "set"} & rule.keys() and ("refuse" not in rule or "table" in rule):
-                asked[name] = asked.get(name, True) and rule.get("as") == "flag"
-    return frozenset(name for name, only in asked.items() if only and not name.startswith("$"))
+                requested[name] = requested.get(name, True) and rule.get("as") == "flag"
+    return frozenset(name for name, only in requested.items() if only and not name.startswith("$"))
 
 
 def switch_problems(keys: GivenKeys, mapped: Mapped) -> Iterator[str]:

@@ -71,8 +71,8 @@ class ImportedJob:
 
     def value(self, name: str) -> Any:
         """Return a result, or None."""
-        found = self.reading.results.get(name)
-        return None if found is None else found.value
+        result = self.reading.results.get(name)
+        return None if result is None else result.value
 
 
 def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:

@@ -52,9 +52,9 @@ class _Step:
     def lookup(self, name: str) -> Any:
         """Return a key's value, noting that it was looked at; with ``$`` a result's."""
         if name.startswith("$"):
-            found = self.reading.results.get(target(name[1:]))
-            if found is not None or (name == PROGRAM and name[1:] in self.reading.inputs):
-                self.from_results = max(self.from_results, self.rank if found is None else found.rank)
+            result = self.reading.results.get(target(name[1:]))
+            if result is not None or (name == PROGRAM and name[1:] in self.reading.inputs):
+                self.from_results = max(self.from_results, self.rank if result is None else result.rank)
             return self.reading.result(name[1:])
         value = self.keys.value(name)
         if value is not MISSING:
@@ -169,8 +169,8 @@ class _Step:
                 return MISSING
             return int(number) if kind == "whole" else number
         if "match" in self.rule:
-            found = re.fullmatch(self.rule["match"], str(value))
-            return found[1] if found else str(value)
+            result = re.fullmatch(self.rule["match"], str(value))
+            return result[1] if result else str(value)
         return value if isinstance(value, bool | int | float | dict | list) else str(value)
 
     def _problem(self, key: str, wanted: str, value: Any) -> None:

@@ -70,8 +70,8 @@ class Reading:
         value = self.inputs.get(name, MISSING)
         if value is not MISSING and value is not None:
             return value
-        found = self.results.get(target(name))
-        return MISSING if found is None else found.value
+        outcome = self.results.get(target(name))
+        return MISSING if outcome is None else outcome.value
 
     def need(self, text: str) -> None:
         """Note something without which the job cannot be planned."""

@@ -29,20 +29,20 @@ def references(
     Raises:
         InvalidFileError: A named file has no keys.
     """
-    found = []
+    result = []
     for reference in mapped.references:
         value = keys.value(reference.key)
         if isinstance(value, Mapping):
-            found.append((keys.at(reference.key), reference.trainer))
+            result.append((keys.at(reference.key), reference.trainer))
         elif value is not MISSING and word(value) not in ("", "false", "none"):
-            found += _named_file(reading, str(value), reference, keys, folders, given, mappings)
-    return found
+            result += _named_file(reading, str(value), reference, keys, folders, given, mappings)
+    return result
 
 
 def without_given(mapped: Mapped, later: Sequence[GivenKeys]) -> Mapped:
     """Return a mapping without the references that later sources give, which count over earlier ones."""
-    kept = [one for one in mapped.references if all(keys.value(one.key) is MISSING for keys in later)]
-    return replace(mapped, references=tuple(kept))
+    retained = [one for one in mapped.references if all(keys.value(one.key) is MISSING for keys in later)]
+    return replace(mapped, references=tuple(retained))
 
 
 def _named_file(
@@ -65,9 +65,9 @@ def _named_file(
     place = keys.where(reference.key)
     if given:
         return []
-    if found := mappings.shipped(reference.trainer, reference.presets.get(value, value)):
-        note_shipped(reading, found.name, value, place, preset=value in reference.presets)
-        return [(found, reference.trainer)]
+    if result := mappings.shipped(reference.trainer, reference.presets.get(value, value)):
+        note_shipped(reading, result.name, value, place, preset=value in reference.presets)
+        return [(result, reference.trainer)]
     reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
     reading.results["let.unread"] = Result(path.name, LAUNCHED)
     no_file = "" if value.endswith((".json", ".yaml", ".yml")) else "; it takes a file's path"

@@ -107,8 +107,8 @@ _DEEP_KEY = re.compile(rf"(?<![\w\"'.-])(?:[\w\"'-]+[ \t]*\.[ \t]*){{{MAXIMUM_DE
 def _toml(text: str, name: str) -> GivenKeys:
     import tomllib
 
-    if found := _DEEP_KEY.search(text):
-        raise InvalidFileError([f"{name}:{text.count(chr(10), 0, found.start()) + 1}: nested too deeply"])
+    if result := _DEEP_KEY.search(text):
+        raise InvalidFileError([f"{name}:{text.count(chr(10), 0, result.start()) + 1}: nested too deeply"])
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -46,10 +46,10 @@ def _followed(text: str, keys: GivenKeys, path: str) -> Any:
         if not isinstance(value, str) or "${" not in value:
             return value
         if whole := _WHOLE.fullmatch(value.strip()):
-            found = keys.value(whole[1])
-            if found is MISSING or isinstance(found, Mapping | list):
+            result = keys.value(whole[1])
+            if result is MISSING or isinstance(result, Mapping | list):
                 return value
-            value = found
+            value = result
             continue
         replaced = _WHOLE.sub(lambda match: _text(keys, match), value)
         if replaced == value:
@@ -61,5 +61,5 @@ def _followed(text: str, keys: GivenKeys, path: str) -> Any:
 
 
 def _text(keys: GivenKeys, match: re.Match[str]) -> str:
-    found = keys.value(match[1])
-    return match[0] if found is MISSING or isinstance(found, Mapping | list) else str(found)
+    result = keys.value(match[1])
+    return match[0] if result is MISSING or isinstance(result, Mapping | list) else str(result)

@@ -45,7 +45,7 @@ def selected_linears(pattern: str) -> list[str] | None:
         return None
     if any(matches(name) for name in OTHERS):
         return None
-    found: list[str] = []
+    result: list[str] = []
     for place in PLACES:
         in_layer = [
             [name for part, names in LINEARS.items() for name in names if matches(f"{place}.{layer}.{part}.{name}")]
@@ -53,8 +53,8 @@ def selected_linears(pattern: str) -> list[str] | None:
         ]
         if any(names != in_layer[0] for names in in_layer):
             return None
-        found += [name for name in in_layer[0] if name not in found]
-    return (found + (["lm_head"] if matches("lm_head") else [])) or None
+        result += [name for name in in_layer[0] if name not in result]
+    return (result + (["lm_head"] if matches("lm_head") else [])) or None
 
 
 PATTERN_KINDS = ("layer-patterns", "prefixes", "parts-of-names", "regex")

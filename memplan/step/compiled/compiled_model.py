@@ -224,23 +224,23 @@ class CompiledModel:
         size = 4 * self.heads.num_heads * (1 + width)
         return single_form(Part.TEMPORARIES, Quantity.PADDED_TOKENS, size)
 
-    def evaluation(self, held: Form) -> Iterator[Instant]:
+    def evaluation(self, resident: Form) -> Iterator[Instant]:
         """Yield the fullest moments of a forward without gradients: a feed-forward part, and logits beside those held before.
 
         Args:
-            held: Logits that the loop of evaluation still has a name for.
+            resident: Logits that the loop of evaluation still has a name for.
         """
         wide = self.rows(6 * self.width + 4 * self.inner) + constant_form(Part.TEMPORARIES, 2 * self.width * self.inner)
-        yield Instant(EVALUATION, "feed-forward part", held + wide)
-        yield Instant(EVALUATION, "logits", held + self.logits + self.head_copy + self.rows(6 * self.width))
+        yield Instant(EVALUATION, "feed-forward part", resident + wide)
+        yield Instant(EVALUATION, "logits", resident + self.logits + self.head_copy + self.rows(6 * self.width))
 
 
 def compile_compiled_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     """Return the closed forms of a training step whose model torch compiles."""
-    model, held = CompiledModel(inputs, taped), held_by_loop(inputs.setup, taped)
+    model, resident = CompiledModel(inputs, taped), held_by_loop(inputs.setup, taped)
     candidates = [i for i in step_instants(inputs, taped, model.one_pass) if i.name != EVALUATION]
-    candidates += model.evaluation(held) if inputs.setup.config.evaluation else ()
-    around = tuple(i.around(held) for i in candidates)
+    candidates += model.evaluation(resident) if inputs.setup.config.evaluation else ()
+    around = tuple(i.around(resident) for i in candidates)
     saved = ((f"{model.layers} x layer 1", model.layer_saved),)
     return StepForms(around, buffers(inputs), saved, inputs.optimizer.formula)
 

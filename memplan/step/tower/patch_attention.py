@@ -41,9 +41,11 @@ def _one_by_one(builder: Builder, settings: TowerSettings, heads: Heads, lengths
     traits = Traits(workspace=(*scratch, *unused), product=True)
     ways = [(x, NEW) for x in parts]
     tape.apply("attention", ways, (out, statistics, random), parts, traits=traits)
-    kept = tape.apply("results", [(out, SAME)], tape.view(out), [out, statistics, random], traits=Traits(packs=True))
-    with tape.alive(*apart, kept):
-        return tape.apply("cat", [(kept, SAME)], builder.fresh(kept), traits=SAVES_NOTHING)
+    retained = tape.apply(
+        "results", [(out, SAME)], tape.view(out), [out, statistics, random], traits=Traits(packs=True)
+    )
+    with tape.alive(*apart, retained):
+        return tape.apply("cat", [(retained, SAME)], builder.fresh(retained), traits=SAVES_NOTHING)
 
 
 def attended_images(builder: Builder, settings: TowerSettings, heads: Heads) -> Value:

@@ -88,9 +88,9 @@ def pooled_closing(
     tape.instant = INSTANT
     entry = tape.given(PATCHES, hidden, width, needs_gradient)
     tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
-    held = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
+    resident = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
     normed = normalised(builder, entry, LAYER_NORM, "vision_tower.post_layernorm", hidden)
-    tape.ends(held)
+    tape.ends(resident)
     with tape.alive(normed):
         laid = tape.apply("copy", [(normed, NEW)], builder.fresh(normed), traits=SAVES_NOTHING)
         with tape.alive(laid):

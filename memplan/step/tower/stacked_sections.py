@@ -124,10 +124,10 @@ def stacked_closing(
     tape.instant = INSTANT
     entry = tape.given(PATCHES, shape.hidden_size, width, needs_gradient)
     tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
-    held = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
+    resident = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
     normed = normalised(builder, entry, LAYER_NORM, "visual.merger.norm", shape.hidden_size)
     merged = Value(normed.storage, IMAGE_TOKENS, normed.coefficient * unit, normed.element_bytes)
     tape.apply("view", [(normed, SAME)], merged, traits=SAVES_NOTHING)
     pooled = _merged(builder, settings, merged, "visual.merger.")
-    tape.ends(held)
+    tape.ends(resident)
     return Section(tape, entry, joined_images(builder, settings, tokens, pooled))

@@ -311,8 +311,8 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight],
             deep_runs.append(len(runs) - 1)
         needs, width = sections[kind].output.needs_gradient, sections[kind].output.element_bytes
     tower = TowerOnTape(settings, opening, tuple(sections), tuple(runs), opening, again)
-    held = tower.held() - (tower.tables if needs else ZERO)
-    size = held.coefficient(Part.ACTIVATIONS, Quantity.PATCHES)
+    resident = tower.held() - (tower.tables if needs else ZERO)
+    size = resident.coefficient(Part.ACTIVATIONS, Quantity.PATCHES)
     last = tuple(part for prefix in code.last for part in _under(weights, prefix, whole=True))
     closing = code.closing(settings, last, needs, width, size)
     if not deep_runs:

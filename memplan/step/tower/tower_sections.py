@@ -155,7 +155,7 @@ def closing_section(
     tape.instant = INSTANT
     entry = tape.given(PATCHES, shape.hidden_size, width, needs_gradient)
     tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
-    held = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
+    resident = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
     normed = normalised(builder, entry, Norm("rms"), "visual.merger.ln_q", shape.hidden_size)
     merged = Value(
         normed.storage, IMAGE_TOKENS, normed.coefficient * unit, normed.element_bytes, foreign=normed.foreign
@@ -166,7 +166,7 @@ def closing_section(
         x = builder.pointwise("gelu", x, (x,))
         x = linear(builder, x, "visual.merger.mlp.2", shape.output_size)
     pooled = tape.apply("order", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
-    tape.ends(held)
+    tape.ends(resident)
     if settings.ahead:
         features = builder.cast(pooled, settings.text_bytes)
         with tape.alive(pooled, features):
@@ -200,10 +200,10 @@ def scattered(builder: Builder, settings: TowerSettings, tokens: Value, features
         "choose", [(features, NEW)], tape.view(features), traits=Traits(packs=False, workspace=[indices])
     )
     counted = Traits(packs=False, workspace=[(TOKENS, width), indices])
-    found = tape.apply("find", [(chosen, SAME)], tape.view(chosen), traits=counted)
+    result = tape.apply("find", [(chosen, SAME)], tape.view(chosen), traits=counted)
     out = builder.fresh(tokens)
     traits = Traits(scratch=[(TOKENS, 8 * width), (TOKENS, width)])
-    tape.apply("scatter", [(tokens, NEW), (found, SAME)], out, [mask], traits=traits)
+    tape.apply("scatter", [(tokens, NEW), (result, SAME)], out, [mask], traits=traits)
     tape.touch(mask, *others)
     return out
 

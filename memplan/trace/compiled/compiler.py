@@ -215,7 +215,7 @@ def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[Non
         "get_device_properties": staticmethod(lambda _=None: properties),
         "current_device": staticmethod(lambda: 0),
     }
-    asked: list[tuple[Any, dict[str, Any]]] = [
+    requested: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, {"get_device_properties": lambda _=None: properties, "current_device": lambda: 0}),
         (torch.cuda, {"get_device_capability": lambda _=None: (major, minor)}),
         (CudaInterface, answers),
@@ -228,7 +228,7 @@ def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[Non
     ]
     with ExitStack() as stack:
         stack.enter_context(fake_cuda())
-        for owner, values in asked:
+        for owner, values in requested:
             stack.enter_context(replaced(owner, values))
         yield
 

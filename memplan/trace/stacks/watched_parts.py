@@ -64,7 +64,7 @@ def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False,
         CannotAnswerError: The setup asks for it.
     """
     config = setup.config
-    asked = {
+    requested = {
         "loss_scaling": config.loss_scaling,
         "master_weights": config.master_weights != "none",
         "weight_average": config.weight_average != "none",
@@ -74,7 +74,7 @@ def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False,
         f"compile: {config.compile}": config.compile not in ("none", compiles),
         "zero_gradients": config.zero_gradients == "fill",
     }
-    for key in [key for key, given in asked.items() if given]:
+    for key in [key for key, given in requested.items() if given]:
         raise CannotAnswerError(f"{key}: the code of {name} has no such setting that could be traced")
 
 

@@ -192,8 +192,8 @@ class _Batches(ChosenRows):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.index.Tensor and args[0].is_meta and args[0].dtype == torch.long:
             masks = [item for item in args[1] if item is not None]
             if len(masks) == 1 and masks[0].dtype == torch.bool and masks[0].dim() == 1:
-                found = torch.empty((masks[0].numel() - 1, 1), dtype=torch.long, device="meta")
-                return func(args[0], [None if item is None else found.unbind(1)[0] for item in args[1]])
+                result = torch.empty((masks[0].numel() - 1, 1), dtype=torch.long, device="meta")
+                return func(args[0], [None if item is None else result.unbind(1)[0] for item in args[1]])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
