@@ -164,7 +164,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     sections, again, staged = tuple(kinds.sections), tuple(kinds.again), tuple(kinds.staged)
     lowest, compiled, regime = leaves[0] if leaves else None, None, inputs.regime
     if regime.orders is not None:
-        compiled = CompiledLayer(layer_shape(spec, inputs.setup, regime.sums), regime.orders)
+        compiled = CompiledLayer(layer_shape(spec, inputs.setup, regime.sums, alone=regime.one_sequence), regime.orders)
     return ModelOnTape(
         settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled
     )

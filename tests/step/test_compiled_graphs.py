@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan.step.fused.layer_programs import LayerShape, layer_programs
+from memplan.step.fused.layer_programs import layer_programs
+from memplan.step.fused.layer_sizes import LayerShape
 from memplan.step.tapes.kernel_order import _Graph, orders
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.reduction_workspaces import Sums, row_sums
@@ -27,7 +28,7 @@ def shape_of(row):
     own = row["stack"] == "torchtitan"
     widths = (hidden, inner, heads * width, groups * width, heads, groups, width)
     sums = row_sums(hidden, row["batch"] * row["length"])
-    return LayerShape(*widths, own, own, row["attention"], row["checkpointing"], sums)
+    return LayerShape(*widths, own, own, own and row["batch"] == 1, row["attention"], row["checkpointing"], sums)
 
 
 def nodes_of(program, sizes):

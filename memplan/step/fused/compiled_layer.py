@@ -9,7 +9,8 @@ from math import gcd
 from memplan.catalog.training_config import CheckpointedLayers
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
-from memplan.step.fused.layer_programs import LayerPrograms, LayerShape, dtypes, layer_programs
+from memplan.step.fused.layer_programs import LayerPrograms, dtypes, layer_programs
+from memplan.step.fused.layer_sizes import LayerShape
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tapes.kernel_order import Program, Schedule, orders, schedule
@@ -115,8 +116,13 @@ def refuse_padded_tokens(setup: TrainingSetup, batch: int, length: int) -> None:
         raise CannotAnswerError(f"compile: layers: not modelled with padding of {tokens}; {INSTEAD}")
 
 
-def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: Sums) -> LayerShape:
-    """Return what the programs of a model's layers depend on, which are all alike."""
+def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: Sums, *, alone: bool) -> LayerShape:
+    """Return what the programs of a model's layers depend on, which are all alike.
+
+    Args:
+        sums: How rows are summed.
+        alone: Whether a micro-batch is one sequence.
+    """
     heads, fed = _parts(spec)
     return LayerShape(
         spec.hidden_size,
@@ -128,6 +134,7 @@ def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: Sums) -> LayerShape
         heads.head_dim,
         setup.stack.models.fused_qkv == "copies",
         setup.stack.rotary_tables.gathered,
+        alone and setup.stack.rotary_tables.gathered,
         setup.profile.attention,
         setup.checkpointing,
         sums,
@@ -142,7 +149,7 @@ def layer_orders(spec: ModelSpec, setup: TrainingSetup, sums: Sums, batch: int, 
         batch: Sequences of a micro-batch.
         length: Tokens of each.
     """
-    return _orders(layer_shape(spec, setup, sums), batch, length)
+    return _orders(layer_shape(spec, setup, sums, alone=batch == 1), batch, length)
 
 
 def _parts(spec: ModelSpec) -> tuple[Attention, Mlp]:
@@ -262,6 +269,6 @@ def _ends(program: Program, order: Schedule) -> dict[int, list[str]]:
 def _form(programs: LayerPrograms, program: Program, name: str, mode: Mode) -> Form:
     """Return a tensor's bytes as what a program makes them: of the step's gradients, to stay for backward, or neither."""
     gradient = name.startswith("d_") and mode == "first"
-    stays = program is programs.forward and name in ("f", *programs.saved)
+    stays = program is programs.forward and name in ("f", "f1", *programs.saved)
     part = Part.GRADIENTS if gradient else Part.ACTIVATIONS if stays else Part.TEMPORARIES
     return single_form(part, *programs.sizes[name])

@@ -1,0 +1,80 @@
+"""What the programs of a layer that torch compiles by itself depend on, and the sizes of their tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES, flash_workspace
+from memplan.step.playing.recomputation import Checkpointing
+from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.reduction_workspaces import Sums
+
+Size = tuple[Quantity, int]
+"""What a tensor's bytes are proportional to, and how many there are for each unit of that."""
+
+STATISTIC = 4
+"""An fp32 number for each row: of a norm, or of attention."""
+
+
+class LayerShape(NamedTuple):
+    """What the programs of a layer depend on; widths are those of all heads together."""
+
+    hidden: int
+    inner: int
+    query: int
+    key: int
+    heads: int
+    groups: int
+    head_dim: int
+    fused: bool  # Whether query, key and value are one product, out of which they are copied
+    gathers: bool  # Whether the rows of rotary tables are gathered for the layer
+    alone: bool  # Whether they are those of one sequence
+    attention: str  # Its kernel
+    checkpointing: Checkpointing
+    sums: Sums
+
+
+def attention_workspace(shape: LayerShape) -> tuple[Size, ...]:
+    """Return what attention's backward allocates inside itself."""
+    if shape.attention == "flex":
+        return ((Quantity.TOKENS, STATISTIC * shape.heads),)
+    if shape.attention != "flash":
+        return ()
+    return tuple(flash_workspace(shape.heads, shape.groups, shape.head_dim, 2))
+
+
+def tensor_sizes(shape: LayerShape) -> dict[str, Size]:
+    """Return the sizes of all tensors; floats have 16 bits, but for statistics and what is turned."""
+    hidden, inner, query, key = shape.hidden, shape.inner, shape.query, shape.key
+    rows = (
+        (hidden, "x h1 a h2 d y dy dhu dhg da dhq dhk dhv dhqkv dx"),
+        (query, "q qr qr2 o do dqr dq"),
+        (key, "k kr kr2 v vr vr2 dkr dk dv"),
+        (inner, "g u s ds du dg"),
+        (2 * query, "cq cq' rq rq' dcq dcq' drq drq'"),
+        (2 * key, "ck ck' rk rk' dck dck' drk drk'"),
+        (query + 2 * key, "qkv dqkv"),
+    )
+    sizes: dict[str, Size] = {}
+    for width, names in rows:
+        sizes |= dict.fromkeys(names.split(), (Quantity.TOKENS, 2 * width))
+    sizes |= dict.fromkeys(("r1", "r2", "t1", "row_sums"), (Quantity.TOKENS, STATISTIC))
+    for name in ("lse", "row maxima"):
+        sizes[name] = (Quantity.TOKENS, STATISTIC * shape.heads)
+    sizes |= dict.fromkeys(
+        ("f", "f1", "f3", "cf", "conjugate"),
+        (Quantity.TOKENS if shape.gathers else Quantity.POSITIONS, 4 * shape.head_dim),
+    )
+    rows_given = ("f2",) if shape.alone else ("f1", "f2")
+    sizes |= dict.fromkeys(rows_given, (Quantity.POSITIONS, 4 * shape.head_dim))
+    state = RANDOM_STATE_BYTES[shape.attention]
+    sizes |= {"seed": (Quantity.ONE, max(0, state - 8)), "offset": (Quantity.ONE, min(8, state))}
+    parts = 1 if shape.sums.way == "mixed" else shape.sums.parts
+    sizes |= dict.fromkeys(("n1", "n2"), (Quantity.ONE, 4 * hidden * parts))
+    sizes["partial sums"] = (Quantity.ONE, 2 * 4 * hidden * shape.sums.tiles)
+    sizes["column_sum"] = (Quantity.ONE, 4 * hidden)
+    matrices = {"o": query, "qkv": query + 2 * key, "q": query, "k": key, "v": key, "gate": inner, "up": inner}
+    for name, columns in {**matrices, "down": inner, "norm1": 1, "norm2": 1}.items():
+        sizes[f"d_{name}"] = (Quantity.ONE, 2 * hidden * columns)
+    sizes |= {f"workspace {number}": size for number, size in enumerate(attention_workspace(shape))}
+    return sizes
