@@ -21,7 +21,7 @@ FEW = 6
 ALL_LINEAR = ("all", "all-linear", "all_linear")
 """Words for all linear layers, beside which other modules may be named."""
 
-ARITHMETIC = ("product", "quotient", "sum", "smallest")
+ARITHMETIC = ("product", "quotient", "sum", "smallest", "multiple")
 
 PROGRAM = "$program"
 """The program and subcommands of a command line, which say as much as its flags do."""
@@ -205,7 +205,7 @@ class _Step:
         return MISSING
 
     def _arithmetic(self, key: str | None) -> None:
-        """Set a product, quotient, sum or the smallest; a quotient or sum with a missing term is none."""
+        """Set a product, quotient, sum, the smallest, or the next multiple where the first is none; one with a missing term is none, but a product."""
         operation = next(name for name in ARITHMETIC if name in self.rule)
         values = [self._term(term) for term in self.rule[operation]]
         if operation == "smallest":
@@ -216,6 +216,10 @@ class _Step:
         if operation == "quotient":
             divisor = prod(numbers[1:])
             total = -(-numbers[0] // divisor) if self.rule.get("up") else numbers[0] // divisor
+        elif operation == "multiple":
+            if numbers[0] % numbers[1] == 0:
+                return
+            total = -(-numbers[0] // numbers[1]) * numbers[1]
         else:
             total = prod(numbers) if operation == "product" else sum(numbers)
         self._state(self.rule["to"], max(int(total), self.rule.get("least", 0)), key)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.catalog.catalog import data_directory
-from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, MemplanError
+from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, MemplanError, UncountedWarning
 from memplan.importer.classified_keys import known_keys
 from memplan.library.lookup.trainer_files import trainer_mappings
 
@@ -312,6 +312,12 @@ def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
     assert not said("packing: false\n")
     assert not said("packing: true\npacking_strategy: wrapped\n")
     assert not said("packing: true\nattn_implementation: flash_attention_2\n")
+
+
+def test_a_mask_that_is_not_counted_is_said_with_its_bound(tmp_path):
+    path = written(tmp_path, TRL + "max_length: 4096\npacking: true\nper_device_train_batch_size: 2\n")
+    with pytest.warns(UncountedWarning, match="packed rows .* is not counted: 256.00 MiB at most"):
+        memplan.plan(path, gpu="h100")
 
 
 def test_a_key_says_what_it_does_in_the_end(tmp_path):
@@ -786,7 +792,7 @@ RULE_KEYS = {
         "change",
         "if_null",
     ),
-    *("overrides", "program"),
+    *("overrides", "program", "multiple"),
 }
 
 

@@ -12,8 +12,17 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownKeyWarning, first_lines, printable
+from memplan.errors import (
+    CannotAnswerError,
+    InvalidFileError,
+    MemplanError,
+    UncountedWarning,
+    UnknownKeyWarning,
+    first_lines,
+    printable,
+)
 from memplan.training.rules.method_rules import GENERATING
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
@@ -186,6 +195,8 @@ def training_data(
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
     if job.reading.refusals:
         _refuse_first(job)
+    if mask := _uncounted_mask(job):
+        warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
         said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
@@ -198,6 +209,20 @@ def training_data(
     shipped = f", {printable(job.value('let.shipped'))}" if job.value("let.shipped") else ""
     description = f"{job.head.title} {job.version}".strip() + other + shipped
     return {"description": description, **_known(data, TrainingConfig), "stack": stack}
+
+
+def _uncounted_mask(job: ImportedJob) -> str:
+    """Return what is said of the mask that packed rows are given and that no plan counts; nothing where there is none.
+
+    Source:
+        ``eager_mask`` in transformers/masking_utils.py (5.23.0), which has four bytes for a pair of tokens at most;
+        ``sdpa_mask`` has one.
+    """
+    tokens = job.value("training.micro_batch_size"), job.value("training.sequence_length")
+    if job.value("packing.mask") is None or None in tokens:
+        return ""
+    bound = format_bytes(4 * (tokens[0] * tokens[1]) ** 2)
+    return f"packed rows without flash_attention_2 are given a mask of all tokens by all, which is not counted: {bound} at most"
 
 
 def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> None:
