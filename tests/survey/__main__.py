@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from memplan.catalog.catalog import Catalog, data_directory
-from tests.survey.drawn_jobs import Job, Verdict, drawn_job, on_several, verdict
+from tests.survey.drawn_jobs import RESERVE_SHARE, Job, Verdict, drawn_job, on_several, verdict
 from tests.survey.shrinking import shrunk
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"\r{number + 1} of {len(jobs)}")
     sys.stderr.write("\n")
     for number, result in enumerate(verdicts):
-        if result.outcome in ("differs", "crashed") or options.job:
+        if result.outcome in ("differs", "crashed") or abs(result.reserve_share) > RESERVE_SHARE or options.job:
             small = shrunk(result, catalog) if options.shrink else result
             sys.stdout.write("\n".join([f"job {number}: {small.job.text}", *lines(small), ""]))
     for line in summary(verdicts):
@@ -57,6 +57,8 @@ def lines(result: Verdict) -> Iterator[str]:
     yield f"  peak {result.formula_bytes:,} by the formula, {result.traced_bytes:,} by the trace: {result.peak_share:.4%}"
     if result.components:
         yield f"  components at the peak: {dict(result.components)}"
+    if result.reserve_share:
+        yield f"  reserved {result.reserved_bytes:,} by the formula's events, {result.traced_reserved_bytes:,} by the trace's: {result.reserve_share:+.2%}"
     for name, size in result.differences.items():
         yield f"  {name}: {size:+,} of {result.traced[name]:,} ({abs(size) / max(1, result.traced[name]):.3%})"
 
@@ -80,12 +82,12 @@ def summary(verdicts: Sequence[Verdict]) -> Iterator[str]:
 
 def reserve_lines(answered: Sequence[Verdict]) -> Iterator[str]:
     """Yield how far the reserve of the formula's events is from that of the trace's."""
-    shares = [v.reserved_bytes / v.traced_reserved_bytes - 1 for v in answered if v.traced_reserved_bytes]
+    shares = [v.reserve_share for v in answered if v.traced_reserved_bytes]
     if not shares:
         return
     middle, lowest, highest = median(abs(share) for share in shares), min(shares), max(shares)
     yield f"reserved, formula's events beside the trace's: median {middle:.3%}, from {lowest:+.2%} to {highest:+.2%}"
-    near = [sum(abs(share) <= limit for share in shares) / len(shares) for limit in (0.01, 0.03)]
+    near = [sum(abs(share) <= limit for share in shares) / len(shares) for limit in (0.01, RESERVE_SHARE)]
     yield f"reserved within 1 % {near[0]:.1%}, within 3 % {near[1]:.1%} of {len(shares)}"
 
 

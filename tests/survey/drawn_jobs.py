@@ -35,6 +35,7 @@ EXACT = ("persistent", "host", *STATES)
 
 PEAK_SHARE = 0.001
 INSTANT_SHARE = 0.01
+RESERVE_SHARE = 0.03
 STEPS = 2
 """Steps of a traced run: a third takes half as long again, and most often nothing of the card."""
 
@@ -98,6 +99,11 @@ class Verdict:
     def component_share(self) -> float:
         """Largest difference of a component at the peak as a share of the peak."""
         return max(map(abs, self.components.values()), default=0) / max(1, self.traced_bytes)
+
+    @property
+    def reserve_share(self) -> float:
+        """By what share the reserve of the formula's events exceeds that of the trace's; 0 where events are not told."""
+        return self.reserved_bytes / self.traced_reserved_bytes - 1 if self.traced_reserved_bytes else 0.0
 
     @property
     def exact_states(self) -> bool:
