@@ -137,8 +137,13 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     require_file(path)
     try:
         with open(path, "rb", opener=_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidFileError([f"{shown_path(path)}: is no longer a regular file"])
+            if not status.st_size:  # one of the kernel's may have nothing to say yet
+                if file.raw.read(1) is None:
+                    raise InvalidFileError([f"{shown_path(path)}: cannot be read: it waits for what is still to come"])
+                file.seek(0)
             yield file
     except OSError as error:
         raise InvalidFileError([f"{shown_path(path)}: cannot be read: {error.strerror or error}"]) from None
@@ -206,7 +211,7 @@ def read_bytes(
     if kind := _kind_of_bytes(raw):
         raise InvalidFileError([f"{shown_path(path)}: {kind}; {instead}"])
     if len(raw) > maximum_bytes:
-        raise InvalidFileError([f"{shown_path(path)}: larger than {maximum_bytes // 2**20} MiB: {suggestion}"])
+        raise InvalidFileError([f"{shown_path(path)}: larger than {maximum_bytes / 2**20:g} MiB: {suggestion}"])
     return raw
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -45,14 +45,14 @@ class Outcome:
     seconds: float
 
 
-def outcome(arguments: Sequence[str], stdin: bytes = b"") -> Outcome:
-    """Run the entry point as if piped, stopping it after a few seconds."""
+def outcome(arguments: Sequence[str], stdin: bytes = b"", variables: Mapping[str, str] | None = None) -> Outcome:
+    """Run the entry point as if piped, with variables of the environment, stopping it after a few seconds."""
     out, err = io.StringIO(), io.StringIO()
     started = time.process_time()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", ["memplan", *arguments]))
         stack.enter_context(mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin))))
-        stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nonexistent"}))
+        stack.enter_context(mock.patch.dict(os.environ, {**(variables or {}), "PATH": "/nonexistent"}))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
         stack.enter_context(_alarm(SECONDS))

@@ -12,21 +12,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplan.library.trainers.imported_file import import_file
+
 from .any_settings import plan_with_settings
 from .arguments import command_line
 from .hostile import damaged, damages, edited, edits, serialised
 from .running import called, check, outcome, peak_bytes
-from .seeds import CONFIG, GPU, TRAINERS, safetensors, seeds
+from .seeds import CONFIG, GPU, TRAINERS, Seed, safetensors, seeds
+from .surroundings import answered, bomb, cleared, put_instead, request, variables, with_trainer_keys
 
-FILE_CASES, LINE_CASES, SETTING_CASES = 400, 120, 300
+FILE_CASES, LINE_CASES, SETTING_CASES, OTHER_CASES = 400, 120, 300, 30
 LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
 SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", "0"))
+WORDS_OF_A_COMMAND = "command.sh"
+"""The seed that no command reads: its words are the command."""
 COMMAND_EVERY = 8
 """Damaged files that go to their reader, which is fast, to one that a whole command is run on."""
 
@@ -47,15 +53,54 @@ def damage_a_file(random: Random, workplace, peak: int) -> None:
     else:
         content = damaged(seed.content, damages(random))
     path.write_bytes(content)
+    _read(random, seed, path, content, peak)
+
+
+def _read(random: Random, seed: Seed, path: Path, content: bytes, peak: int) -> None:
+    """Read what lies at a seed's path as its reader does, or have a command of its own read it."""
     if random.randrange(COMMAND_EVERY):
         check(called(lambda: seed.read(path), str(path)), peak)
     else:
         check(outcome(seed.arguments(random.choice(seed.commands), path), content), peak)
 
 
+def read_a_bomb(random: Random, workplace, peak: int) -> None:
+    """Read a whole file that is made to hurt, or what is no file, where one of any kind is expected, or one beside it."""
+    seed, path = random.choice([pair for pair in workplace if pair[0].file != WORDS_OF_A_COMMAND])
+    place = path.parent / random.choice((seed.file, *seed.beside))
+    try:
+        if random.randrange(3):
+            place.write_bytes(bomb(random))
+        else:
+            put_instead(random, place)
+        _read(random, seed, path, b"", peak)
+    finally:
+        cleared(place)
+        seed.written(path.parent)
+
+
+def set_trainer_keys(random: Random, workplace, peak: int) -> None:
+    """Set keys that trainers' mappings read, in a trainer's file, to anything."""
+    trainers = [(seed, path) for seed, path in workplace if seed.read is import_file and seed.data is not None]
+    seed, path = random.choice(trainers)
+    content = serialised(with_trainer_keys(random, seed.data))
+    path.write_bytes(content)
+    _read(random, seed, path, content, peak)
+
+
 def run_a_command_line(random: Random, peak: int) -> None:
-    """Run a command line drawn at random."""
-    check(outcome(*command_line(random)), peak)
+    """Run a command line drawn at random, in an environment drawn at random."""
+    check(outcome(*command_line(random), variables(random)), peak)
+
+
+def ask_the_page(random: Random, peak: int) -> None:
+    """Send the page's server a request."""
+    scope = request(random)
+    got: list[tuple[int, bytes]] = []
+    check(called(lambda: got.append(answered(scope)), str(scope)), peak)
+    for status, body in got:
+        assert status in (200, 307, 403, 404, 405, 414, 421, 422), (scope, status, body[:400])
+        assert b"Traceback" not in body, scope
 
 
 def change_settings(random: Random, peak: int) -> None:
@@ -102,6 +147,16 @@ def test_command_lines_drawn_at_random_are_answered_or_refused(tmp_path, monkeyp
     searched(LINE_CASES, run_a_command_line)
 
 
+@pytest.mark.parametrize("case", [read_a_bomb, set_trainer_keys])
+def test_what_is_no_such_file_and_keys_of_any_trainer_are_answered_or_refused(workplace, case):
+    searched(OTHER_CASES, case, workplace)
+
+
+def test_requests_drawn_at_random_are_answered_or_refused():
+    pytest.importorskip("starlette")
+    searched(OTHER_CASES, ask_the_page)
+
+
 @pytest.mark.thorough
 def test_settings_drawn_at_random_are_planned_or_refused():
     searched(SETTING_CASES, change_settings)
@@ -143,6 +198,18 @@ def test_many_damaged_files_are_answered_or_refused(workplace):
 def test_many_command_lines_are_answered_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     repeated(LONG_RUN // 10, run_a_command_line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [read_a_bomb, set_trainer_keys])
+def test_many_other_files_are_answered_or_refused(workplace, case):
+    repeated(LONG_RUN // 10, case, workplace)
+
+
+@pytest.mark.slow
+def test_many_requests_are_answered_or_refused():
+    pytest.importorskip("starlette")
+    repeated(LONG_RUN // 20, ask_the_page)
 
 
 @pytest.mark.slow

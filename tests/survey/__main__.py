@@ -58,7 +58,8 @@ def lines(result: Verdict) -> Iterator[str]:
     if result.components:
         yield f"  components at the peak: {dict(result.components)}"
     if result.reserve_share:
-        yield f"  reserved {result.reserved_bytes:,} by the formula's events, {result.traced_reserved_bytes:,} by the trace's: {result.reserve_share:+.2%}"
+        own, traced = result.reserved_bytes, result.traced_reserved_bytes
+        yield f"  reserved {own:,} by the formula's events, {traced:,} by the trace's: {result.reserve_share:+.2%}"
     for name, size in result.differences.items():
         yield f"  {name}: {size:+,} of {result.traced[name]:,} ({abs(size) / max(1, result.traced[name]):.3%})"
 

@@ -53,12 +53,22 @@ def test_a_version_that_is_none_is_refused(version):
         ("cut_off.json", '{"zero_optimization": {"stage": 2},\n', r"cut_off\.json:2: not JSON"),
         ("digits.toml", f"a = {'9' * 5000}\n", "a number too long"),
         ("deep.toml", f"b = 1\n{'a.' * 50_000}a = 1\n", r"deep\.toml:2: nested too deeply"),
+        ("long.toml", "\n" * 600_000, r"long\.toml: larger than 0\.5 MiB"),
+        ("long.py", "x = 1\n" * 100_000, r"long\.py: larger than 0\.5 MiB"),
+        ("terms.py", f"f(a=1{'*1' * 2500})", "no trainer that memplan reads has these keys"),
     ],
 )
 def test_what_its_parser_breaks_on_is_refused_by_its_line(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     with pytest.raises(InvalidFileError, match=said):
         memplan.import_file(tmp_path / name)
+
+
+def test_what_python_warns_of_in_a_file_is_not_said(tmp_path, recwarn):
+    (tmp_path / "job.py").write_text("x = '\\d' if 1 is 1else 0\n")
+    with pytest.raises(InvalidFileError, match="no trainer that memplan reads"):
+        memplan.import_file(tmp_path / "job.py")
+    assert not recwarn.list
 
 
 def test_a_way_of_sharding_that_is_not_known_is_not_passed_over(tmp_path):

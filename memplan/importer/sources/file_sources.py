@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
-from memplan.documents.opening import read_text, shown_path
+from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text, shown_path
 from memplan.errors import InvalidFileError
 from memplan.importer.sources.argument_vectors import CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
@@ -20,6 +20,8 @@ MEGATRON = "MODEL_ARGS"
 """Where Megatron-LM's own test jobs have the flags of a run."""
 ENVIRONMENT = "ENV"
 """Where ms-swift's files have variables of the environment (cli/main.py)."""
+MAXIMUM_PARSED_BYTES = 2**19
+"""Of Python and TOML, whose parsers take seconds and hundreds of megabytes over a few times as much."""
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
 
 
@@ -34,7 +36,8 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     """
     name = shown_path(path)
     if text is None:
-        text = read_text(path, instead=INSTEAD, suggestion="no trainer's configuration is")
+        most = MAXIMUM_PARSED_BYTES if path.suffix in (".toml", ".py") else MAXIMUM_TEXT_BYTES
+        text = read_text(path, most, INSTEAD, "no trainer's configuration is")
     if path.suffix == ".toml":
         return _toml(text, name)
     if path.suffix == ".py":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from typing import Any
 
 from memplan.errors import InvalidFileError
@@ -16,7 +17,9 @@ def python_keys(text: str, name: str) -> GivenKeys:
         InvalidFileError: It is not Python.
     """
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
@@ -69,17 +72,20 @@ def _called(function: ast.expr) -> str:
 
 def _literal(node: ast.expr, names: dict[str, Any]) -> Any:
     """Return a literal's value, or that of a name that was given one."""
+    try:
+        return _value(node, names)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return _UNKNOWN
+
+
+def _value(node: ast.expr, names: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return names.get(node.id, _UNKNOWN)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.FloorDiv):
-        left, right = _literal(node.left, names), _literal(node.right, names)
-        return _computed(node.op, left, right)
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return _UNKNOWN
+        return _computed(node.op, _value(node.left, names), _value(node.right, names))
+    return ast.literal_eval(node)
 
 
 def _computed(operator: ast.operator, left: Any, right: Any) -> Any:
