@@ -125,7 +125,7 @@ class NormPart(nn.Module):
         if weight is None:
             return wide.to(x.dtype)
         if self.norm.unit_offset:
-            wide = wide * (1.0 + weight.float())  # what is scaled goes before the product is cast, as in transformers' own
+            wide = wide * (1.0 + weight.float())  # what is scaled goes before the cast, as in transformers' own
             return wide.to(x.dtype)
         return weight * wide.to(x.dtype)
 
