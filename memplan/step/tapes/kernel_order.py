@@ -182,14 +182,14 @@ class _Graph:
         the most that was estimated.
         """
         free: dict[tuple[str, int], list[tuple[int, str]]] = {}
-        alive, last, kept = self.timeline(order), self.program.last_reads(order), self.program.kept()
+        alive, last, retained = self.timeline(order), self.program.last_reads(order), self.program.kept()
         most, kernels = self.estimate(order), self.program.kernels
         ends: dict[int, list[str]] = {}
         for name, step in last.items():
             ends.setdefault(step, []).append(name)
         for step, number in enumerate(order):
             kernel = kernels[number]
-            over = kernel.over if last.get(kernel.over) == step and kernel.over not in kept else ""
+            over = kernel.over if last.get(kernel.over) == step and kernel.over not in retained else ""
             for made in kernel.makes[bool(over) :] if kernel.kind == "written" else ():
                 pool = free.get((keys[made], self.sizes[made]), [])
                 if not pool:
@@ -202,7 +202,7 @@ class _Graph:
                         alive[i] += self.sizes[made]
                     yield made, name
             for name in sorted(ends.get(step, ())):
-                if name in self.made and name in keys and name not in kept and name != over:
+                if name in self.made and name in keys and name not in retained and name != over:
                     free.setdefault((keys[name], self.sizes[name]), []).append((step, name))
 
     def least_first(self) -> Order:

@@ -100,5 +100,5 @@ def _split(columns: int, rows: int) -> int:
 
 def _nearest_divisor(number: int, size: int) -> int:
     """Return the divisor that is nearest to a size; the smaller of two."""
-    found = (one for root in range(1, int(number**0.5) + 1) if number % root == 0 for one in (root, number // root))
-    return min(sorted(found), key=lambda one: abs(one - size))
+    result = (one for root in range(1, int(number**0.5) + 1) if number % root == 0 for one in (root, number // root))
+    return min(sorted(result), key=lambda one: abs(one - size))
