@@ -259,7 +259,7 @@ def request(random: Random) -> dict[str, Any]:
 
 def answered(scope: Mapping[str, Any]) -> tuple[int, bytes]:
     """Return the status and the body with which the page's server answers a request."""
-    from memplan.ui.application import application
+    from memplan.cli.ui.application import application
 
     sent: list[Mapping[str, Any]] = []
 
