@@ -22,6 +22,8 @@ ENVIRONMENT = "ENV"
 """Where ms-swift's files have variables of the environment (cli/main.py)."""
 MAXIMUM_PARSED_BYTES = 2**19
 """Of Python and TOML, whose parsers take seconds and hundreds of megabytes over a few times as much."""
+SCRIPTS = (".sh", ".bash", ".slurm")
+"""Ends of the names of files that a shell reads."""
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
 
 
@@ -40,6 +42,10 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
         text = read_text(path, most, INSTEAD, "no trainer's configuration is")
     if path.suffix == ".toml":
         return _toml(text, name)
+    if path.suffix in SCRIPTS:
+        raise InvalidFileError(
+            [f"{name}: a shell script, which is not run: give its command, memplan import -- torchrun ..."]
+        )
     if path.suffix == ".py":
         from memplan.importer.sources.python_literals import python_keys
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported where a file is one
     from memplan.model.model import Model
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
-MODELLESS = (".yaml", ".yml", ".toml", ".py")
+MODELLESS = (".yaml", ".yml", ".toml", ".py", ".sh", ".bash", ".slurm")
 PARTS = frozenset(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "linear_bias"))
 """Parts of a decoder that a file has to say for a model to be built of them."""
 OWN_KEYS = frozenset(("description", "schema"))
@@ -242,6 +242,8 @@ def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> 
 
     answered = tuple(need_of(key) for key in (MODEL, *given))
     if needs := [need for need in job.reading.needs if not need.startswith(answered)]:
+        if job.reading.refusals:  # which nothing that is given answers
+            _refuse_first(job)
         raise CannotAnswerError(f"{text}: cannot be planned without {'; '.join(needs)}")
 
 
