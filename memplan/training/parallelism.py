@@ -13,6 +13,7 @@ from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.flat_rules import deepspeed_problems, flat_refusal, staying_refusal, steps_elementwise
+from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
@@ -77,19 +78,9 @@ def divides_model(parallel: Parallel) -> bool:
 
 def parallel_problems(parallel: Parallel) -> Problems:
     """Yield impossible degrees, each with its path of keys."""
-    for name, least in (
-        ("stage", 0),
-        ("first_stage_less_layers", 0),
-        ("last_stage_less_layers", 0),
-        ("micro_batches", 1),
-    ):
-        value = getattr(parallel, name)
-        if value is not None and not least <= value <= MAXIMUM_GPUS:
-            yield ("parallel", name), f"expected a whole number from {least} to {MAXIMUM_GPUS:,}, got {value}"
-    for name in (*_DEGREES, *_STAGES):
-        value = getattr(parallel, name)
-        if value is not None and not 1 <= value <= MAXIMUM_GPUS:
-            yield ("parallel", name), f"expected a whole number from 1 to {MAXIMUM_GPUS:,}, got {value}"
+    from_none = ("stage", "first_stage_less_layers", "last_stage_less_layers")
+    yield from out_of_range(parallel, ("parallel",), from_none, MAXIMUM_GPUS, 0)
+    yield from out_of_range(parallel, ("parallel",), ("micro_batches", *_DEGREES, *_STAGES), MAXIMUM_GPUS)
     for name, least in _ELEMENTS:
         size = getattr(parallel.deepspeed, name)
         if size != "auto" and not least <= size <= MAXIMUM_ELEMENTS:

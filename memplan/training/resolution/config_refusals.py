@@ -11,7 +11,7 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
-from memplan.training.rules.image_rules import image_problems
+from memplan.training.rules.image_rules import image_problems, out_of_range
 from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.stack_rules import kernel_profile
 from memplan.units import parse_bytes
@@ -51,30 +51,20 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
     """Yield every number of a config that is out of range."""
     limits = {"micro_batch_size": 2**24, "sequence_length": 2**30, "gradient_accumulation_steps": 2**20}
     for key, most in limits.items():
-        value = getattr(config, key)
-        if not 1 <= value <= most:
-            yield (key,), f"expected a whole number from 1 to {most:,}, got {value}"
-    if config.evaluation_batch_size is not None and not 1 <= config.evaluation_batch_size <= 2**24:
-        yield (
-            ("evaluation_batch_size",),
-            f"expected a whole number from 1 to 16,777,216, got {config.evaluation_batch_size}",
-        )
+        yield from out_of_range(config, (), (key,), most)
+    yield from out_of_range(config, (), ("evaluation_batch_size",), 2**24)
     within = all(1 <= getattr(config, key) <= most for key, most in limits.items())
     if within and config.micro_batch_size * config.sequence_length > MAXIMUM_TOKENS:
         yield ("sequence_length",), "batch times sequence length is beyond any machine"
     if config.dropout is not None and not 0 <= config.dropout < 1:
         yield ("dropout",), f"expected a probability from 0 to below 1, got {config.dropout}"
-    for name in ("every", "first"):
-        layers = getattr(config.checkpointed_layers, name)
-        if layers is not None and not 1 <= layers <= 2**16:
-            yield ("checkpointed_layers", name), f"expected a whole number from 1 to 65,536, got {layers}"
+    yield from out_of_range(config.checkpointed_layers, ("checkpointed_layers",), ("every", "first"), 2**16)
     yield from image_problems(config.images)
     if config.adapter is not None and config.adapter.dropout is not None and not 0 <= config.adapter.dropout < 1:
         yield ("adapter", "dropout"), f"expected a probability from 0 to below 1, got {config.adapter.dropout}"
-    if config.adapter is not None and not 1 <= config.adapter.rank <= 2**16:
-        yield ("adapter", "rank"), f"expected a whole number from 1 to 65,536, got {config.adapter.rank}"
-    if config.kernels.loss_chunks is not None and not 1 <= config.kernels.loss_chunks <= 2**16:
-        yield ("kernels", "loss_chunks"), f"expected a whole number from 1 to 65,536, got {config.kernels.loss_chunks}"
+    if config.adapter is not None:
+        yield from out_of_range(config.adapter, ("adapter",), ("rank",), 2**16)
+    yield from out_of_range(config.kernels, ("kernels",), ("loss_chunks",), 2**16)
     batch = config.kernels.muon_batch_bytes
     if batch is not None and not 0 <= batch <= 2**50:
         yield ("kernels", "muon_batch_bytes"), f"expected a whole number of bytes from 0 to 2^50, got {batch}"

@@ -16,6 +16,7 @@ from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor, expanded
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
+from memplan.training.rules.image_rules import out_of_range
 
 Path = tuple[str, ...]
 ALL_LAYERS = "and all of them train"
@@ -37,10 +38,7 @@ def freeze_problems(freeze: Freeze) -> Iterator[tuple[Path, str]]:
     for role in freeze.roles:
         if role not in ROLES:
             yield ("freeze", "roles"), f"unknown role {role!r}; known: {', '.join(ROLES)}"
-    for key in ("first_layers", "last_layers"):
-        layers = getattr(freeze, key)
-        if layers is not None and not 1 <= layers <= 2**16:
-            yield ("freeze", key), f"expected a whole number from 1 to 65,536, got {layers}"
+    yield from out_of_range(freeze, ("freeze",), ("first_layers", "last_layers"), 2**16)
     if freeze.input_gradients is not None and freeze == replace(ALL_TRAIN, input_gradients=freeze.input_gradients):
         yield ("freeze", "input_gradients"), "it counts where parameters are frozen; say which, or leave it out"
 

@@ -1,8 +1,9 @@
-"""What a config cannot say of the images in its rows."""
+"""Numbers of a training config that are out of range, those of the images in its rows among them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from memplan.catalog.config_keys.method_keys import Images
 
@@ -13,14 +14,26 @@ MOST_IMAGES, MOST_SIDE, MOST_PIXELS = 2**12, 2**14, 2**28
 UNSAID = "an image's height and width, such as 448, or its pixels"
 
 
+def out_of_range(
+    part: Any, path: Path, names: tuple[str, ...], most: int, least: int = 1
+) -> Iterator[tuple[Path, str]]:
+    """Yield the numbers of a part of a config that are given and not from ``least`` to ``most``.
+
+    Args:
+        path: The keys that lead to the part.
+        names: Keys of the part.
+    """
+    for name in names:
+        given = getattr(part, name)
+        if given is not None and not least <= given <= most:
+            yield (*path, name), f"expected a whole number from {least} to {most:,}, got {given}"
+
+
 def image_problems(images: Images) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's images is out of range, missing, or said twice."""
-    if not 0 <= images.per_row <= MOST_IMAGES:
-        yield ("images", "per_row"), f"expected a whole number from 0 to {MOST_IMAGES:,}, got {images.per_row}"
-    for name, most in (("height", MOST_SIDE), ("width", MOST_SIDE), ("pixels", MOST_PIXELS)):
-        given = getattr(images, name)
-        if given is not None and not 1 <= given <= most:
-            yield ("images", name), f"expected a whole number from 1 to {most:,}, got {given}"
+    yield from out_of_range(images, ("images",), ("per_row",), MOST_IMAGES, 0)
+    yield from out_of_range(images, ("images",), ("height", "width"), MOST_SIDE)
+    yield from out_of_range(images, ("images",), ("pixels",), MOST_PIXELS)
     sides = [side for side in (images.height, images.width) if side is not None]
     if sides and images.pixels is not None:
         yield ("images", "pixels"), "height and width say how many pixels an image has; leave it out"

@@ -12,6 +12,7 @@ from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
+from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.stack_rules import beside_codes
 
 Path = tuple[str, ...]
@@ -101,8 +102,8 @@ def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
         yield from _rollout_problems(config, method.rollout)
     if method.labels is not None and method.stage != "classification":
         yield ("method", "labels"), f"{method.stage} has no classes; leave it out"
-    elif method.labels is not None and not 1 <= method.labels <= MOST_LABELS:
-        yield ("method", "labels"), f"expected a whole number from 1 to {MOST_LABELS:,}, got {method.labels}"
+    else:
+        yield from out_of_range(method, ("method",), ("labels",), MOST_LABELS)
     if method.stage in REFERRED and method.reference_model == "none":
         yield path, f"{method.stage} compares with a reference model: resident, adapter-off or precomputed"
     if method.chosen_nll is not None and method.stage not in UNREFERRED:
@@ -127,10 +128,7 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
         yield ("method", "reference_model"), f"what {stage} compares is generated as it trains; use resident"
     if not 0 < rollout.completion_length < config.sequence_length:
         yield (*path, "completion_length"), f"expected 1 to sequence_length less one, {config.sequence_length - 1}"
-    for key in ("micro_batches", "iterations"):
-        value = getattr(rollout, key)
-        if value is not None and not 1 <= value <= 2**20:
-            yield (*path, key), f"expected a whole number from 1 to 1,048,576, got {value}"
+    yield from out_of_range(rollout, path, ("micro_batches", "iterations"), 2**20)
     if not 0 < rollout.engine_fraction <= 1:
         yield (*path, "engine_fraction"), "expected a share of the GPU, more than 0 and at most 1"
     micro_batches = rollout.micro_batches or config.gradient_accumulation_steps
