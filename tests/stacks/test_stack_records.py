@@ -215,7 +215,7 @@ ROWS = {
     "transformers.no-reshard.shards": "FSDP2 and HSDP, units not resharded, Trainer",
     "torchtitan.no-reshard.shards": "FSDP2 and HSDP, units not resharded, torchtitan",
     "transformers.hsdp.shards": "HSDP, Trainer by accelerate 1.15",
-    "torchtitan.hsdp.tensor.shards": "HSDP, with and without tensor parallelism, torchtitan",
+    "torchtitan.hsdp.tensor.shards": "HSDP, alone and with tensor parallelism, torchtitan",
     "transformers.offload.shards": "FSDP2 and HSDP, shards in host memory",
     "transformers.fsdp1-offload.shards": "FSDP1, shards in host memory, adapters too",
     "transformers.fsdp1.shards": "FSDP1, Trainer by accelerate 1.15",
