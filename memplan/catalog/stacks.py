@@ -240,6 +240,8 @@ class Stack:
     # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
     # which all that trains is cast to.
     saved_modules: Literal["weights", "adapters"] = "weights"
+    # Family -> what names of the projector's parameters begin with, where the stack calls less of it so.
+    projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     quantised_towers: bool = True  # Whether a vision tower and its projector are quantised with the text model
     name: str = ""  # Its name, put in where it is looked up
     version: str = ""  # The version of the library that is described, put in likewise

@@ -43,7 +43,17 @@ def other_features(inputs: StepInputs, tower: TowerOnTape | None) -> Form:
 def named_output(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
     """Return what the layer before the last of a kind has returned, which keeps its name where images were added to a copy of it."""
     last = max(run.first + run.count - 1 for own, run in zip(taped.kinds, taped.runs, strict=True) if own == kind)
-    return stream_form(inputs) if taped.tower is not None and 0 < last <= len(taped.tower.deep_runs) else ZERO
+    copied = taped.tower is not None and _copies(inputs) and 0 < last <= len(taped.tower.deep_runs)
+    return stream_form(inputs) if copied else ZERO
+
+
+def _copies(inputs: StepInputs) -> bool:
+    """Tell whether images are added to a copy: not so where ms-swift has put a function of its own there.
+
+    Source:
+        ``_patch_deepstack_process`` in swift/model/models/qwen.py (ms-swift 4.6.0).
+    """
+    return inputs.setup.stack.images != "embedded"
 
 
 def handed_instants(
@@ -64,4 +74,8 @@ def handed_instants(
     width, own = inputs.spec.hidden_size * inputs.setup.residual_bytes, tower.deep.output.coefficient
     rows = 2 * width + (width if own != width else 0)  # those chosen, the sum, and what is handed on where it is cast
     chosen = single_form(Part.TEMPORARIES, Quantity.IMAGE_TOKENS, rows)
-    yield Instant("forward", "add what a block of the tower has handed on", around + stream_form(inputs) * 2 + chosen)
+    yield Instant(
+        "forward",
+        "add what a block of the tower has handed on",
+        around + stream_form(inputs) * (1 + _copies(inputs)) + chosen,
+    )

@@ -31,6 +31,7 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
         CannotAnswerError: Its parameters without gradients are shared out, or its head is another one.
     """
     parallel, images = setup.config.parallel, setup.config.images
+    model = _as_called(model, setup.stack)
     passed = "" if images.per_row else " that rows of text do not pass through"
     where = f"{setup.name}: model: {model.spec.name} has a vision tower{passed}:"
     if not images.per_row:
@@ -60,6 +61,14 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     if parallel.zero_stage:
         note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
     return noted(model, note)
+
+
+def _as_called(model: Model, stack: Stack) -> Model:
+    """Return a model whose projector is what a stack calls so."""
+    tower, names = model.spec.tower, stack.projectors.get(model.spec.architecture)
+    if tower is None or names is None:
+        return model
+    return replace(model, spec=replace(model.spec, tower=replace(tower, projector=tuple(names))))
 
 
 def _refuse_unfollowed_tower(where: str, model: Model, setup: TrainingSetup) -> None:
@@ -187,9 +196,7 @@ def _with_images(model: Model, setup: TrainingSetup) -> Model:
 def plans_images(spec: ModelSpec, stack: Stack) -> bool:
     """Tell whether rows with images are planned of a model under a stack."""
     tower = spec.tower
-    if tower is None or tower.shape is None or stack.images == "none":
-        return False
-    return stack.images == "model" or not _is_stacked(tower)
+    return tower is not None and tower.shape is not None and stack.images != "none"
 
 
 def _is_stacked(tower: Tower) -> bool:
@@ -221,10 +228,9 @@ def _unmodelled_images(model: Model, setup: TrainingSetup) -> Iterator[str]:
     """Yield what of a job with images is not modelled."""
     config, stack, images = setup.config, setup.stack, setup.config.images
     stacked = model.spec.tower is not None and _is_stacked(model.spec.tower)
-    if stack.images != "none" and not plans_images(model.spec, stack):
-        yield f"not modelled for {model.spec.name} under stack {stack.name}; transformers and trl are, say; or plan rows of text"
     adapted = config.adapter is not None and config.adapter.vision in (True, "tower")
-    if stacked and adapted and setup.checkpointing != "none" and stack.checkpointing.reentrant:
+    asks = stack.input_gradients == "trained-layers"  # of what each layer is given
+    if stacked and adapted and setup.checkpointing != "none" and stack.checkpointing.reentrant and not asks:
         yield (
             "transformers asks for no gradient of what Qwen3-VL's patches become (``_input_embed_layer``), so that no adapter on its "
             "blocks is trained where checkpointing is reentrant; use use_reentrant: false, or adapter.vision: false"

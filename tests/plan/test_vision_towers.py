@@ -283,11 +283,20 @@ def test_what_a_tower_hands_on_to_early_layers_waits_until_backward_reaches_its_
     assert waiting == [3 * handed, 2 * handed, handed, 0]
 
 
+def test_mergers_behind_blocks_are_the_towers_for_llama_factory_and_the_projectors_for_ms_swift():
+    def trained(stack):
+        config = replace(SEEN, stack=stack, images=replace(SEEN.images, tower="frozen", projector="trained"))
+        entries = compiled(config, "qwen3-vl-8b").states.tensors
+        return {e.tensor.name.rpartition("merger")[0] for e in entries if e.trainable and "merger" in e.tensor.name}
+
+    assert trained("llama-factory") == {"model.visual."}
+    assert trained("ms-swift") == {"model.visual.", "model.visual.deepstack_"}
+
+
 @pytest.mark.parametrize(
     ("config", "model", "reason"),
     [
         (SEEN, "mistral-small-3.1-24b", "family mistral3"),
-        (replace(SEEN, stack="ms-swift"), "qwen3-vl-8b", "stack ms-swift"),
         (replace(adapted("transformers@4.57"), activation_checkpointing="full"), "qwen3-vl-8b", "reentrant"),
         (SEEN, "qwen2.5-7b", "has no vision tower"),
         (replace(SEEN, stack="llama-factory-v1"), "qwen2.5-vl-7b", "stack llama-factory-v1"),

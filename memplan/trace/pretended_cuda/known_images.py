@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -83,6 +84,10 @@ def _position_ids(grid_thw: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty((int(grid_thw.prod(-1).sum()), 2), dtype=torch.long, device="meta")
 
 
+OWN_ADDITION = "_own_deepstack_process"
+"""What a library's own function is called that adds images to early layers' results, where it has one."""
+
+
 def _taps(grid_thw: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     patches = int(grid_thw.prod(-1).sum())
     places = torch.empty((patches, POSITION_TAPS), dtype=torch.long, device="meta")
@@ -119,12 +124,14 @@ def known_images(spec: ModelSpec, setup: TrainingSetup) -> Iterator[None]:
         return seen(self, hidden_states, image_grids(spec, setup, config.micro_batch_size), **options)
 
     text = next(own for name, own in vars(code).items() if name.endswith("VLTextModel"))
-    add, counted, tokens = getattr(text, "_deepstack_process", None), dict[int, int](), image_sizes(spec, setup)[1]
+    add: Any = getattr(text, "_deepstack_process", None)
+    counted, tokens = dict[int, int](), image_sizes(spec, setup)[1]
 
     def handed(self: Any, hidden_states: Tensor, mask: Tensor, embeds: Tensor) -> Tensor:
         counted.clear()  # a mask is there as long as layers run, and their backward
         counted[mask.untyped_storage()._cdata] = tokens * config.micro_batch_size
-        out: Tensor = add(self, hidden_states, mask, embeds)  # type: ignore[misc]
+        own: Any = self.__dict__.get(OWN_ADDITION) or partial(add, self)
+        out: Tensor = own(hidden_states, mask, embeds)
         return out
 
     with (

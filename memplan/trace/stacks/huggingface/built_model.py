@@ -122,9 +122,14 @@ def frozen(model: Any, inputs: StackInputs) -> Any:
 
 
 def _freeze_tower(model: Any, inputs: StackInputs) -> None:
-    """Freeze what of a vision tower and its projector is not trained, as a script does before it makes an optimizer."""
+    """Freeze what of a vision tower and its projector is not trained, as a script does before it makes an optimizer; LLaMA-Factory does it itself."""
     tower, images = inputs.model.spec.tower, inputs.setup.config.images
-    if tower is None or not images.per_row or inputs.setup.config.adapter is not None:
+    if (
+        inputs.setup.stack.vision == "frozen-as-loaded"
+        or tower is None
+        or not images.per_row
+        or inputs.setup.config.adapter is not None
+    ):
         return
     for name, parameter in model.named_parameters():
         rule = images.projector if name.startswith(tower.projector) else images.tower

@@ -14,7 +14,7 @@ import torch
 import transformers.modeling_utils
 
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
-from memplan.trace.pretended_cuda.known_images import image_columns
+from memplan.trace.pretended_cuda.known_images import OWN_ADDITION, image_columns
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
 from memplan.trace.stacks.huggingface.built_model import loaded_model
@@ -47,9 +47,13 @@ TRAINERS = {
 TEMPLATE = "swift.template.base.Template"
 SEEING = {
     "qwen2_5_vl": ("swift.template.templates.qwen.Qwen2_5VLTemplate", "qwen2_vl"),
+    "qwen3_vl": ("swift.template.templates.qwen.Qwen3VLTemplate", "qwen3_vl"),
     "gemma3": ("swift.template.templates.gemma.Gemma3VisionTemplate", "llava_hf"),
 }
 """Family -> its template, and what its parts are called by (swift/template/templates, swift/model/model_arch.py, 4.6.0)."""
+
+DROPPED_OUTPUTS = {"qwen3_vl": "Qwen3VLModelOutputWithPast", "qwen3_vl_moe": "Qwen3VLMoeModelOutputWithPast"}
+"""Classes that ms-swift imports, which transformers 5.23 has no more (ms-swift 4.6.0 allows those before 5.20)."""
 
 MODES = {"sft": "train", "classification": "train", "kto": "kto"}
 """Stage -> what its template is told that rows are for; others are ``rlhf`` (swift/pipelines/train/rlhf.py)."""
@@ -99,6 +103,12 @@ def _described(model: Any, inputs: StackInputs) -> Any:
         _named("swift.model.register.ModelLoader._compat_transformers5")(
             SimpleNamespace(model_meta=model.model_meta), model
         )
+    if seen and inputs.model.spec.architecture == "qwen3_vl":
+        for family, name in DROPPED_OUTPUTS.items():  # what nothing calls but under DeepSpeed
+            vars(import_module(f"transformers.models.{family}.modeling_{family}")).setdefault(name, None)
+        _named("swift.model.models.qwen._compat_qwen3_vl_mixed_data")(model.model, None)
+        text = vars(model.model.language_model)
+        text[OWN_ADDITION] = text.pop("_deepstack_process")
     return model
 
 
