@@ -321,7 +321,7 @@ def _when_staged(config: TrainingConfig, coded: Collection[str]) -> Problems:
     if not coded or adapter is None:
         yield at, "counts with weights in nf4 and adapters alone; leave it out"
     elif adapter.kind == "dora":
-        yield at, f"axolotl refuses dora over weights that were staged on the CPU; use adapter.kind: lora"
+        yield at, "axolotl refuses dora over weights that were staged on the CPU; use adapter.kind: lora"
     if config.parallel.replicate > 1:
         yield at, "axolotl refuses groups of GPUs that each divide everything with it; use parallel.replicate: 1"
     if config.activation_checkpointing == "selective":
