@@ -157,6 +157,16 @@ def test_rows_of_a_trained_table_of_codes_are_decoded_in_forward_alone(catalog):
     assert dict(verdict(Job(SMALL, training), catalog).differences) == {}
 
 
+def test_gradients_of_weighted_rows_are_blocks_of_their_own_in_the_allocator(catalog):
+    model = {"model_type": "mixtral", "hidden_size": 130, "head_dim": 96, "intermediate_size": 3, "vocab_size": 1000}
+    model |= {"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 1}
+    model |= {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": False}
+    training = {"description": "test", "adapter": {"kind": "lora", "targets": ["o_proj", "v_proj"]}}
+    training |= {"kernels": {"attention": "math", "loss": "chunked"}, "micro_batch_size": 5, "sequence_length": 128}
+    agreed = verdict(Job(model, training), catalog)
+    assert agreed.reserved_bytes == agreed.traced_reserved_bytes
+
+
 def test_every_family_is_drawn_and_every_model_is_one():
     from memplan.catalog.catalog import Catalog, data_directory
 

@@ -237,7 +237,7 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
         scaled = builder.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
         # A wider product has wide gradients for both factors, and that of the rows is cast before the other is summed.
         size = scaled.coefficient
-        scratch = [(TOKENS, size if size == out.coefficient else 2 * size)]
+        scratch = [(TOKENS, size)] * (1 + (size != out.coefficient))
         casts = [] if size == out.coefficient else [(TOKENS, out.coefficient)]
         ways = [(out, NEW), (taken, NEW)]
         tape.apply("mul", ways, scaled, [out, taken], traits=Traits(workspace=scratch, casts=casts))
