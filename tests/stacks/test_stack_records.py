@@ -99,7 +99,7 @@ NEAR = {
     "axolotl.preferences": 1.0,
     "torchtitan": 0.95,
     "torchtitan.0-2-2": 1.0,
-    "torchtitan.experts": 0.95,
+    "torchtitan.experts": 1.0,
     "torchtitan.0-2-2.shards": 1.0,
     "torchtitan.qwen3": 1.0,
     "torchtitan.qwen3.shards": 1.0,
