@@ -261,7 +261,8 @@ def _when_sharded(
 ) -> Problems:
     """Yield what sharding is not modelled with."""
     weights = formats["hidden_matrix"]
-    instead = "use one GPU" if stack.shards_alone else INSTEAD
+    alone = stack.shards_alone or stack.model_code == "litgpt"  # neither of which runs replicas
+    instead = "use one GPU" if alone else INSTEAD
     coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
     if coded and not (stack.sharded_units in ("accelerate", "axolotl") and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {instead}"
@@ -292,7 +293,7 @@ def _when_sharded(
     if config.loss_scaling or config.compute_dtype == "fp16":
         yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {instead}"
     if profile.loss not in _LOSSES.get(stack.sharded_units, ("bf16", "fp32")):
-        text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; use bf16 or fp32, or {instead}"
+        text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; {'' if alone else 'use bf16 or fp32, or '}{instead}"
         yield ("kernels", "loss"), text
     width = FLOAT_BYTES.get(weights if config.adapter is None else config.adapter.dtype or "", 0)
     for name, entry in optimizers.items():

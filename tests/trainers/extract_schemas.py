@@ -37,7 +37,13 @@ PACKAGES: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("transformers/training_args.py", "TrainingArguments", ""),
     ),
     "accelerate": (("accelerate/commands/config/config_args.py", "(Base|Cluster|SageMaker)Config", ""),),
-    "deepspeed": (("deepspeed/runtime/zero/config.py", "DeepSpeedZeroConfig", "zero_optimization."),),
+    "deepspeed": (
+        ("deepspeed/runtime/zero/config.py", "DeepSpeedZeroConfig", "zero_optimization."),
+        ("deepspeed/runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig", "zero_optimization.offload_param."),
+        ("deepspeed/runtime/zero/offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig", "zero_optimization.offload_optimizer."),
+        ("deepspeed/runtime/precision_config.py", "DeepSpeedFP16Config", "fp16."),
+        ("deepspeed/runtime/precision_config.py", "DeepSpeedBF16Config", "bf16."),
+    ),
     "ms-swift": (
         ("swift/arguments/(sft|rlhf|pretrain|tuner)_args.py", ANY, ""),
         ("swift/arguments/base_args/(base|data|model|quant|template)_args.py", ANY, ""),
@@ -48,6 +54,13 @@ PACKAGES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "torchtitan": tuple(
         ("torchtitan/config/job_config.py", name, f"{section}.")
         for name, section in (("Model", "model"), ("Optimizer", "optimizer"), ("LRScheduler", "lr_scheduler"), ("Training", "training"), ("Parallelism", "parallelism"), ("ActivationCheckpoint", "activation_checkpoint"), ("Compile", "compile"), ("Validation", "validation"), ("FaultTolerance", "fault_tolerance"), ("MemoryEstimation", "memory_estimation"))
+    )
+    + tuple(  # the flags of 0.3
+        (f"torchtitan/{path}.py", name, f"{section}.")
+        for path, name, section in (
+            ("config/configs", "TrainingConfig", "training"), ("config/configs", "ParallelismConfig", "parallelism"), ("config/configs", "CompileConfig", "compile"), ("config/configs", "DebugConfig", "debug"),
+            ("components/optimizer/optimizer", "Config", "optimizer"), ("components/validate", "Config", "validator"), ("distributed/activation_checkpoint", "Config", "activation_checkpoint"),
+        )
     ),
     "litgpt": (("litgpt/args.py", "TrainArgs", "train."), ("litgpt/args.py", "EvalArgs", "eval.")),
 }  # fmt: skip
