@@ -31,7 +31,9 @@ class Document:
 
     name: str  # How messages call the file
     data: Any  # dict, list, str, int, float, bool or None
-    lines: Mapping[tuple[Key, ...], int]  # Path of keys -> line number, counted from 1
+    lines: Mapping[
+        tuple[Key, ...], int
+    ]  # Path of keys -> line number, counted from 1; 0 of the whole where others have none
     problems: tuple[str, ...] = ()  # Duplicate keys and the like; :func:`validate` reports them with its own
     # Paths of keys whose values were set on the command line instead.
     settings: frozenset[tuple[Key, ...]] = frozenset()
@@ -44,7 +46,8 @@ class Document:
         known = tuple(path)
         while known and known not in self.lines:
             known = known[:-1]
-        place = f"{self.name}:{self.lines.get(known, 1)}" if self.lines or not dotted else self.name
+        line = self.lines.get(known, 1)
+        place = f"{self.name}:{line}" if line and (self.lines or not dotted) else self.name
         return f"{place}: {dotted}" if dotted else place
 
     def _is_set(self, path: tuple[Key, ...]) -> bool:

@@ -314,6 +314,19 @@ def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
     assert not said("packing: true\nattn_implementation: flash_attention_2\n")
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("\nactivation_offloading: true\n", r"job.yaml:5: offload.activations: cpu is not supported"),
+        ("\noptim: ademamix\n", r"job.yaml:5: optim: AdEMAMix is not modelled; without it the rest is planned"),
+        ("full_determinism: true\n", r"job.yaml:4: full_determinism: not modelled: .*; without it the rest is planned"),
+    ],
+)
+def test_what_is_refused_has_the_line_that_says_it(tmp_path, more, said):
+    with pytest.raises(CannotAnswerError, match=said):
+        memplan.plan(written(tmp_path, TRL + more), gpu="h100")
+
+
 def test_a_mask_that_is_not_counted_is_said_with_its_bound(tmp_path):
     path = written(tmp_path, TRL + "max_length: 4096\npacking: true\nper_device_train_batch_size: 2\n")
     with pytest.warns(UncountedWarning, match="packed rows .* is not counted: 256.00 MiB at most"):

@@ -17,7 +17,7 @@ from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
 from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, printable
-from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_data
+from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_document
 from memplan.model.model import Model
 from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED
@@ -196,7 +196,7 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
             document = Document(document.name, document.data["configs"][canonical], {})
     elif is_trainer_file(name):
         gpus = overrides.gpus if overrides.counted or overrides.gpus > 1 else None
-        document = Document(name, training_data(name, overrides.beside, gpus, catalog, given=_said(overrides)), {})
+        document = training_document(name, overrides.beside, gpus, catalog, given=_said(overrides))
     else:
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.loading import Document, Key
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
 from memplan.errors import (
     CannotAnswerError,
@@ -159,15 +160,15 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
     return model_from_flags(flags, name, text)
 
 
-def training_data(
+def training_document(
     text: str,
     beside: Sequence[str],
     gpus: int | None,
     catalog: Catalog,
     content: str | None = None,
     given: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return the training config that a trainer's file stands for, as memplan's own files have it.
+) -> Document:
+    """Return the training config that a trainer's file stands for, as memplan's own files have it, with the lines that said it.
 
     Args:
         gpus: GPUs that share the job, or None.
@@ -208,7 +209,23 @@ def training_data(
     other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""
     shipped = f", {printable(job.value('let.shipped'))}" if job.value("let.shipped") else ""
     description = f"{job.head.title} {job.version}".strip() + other + shipped
-    return {"description": description, **_known(data, TrainingConfig), "stack": stack}
+    keys = {"description": description, **_known(data, TrainingConfig), "stack": stack}
+    return Document(text, keys, _lines(text, job))
+
+
+def _lines(text: str, job: ImportedJob) -> dict[tuple[Key, ...], int]:
+    """Return the line of the file for every key of a training config that one of its own keys says; no other has one."""
+    own = next((keys for keys in job.sources if keys.name == text and keys.form == "file"), None)
+    lines: dict[tuple[Key, ...], int] = {(): 0}
+    for name, result in job.reading.results.items() if own is not None else ():
+        if (
+            own is not None
+            and result.source == text
+            and name.startswith("training.")
+            and own.has(result.key.partition(".")[0])
+        ):
+            lines[tuple(name.split(".")[1:])] = own.line(result.key)
+    return lines
 
 
 def _uncounted_mask(job: ImportedJob) -> str:
@@ -253,7 +270,9 @@ def _refuse_first(job: ImportedJob) -> NoReturn:
     from memplan.importer.sources.given_keys import shown_place
 
     place = f"{shown_place(first.source, first.line)}: {first.key}" if first.key else first.source
-    raise CannotAnswerError(f"{place}: not modelled: {first.why}")
+    why = first.why if "not modelled" in first.why else f"not modelled: {first.why}"
+    way = "" if ";" in why or not first.key else "; without it the rest is planned"
+    raise CannotAnswerError(f"{place}: {why}{way}")
 
 
 def _stack(job: ImportedJob, catalog: Catalog) -> str:

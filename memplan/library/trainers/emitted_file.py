@@ -15,7 +15,7 @@ from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, ModelGiven, catalog_of, job_inputs
 from memplan.library.lookup.config_lookup import read_config
-from memplan.library.lookup.trainer_files import trainer_job, trainer_mappings, training_data
+from memplan.library.lookup.trainer_files import trainer_job, trainer_mappings, training_document
 from memplan.library.trainers.spliced_text import toml_value
 from memplan.training.adapters import projections
 from memplan.training.own_settings import own_settings, with_words
@@ -170,7 +170,8 @@ def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[
         CannotAnswerError: It is read as nothing that can be planned.
     """
     try:
-        return training_data(name, (), options.get("gpus"), options["catalog"], text)
+        data: dict[str, Any] = training_document(name, (), options.get("gpus"), options["catalog"], text).data
+        return data
     except MemplanError as error:
         raise _unsaid(plan, str(error)) from None
 
