@@ -58,10 +58,25 @@ def main() -> int:
                 given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     total = sum((Counter(result["outcomes"]) for result in results), Counter())
     tried = total["killed"] + total["survived"]
+    share, (least, most) = total["killed"] / max(1, tried), interval(total["killed"], tried)
     sys.stdout.write(
-        f"{total['killed']} of {tried} killed, {total['killed'] / max(1, tried):.1%}; {total['untried']} untried\n"
+        f"{total['killed']} of {tried} killed, {share:.1%} ({least:.0%} to {most:.0%} at 95 % confidence); "
+        f"{total['untried']} untried\n"
     )
     return 1 if total["survived"] else 3 if total["untried"] else 0
+
+
+def interval(killed: int, tried: int) -> tuple[float, float]:
+    """Return the least and the greatest share of all mutants that a sample's share speaks for, at 95 % confidence.
+
+    Source:
+        E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
+    """
+    if not tried:
+        return 0.0, 1.0
+    z, share = 1.96, killed / tried
+    middle, width = share + z * z / (2 * tried), z * ((share * (1 - share) + z * z / (4 * tried)) / tried) ** 0.5
+    return (middle - width) / (1 + z * z / tried), (middle + width) / (1 + z * z / tried)
 
 
 def _arguments() -> argparse.Namespace:
@@ -122,8 +137,8 @@ def _drawn(modules: Sequence[str], operators: list[str], given: argparse.Namespa
             found[module] = sorted(random.Random(f"{given.seed} {module}").sample(mutants, given.sample))
     pairs = [(module, mutant) for module, mutants in found.items() for mutant in mutants]
     sys.stdout.write(f"{len(pairs)} mutants of {len(modules)} modules\n")
-    if 0 < given.total < len(pairs):
-        pairs = sorted(random.Random(given.seed).sample(pairs, given.total))
+    if 0 < given.total < len(pairs):  # in the order drawn, so that those that time is left for are a sample too
+        pairs = random.Random(given.seed).sample(pairs, given.total)
     return {
         module: [mutant for owner, mutant in pairs if owner == module] for module in dict.fromkeys(m for m, _ in pairs)
     }
