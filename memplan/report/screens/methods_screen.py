@@ -42,7 +42,7 @@ def methods_screen(
         *_words(plans),
         *in_short(plans),
         *notes,
-        "~ and max batch: about, with the allocator's reserve as a share; -b N simulates it.",
+        "~ and max batch: the allocator's reserve as a share; -b N simulates it.",
         f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
