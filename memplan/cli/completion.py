@@ -27,6 +27,9 @@ def run() -> None:
     """Complete a name where a shell asks for one; else run the command."""
     shell = os.environ.get(VARIABLE, "").removeprefix("complete_")
     line = _line(shell)
+    if line is None and shell == "bash":
+        sys.stderr.write("memplan: completion: COMP_WORDS and COMP_CWORD do not say what is typed\n")
+        sys.exit(2)
     result = None if line is None else completed(*line)
     if result is None:
         from memplan.cli.main import run as run_command

@@ -55,3 +55,13 @@ def test_the_names_are_the_catalogs_own(catalog):
 def test_completing_imports_the_standard_library_alone():
     script = "import sys, memplan.cli.completion; print({'typer', 'pydantic', 'yaml', 'rich'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_a_shell_that_does_not_say_what_is_typed_is_told_so(monkeypatch, capsys):
+    from memplan.cli import completion
+
+    monkeypatch.setenv("_MEMPLAN_COMPLETE", "complete_bash")
+    monkeypatch.delenv("COMP_WORDS", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        completion.run()
+    assert capsys.readouterr().err.startswith("memplan: completion: ")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from memplan.cli.main import run
+from memplan.cli.completion import run
 from memplan.errors import MemplanError
 
 SECONDS = 5.0
