@@ -31,9 +31,8 @@ class Document:
 
     name: str  # How messages call the file
     data: Any  # dict, list, str, int, float, bool or None
-    lines: Mapping[
-        tuple[Key, ...], int
-    ]  # Path of keys -> line number, counted from 1; 0 of the whole where others have none
+    # Path of keys -> line number, counted from 1; 0 of the whole where others have none
+    lines: Mapping[tuple[Key, ...], int]
     problems: tuple[str, ...] = ()  # Duplicate keys and the like; :func:`validate` reports them with its own
     # Paths of keys whose values were set on the command line instead.
     settings: frozenset[tuple[Key, ...]] = frozenset()

@@ -126,7 +126,8 @@ def _sort(
         elif (
             _listed(path, mapped.irrelevant) is not None
             or path in keys.variables
-            or (value is None and path in mapped.aliases)
+            or (value is None and (inner or path in mapped.aliases))
+            or (path in mapped.aliases and keys.value(mapped.aliases[path].now) is not MISSING)
         ):
             done.irrelevant.append(path)
         else:

@@ -205,7 +205,10 @@ class _Step:
         return MISSING
 
     def _arithmetic(self, key: str | None) -> None:
-        """Set a product, quotient, sum, the smallest, or the next multiple where the first is none; one with a missing term is none, but a product."""
+        """Set a product, quotient or sum of terms, their smallest, or the next multiple of the second where the first is none.
+
+        Without its first term it is none; a quotient or sum without any of them too.
+        """
         operation = next(name for name in ARITHMETIC if name in self.rule)
         values = [self._term(term) for term in self.rule[operation]]
         if operation == "smallest":

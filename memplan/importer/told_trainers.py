@@ -112,7 +112,8 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
     for old, alias in mapped.aliases.items():
         value = keys.value(old)
         retired = version and alias.until and version_parts(version) > version_parts(alias.until)
-        if value is MISSING or retired or keys.value(alias.now) is not MISSING:
+        both = keys.value(alias.now) is not MISSING and not (alias.first and value is not None)
+        if value is MISSING or retired or both:
             continue
         lines = {**keys.lines, tuple(alias.now.split(".")): keys.line(old)}
         data = _placed(_without(keys.data, old.split(".")), alias.now.split("."), value)

@@ -30,10 +30,11 @@ class OtherFile:
 
 @dataclass(frozen=True, slots=True)
 class OldKey:
-    """A key's old name."""
+    """A key's other name, most often an old one."""
 
     now: str  # What it is called now
     until: str = ""  # The last version that took the old name; nothing where that is still taken
+    first: bool = False  # Whether it counts where both are given
 
 
 @dataclass(frozen=True, slots=True)

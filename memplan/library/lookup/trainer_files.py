@@ -53,6 +53,8 @@ STAGES = {
     "simpo": "simpo",
 }
 """What trainers' files call a kind of training -> the stage of a training config."""
+FEW = 3
+"""Keys that a message names beside the first."""
 TUNINGS = ("full", "lora", "qlora", "freeze")
 MODELLED = f"planned are {', '.join(STAGES)}, in full or by LoRA"
 
@@ -215,15 +217,13 @@ def training_document(
 
 def _lines(text: str, job: ImportedJob) -> dict[tuple[Key, ...], int]:
     """Return the line of the file for every key of a training config that one of its own keys says; no other has one."""
-    own = next((keys for keys in job.sources if keys.name == text and keys.form == "file"), None)
     lines: dict[tuple[Key, ...], int] = {(): 0}
-    for name, result in job.reading.results.items() if own is not None else ():
-        if (
-            own is not None
-            and result.source == text
-            and name.startswith("training.")
-            and own.has(result.key.partition(".")[0])
-        ):
+    own = next((keys for keys in job.sources if keys.name == text and keys.form == "file"), None)
+    if own is None:
+        return lines
+    for name, result in job.reading.results.items():
+        said = result.source == text and own.has(result.key.partition(".")[0])
+        if said and name.startswith("training."):
             lines[tuple(name.split(".")[1:])] = own.line(result.key)
     return lines
 
@@ -271,8 +271,9 @@ def _refuse_first(job: ImportedJob) -> NoReturn:
 
     place = f"{shown_place(first.source, first.line)}: {first.key}" if first.key else first.source
     why = first.why if "not modelled" in first.why else f"not modelled: {first.why}"
-    way = "" if ";" in why or not first.key else "; without it the rest is planned"
-    raise CannotAnswerError(f"{place}: {why}{way}")
+    others = list(dict.fromkeys(one.key for one in job.reading.refusals if one.key not in ("", first.key)))
+    more = ", ".join(others[:FEW]) + (f" and {len(others) - FEW} more" if len(others) > FEW else "")
+    raise CannotAnswerError(f"{place}: {why}{f'; also refused: {more}' if others else ''}")
 
 
 def _stack(job: ImportedJob, catalog: Catalog) -> str:
