@@ -334,6 +334,8 @@ def test_a_mask_that_is_not_counted_is_said_with_its_bound(tmp_path):
     path = written(tmp_path, TRL + "max_length: 4096\npacking: true\nper_device_train_batch_size: 2\n")
     with pytest.warns(UncountedWarning, match="packed rows .* is not counted: 256.00 MiB at most"):
         memplan.plan(path, gpu="h100")
+    with pytest.warns(UncountedWarning, match="not counted: 4 bytes for each pair of a micro-batch's tokens at most"):
+        memplan.plan(path, gpu="h100", sequence_length=8192)
 
 
 def test_a_key_says_what_it_does_in_the_end(tmp_path):

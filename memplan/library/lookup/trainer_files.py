@@ -198,7 +198,7 @@ def training_document(
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
     if job.reading.refusals:
         _refuse_first(job)
-    if mask := _uncounted_mask(job):
+    if mask := _uncounted_mask(job, given):
         warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
@@ -228,8 +228,11 @@ def _lines(text: str, job: ImportedJob) -> dict[tuple[Key, ...], int]:
     return lines
 
 
-def _uncounted_mask(job: ImportedJob) -> str:
+def _uncounted_mask(job: ImportedJob, given: Collection[str]) -> str:
     """Return what is said of the mask that packed rows are given and that no plan counts; nothing where there is none.
+
+    Args:
+        given: Keys of a training config that are said besides, by which the file's own batch or length may not count.
 
     Source:
         ``eager_mask`` in transformers/masking_utils.py (5.23.0), which has four bytes for a pair of tokens at most;
@@ -239,6 +242,8 @@ def _uncounted_mask(job: ImportedJob) -> str:
     if job.value("packing.mask") is None or None in tokens:
         return ""
     bound = format_bytes(4 * (tokens[0] * tokens[1]) ** 2)
+    if {"micro_batch_size", "sequence_length"} & set(given):
+        bound = "4 bytes for each pair of a micro-batch's tokens"
     return f"packed rows without flash_attention_2 are given a mask of all tokens by all, which is not counted: {bound} at most"
 
 
