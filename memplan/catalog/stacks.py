@@ -226,6 +226,7 @@ class Stack:
     # has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only those of the last
     # micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward.
     sharded_units: Literal["root", "ends-apart", "accelerate", "axolotl", "own-root"] = "root"
+    stages_codes: bool = False  # Whether what it shards may be codes of 4 bits that were staged on the CPU
     adapted_loss: LossKernel | None = None  # Its loss where there are adapters, if it is another
     # ``kbit_floats`` where pairs are compared without a reference model, if it is another.
     pair_kbit_floats: KbitFloats | None = None

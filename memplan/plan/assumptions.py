@@ -58,6 +58,12 @@ def not_modelled(plan: MemoryPlan) -> tuple[str, ...]:
     return tuple(_left_out(plan))
 
 
+def _doubt(plan: MemoryPlan) -> str:
+    """Return what the upper end has for what a compiler may do besides."""
+    more = f"{format_bytes(plan.doubt_bytes)} besides," if plan.doubt_bytes else "no more"
+    return f"{more} for {DOUBTS[plan.setup.config.compile]}"
+
+
 def _step(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of every step."""
     config, profile, allowances = plan.setup.config, plan.setup.profile, plan.allowances
@@ -77,8 +83,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     if config.compile != "none":
         yield (
             f"compile {config.compile}: buffers are those of the programs that torch 2.13.0's compiler writes for a Hopper card with "
-            f"its defaults, read without a GPU and measured on none; the upper end has {format_bytes(plan.doubt_bytes)} besides, "
-            f"for {DOUBTS[config.compile]}"
+            f"its defaults, read without a GPU and measured on none; the upper end has {_doubt(plan)}"
         )
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:

@@ -25,7 +25,9 @@ from memplan.solver.largest_value import (
     longest_sequence,
     with_layers,
 )
+from memplan.step.fused.compiled_layer import multiple_of_tokens
 from memplan.training.resolved import TrainingSetup
+from memplan.units import round_up
 
 Quantity = Literal["batch", "sequence", "lora-rank", "layers"]
 
@@ -71,6 +73,7 @@ def largest_values(
         raise InvalidFileError(
             [f"--for lora-rank: {setup.name} has no adapters; add --config lora or --set adapter.kind=lora"]
         )
+    setup = setup if plan is not None else _begun(what, setup)
     make, made = _maker(what, model, setup, plan), dict[int, CompiledPlan]()
     able = able_devices(make(1), devices_for(setup, devices))
     return [_on(what, setup, _Plans(make, device.gpu, made), device) for device in able]
@@ -90,6 +93,18 @@ def room_left(plan: MemoryPlan) -> dict[str, int]:
     except MemplanError:
         return {}
     return {"micro_batch_size": batch.fits.value, "sequence_length": min(length.fits.value, positions)}
+
+
+def _begun(what: Quantity, setup: TrainingSetup) -> TrainingSetup:
+    """Return a setup whose own batch or length, where that is looked for, is one that can be planned."""
+    config = setup.config
+    if what == "batch":
+        apart = multiple_of_tokens(setup, config.sequence_length)
+        config = replace(config, micro_batch_size=round_up(config.micro_batch_size, apart))
+    elif what == "sequence":
+        apart = multiple_of_tokens(setup, config.micro_batch_size)
+        config = replace(config, sequence_length=round_up(config.sequence_length, apart))
+    return setup if config == setup.config else replace(setup, config=config)
 
 
 def _maker(
@@ -138,7 +153,7 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
 def _as_planned(
     result: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
 ) -> Answer:
-    """Return the largest value up to one that was result by bytes whose plan has a verdict that rests on more than these."""
+    """Return the largest value, up to one that bytes alone allow, whose plan has a verdict; it rests on more than these."""
     method = setup.config.method
     if not result.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
         return result

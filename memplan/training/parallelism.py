@@ -123,8 +123,8 @@ def parallel_refusals(
     parallel = config.parallel
     yield from _undivided(parallel, stack)
     sharded = parallel.zero_stage == 3 and parallel.engine == "torch"
-    if parallel.staged_codes and not (sharded and stack.sharded_units == "axolotl"):
-        text = "counts where axolotl's own code shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
+    if parallel.staged_codes and not (sharded and stack.stages_codes):
+        text = "counts where axolotl's own code, newer than 0.19, shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
         yield ("parallel", "staged_codes"), text
     if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
         text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"

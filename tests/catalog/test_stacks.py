@@ -179,6 +179,8 @@ def test_a_config_says_by_which_checkpointing_layers_run_again():
     assert [setup("llama-factory"), setup("llama-factory", reentrant_checkpointing=False)] == [True, False]
     with pytest.raises(InvalidFileError, match="torchtitan has no key that switches it"):
         setup("torchtitan", reentrant_checkpointing=True)
+    with pytest.raises(InvalidFileError, match="computes all of a layer again"):
+        setup("trl", reentrant_checkpointing=True, activation_checkpointing="selective")
 
 
 # ------------------------------------------------------------------ kernel presets of before

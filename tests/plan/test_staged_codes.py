@@ -14,8 +14,8 @@ DECODED = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192) * 2
 
 
 def planned(**keys):
-    settings = {**STAGED, "activation_checkpointing": "full", **keys}
-    return memplan.plan("llama-3.2-1b", gpu="h100", gpus=4, stack="axolotl", config="qlora", set=settings)
+    settings = {"stack": "axolotl", **STAGED, "activation_checkpointing": "full", **keys}
+    return memplan.plan("llama-3.2-1b", gpu="h100", gpus=4, config="qlora", set=settings)
 
 
 def test_functions_keep_decoded_weights_of_every_layer_though_layers_are_computed_again():
@@ -33,9 +33,10 @@ def test_functions_keep_decoded_weights_of_every_layer_though_layers_are_compute
         ({"adapter.kind": "dora"}, "axolotl refuses dora"),
         ({"parallel.replicate": 2}, "axolotl refuses groups"),
         ({"activation_checkpointing": "selective"}, "selective checkpointing"),
-        ({"parallel.zero_stage": 0}, "counts where axolotl's own code shards"),
+        ({"parallel.zero_stage": 0}, "counts where axolotl's own code, newer"),
         ({"weights.hidden_matrix": "bf16"}, "counts with weights in nf4"),
-        ({"parallel.engine": "fsdp1"}, "counts where axolotl's own code shards"),
+        ({"stack": "axolotl@0.19"}, "newer than 0.19"),
+        ({"parallel.engine": "fsdp1"}, "counts where axolotl's own code, newer"),
     ],
 )
 def test_what_it_does_not_run_with_is_refused(keys, reason):

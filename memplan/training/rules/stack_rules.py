@@ -77,9 +77,16 @@ def _autocast_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Ite
 
 
 def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
-    """Yield why a stack cannot be told by which kind of checkpointing layers run again."""
+    """Yield why a stack cannot be told by which kind of checkpointing layers run again.
+
+    Source:
+        ``checkpoint`` in torch/utils/checkpoint.py (v2.13.0): ``context_fn`` needs ``use_reentrant=False``.
+    """
     if config.reentrant_checkpointing is not None and "reentrant_checkpointing" not in stack.keys:
         yield ("reentrant_checkpointing",), f"{stack.name} has no key that switches it; leave it out"
+    elif config.reentrant_checkpointing and config.activation_checkpointing == "selective":
+        text = "torch's older checkpointing computes all of a layer again; use activation_checkpointing: full, or leave it out"
+        yield ("reentrant_checkpointing",), text
 
 
 def beside_codes(config: TrainingConfig, hidden: str) -> bool:
