@@ -209,6 +209,10 @@ class Stack:
     # ``preferences-unless-checkpointed`` with preferences alone. ``parallel.unused_parameters`` goes before all but
     # ``never``.
     unused_parameters: UnusedParameters = "never"
+    # Whether a step's forwards and backwards are captured as a CUDA graph, where no pipeline and no expert parallelism
+    # divide the model: gradients then stay from step to step, filled with zeros, and the graph's memory serves nothing
+    # else.
+    cuda_graphs: bool = False
     # Whether a vision tower is trained and gets adapters like the rest (``as-language``), or is ``frozen``; with
     # ``frozen-as-loaded`` its weights stay in the dtype that they were loaded in where trained ones are cast.
     vision: Literal["as-language", "frozen", "frozen-as-loaded"] = "as-language"

@@ -184,7 +184,7 @@ class TrainingConfig:
         freeze: Which of a model's own parameters train.
         dropout: Probability; None takes the model's own.
         clip_gradients: Clip by the norm of all gradients; None is as the stack does.
-        zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them.
+        zero_gradients: ``free`` drops gradients after a step, ``fill`` keeps and zeroes them; None is as the stack does.
         loss_scaling: Dynamic loss scale for fp16.
         weight_average: Format of an averaged copy of the weights on the device, or ``none``.
         evaluation: The job evaluates, without gradients, at the same length.
@@ -220,7 +220,7 @@ class TrainingConfig:
     offload: Offload = Offload()
     dropout: float | None = None
     clip_gradients: bool | None = None
-    zero_gradients: Literal["free", "fill"] = "free"
+    zero_gradients: Literal["free", "fill"] | None = None
     loss_scaling: bool = False
     weight_average: Literal["none", "fp32", "bf16"] = "none"
     evaluation: bool = False

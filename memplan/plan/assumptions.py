@@ -85,6 +85,12 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
             f"compile {config.compile}: buffers are those of the programs that torch 2.13.0's compiler writes for a Hopper card with "
             f"its defaults, read without a GPU and measured on none; the upper end has {_doubt(plan)}"
         )
+    if plan.setup.captures_step:
+        yield (
+            "forward and backward are captured as a CUDA graph, whose memory serves nothing else: gradients stay from step to "
+            f"step, filled with zeros, and with the scratch of clipping and the update {format_bytes(plan.apart_bytes)} are reserved "
+            "beyond the peak"
+        )
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
     if not plan.reserve_by_share:
         yield (

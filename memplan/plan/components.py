@@ -148,9 +148,13 @@ def _reserve(plan: MemoryPlan) -> Component:
     if not plan.reserve_by_share:
         values = {"reserved": plan.reserved_bytes, "allocated": plan.allocated_bytes}
         formula = "segments of the simulated allocator less what is requested and workspaces"
+        if plan.apart_bytes:
+            formula, values["apart"] = f"{formula}, and what a CUDA graph keeps apart", plan.apart_bytes
         return Component("allocator_reserve", reserve, formula, values, SIMULATED_SOURCE, "derived")
     formula = f"block rounding + {format_fraction(plan.allowances.reserve_fraction * 100)} % of allocated"
     values = {"rounding": plan.rounding_bytes, "allocated": plan.allocated_bytes}
+    if plan.apart_bytes:
+        formula, values["apart"] = f"{formula} + what a CUDA graph keeps apart", plan.apart_bytes
     return Component("allocator_reserve", reserve, formula, values, RESERVE_SOURCE, "derived")
 
 

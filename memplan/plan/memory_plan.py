@@ -135,6 +135,7 @@ class MemoryPlan:
     buffer_bytes: int
     rounding_bytes: int
     doubt_bytes: int  # What a compiler may take besides, which the upper end includes
+    apart_bytes: int  # Reserved beyond the peak, as a CUDA graph's memory and the update's scratch stand apart; else 0
     allowances: Allowances
     micro_batch_size: int
     sequence_length: int

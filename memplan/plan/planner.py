@@ -31,6 +31,7 @@ from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import round_up
 
 IN_LAYERS = ("forward", "second backward")
+BEHIND = ("optimizer step", "gradient clipping")
 """Instants of which some lie within layers, besides their backward."""
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
@@ -209,6 +210,17 @@ class CompiledPlan:
         in_layers = (size for name, size in most.items() if name in IN_LAYERS or name.startswith("layer"))
         return max(0, max(in_layers, default=0) + more - max(most.values()))
 
+    def _apart_bytes(self, most: Mapping[str, int], always: int) -> int:
+        """Return what is reserved beyond the peak where a captured step's memory and the update's scratch stand apart.
+
+        Args:
+            most: Requested bytes by instant.
+            always: What is there throughout, but for gradients.
+        """
+        behind = max(most.get(name, 0) for name in BEHIND)
+        captured = max(size for name, size in most.items() if name not in BEHIND)
+        return max(0, captured + behind - always - self.states.gradient_bytes - max(most.values()))
+
     def _fullest(self, plans: Sequence[MemoryPlan]) -> MemoryPlan:
         """Return the plan of the rank whose GPU holds most, the first of equals, with a row for each."""
         from memplan.step.pipelines.rank_rows import rank_row
@@ -255,10 +267,10 @@ class CompiledPlan:
         allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
         allowances = beside_engine(allowances, engine_bytes(self.setup, device, requested - always))
         allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
-        total = allowances.device_bytes(allocated)
         instants = _by_instant(compiled.candidates, sizes)
         doubt = self._doubt_bytes(batch, length, dict(instants))
-        upper = allowances.upper_bytes(allocated + doubt)
+        apart = self._apart_bytes(dict(instants), always) if self.setup.captures_step else 0
+        total, upper = allowances.device_bytes(allocated) + apart, allowances.upper_bytes(allocated + doubt) + apart
         usable = device.usable_bytes(self.setup.reserve_bytes)
         refuse_whole_load(self.model, self.setup, usable)
         parts = list(peak.form.part_bytes(values))
@@ -285,6 +297,7 @@ class CompiledPlan:
             buffer_bytes=buffers + self.states.average_bytes,
             rounding_bytes=self.rounding_bytes,
             doubt_bytes=doubt,
+            apart_bytes=apart,
             allowances=allowances,
             evaluated_values=self.values(self.setup.config.evaluation_batch_size or batch, length),
             micro_batch_size=batch,

@@ -234,6 +234,11 @@ class TrainingSetup:
         return self.config.zero_gradients == "fill" or self.stable_embedding
 
     @property
+    def captures_step(self) -> bool:
+        """Whether forwards and backwards are captured as a CUDA graph, whose memory serves nothing else."""
+        return self.stack.cuda_graphs and self.config.zero_gradients == "fill"
+
+    @property
     def wide_floats(self) -> bool:
         """Whether fp32 weights are multiplied in fp32 beside products in 16 bits."""
         return self.kbit_floats and not self.autocast

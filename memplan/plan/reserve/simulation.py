@@ -195,18 +195,20 @@ def simulated(
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
-    if least is None and result.most_bytes + missing + allowances.upper_context_bytes > plan.usable_bytes:
+    if (
+        least is None
+        and result.most_bytes + missing + plan.apart_bytes + allowances.upper_context_bytes > plan.usable_bytes
+    ):
         result = simulation.result()
-    verdict, needed = _verdict(
-        plan, lambda capacity: simulation.runs_in(capacity - missing), result.least_bytes + missing
-    )
+    apart = missing + plan.apart_bytes
+    verdict, needed = _verdict(plan, lambda capacity: simulation.runs_in(capacity - apart), result.least_bytes + apart)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
         allocated_bytes=result.allocated_bytes + missing,
-        reserved_bytes=result.spare_bytes + missing,
-        device_bytes=result.spare_bytes + missing + allowances.context_bytes,
-        upper_bytes=result.most_bytes + missing + allowances.upper_context_bytes,
+        reserved_bytes=result.spare_bytes + apart,
+        device_bytes=result.spare_bytes + apart + allowances.context_bytes,
+        upper_bytes=result.most_bytes + apart + allowances.upper_context_bytes,
         least_bytes=needed + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",

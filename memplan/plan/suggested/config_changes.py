@@ -62,6 +62,8 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("weights are gathered from the other GPUs twice in every step", (("parallel.zero_stage", 3),))
     if config.allocator == "native":
         yield Change("nothing: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", (("allocator", "expandable"),))
+    if setup.captures_step:
+        yield Change("kernels are launched one by one, without a CUDA graph", (("zero_gradients", "free"),))
     if profile.optimizer != "fused" and config.adapter is None:
         yield Change("nothing: the same update in one kernel", (("kernels.optimizer", "fused"),))
     if config.parallel.staged_codes and profile.fused_adapters:

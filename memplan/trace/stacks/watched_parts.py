@@ -57,8 +57,10 @@ def watch_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         recorder.mark(tensor, "optimizer_states", key)
 
 
-def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False, compiles: str = "none") -> None:
-    """Refuse what no loop of these libraries has; some of them evaluate, or compile the whole model or each layer.
+def refuse_settings(
+    setup: TrainingSetup, name: str, *, evaluates: bool = False, compiles: str = "none", fills: bool = False
+) -> None:
+    """Refuse what no loop of these libraries has; some evaluate, compile the whole model or each layer, or fill gradients.
 
     Raises:
         CannotAnswerError: The setup asks for it.
@@ -72,7 +74,7 @@ def refuse_settings(setup: TrainingSetup, name: str, *, evaluates: bool = False,
         "offload": setup.offloads_states,
         "evaluation": config.evaluation and not evaluates,
         f"compile: {config.compile}": config.compile not in ("none", compiles),
-        "zero_gradients": config.zero_gradients == "fill",
+        "zero_gradients": config.zero_gradients == "fill" and not fills,
     }
     for key in [key for key, given in requested.items() if given]:
         raise CannotAnswerError(f"{key}: the code of {name} has no such setting that could be traced")

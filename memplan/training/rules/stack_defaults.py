@@ -32,10 +32,16 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         method=with_reference(config, stack),
         activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
+        zero_gradients=config.zero_gradients or ("fill" if _captured(config, stack) else "free"),
         adapter=adapter,
         images=_images(config, stack),
         offload=_offload(config, stack, hidden),
     )
+
+
+def _captured(config: TrainingConfig, stack: Stack) -> bool:
+    """Return whether a stack captures a config's forwards and backwards as a CUDA graph."""
+    return stack.cuda_graphs and config.parallel.pipeline == 1 and config.parallel.expert == 1
 
 
 def _offload(config: TrainingConfig, stack: Stack, hidden: str) -> Offload:

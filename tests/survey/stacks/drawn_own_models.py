@@ -52,6 +52,8 @@ def torchtitan_job(rng: Random) -> tuple[Keys, Keys]:
         training["activation_checkpointing"] = rng.choice(("none", "full", "selective"))
     if rng.random() < 0.5:
         model["model_type"] = "qwen3"
+    if rng.random() < 0.3:
+        training["zero_gradients"] = "free"  # training.disable_cuda_graphs
     return model, training
 
 

@@ -64,7 +64,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run torchtitan's trainer on the model that the inputs ask for."""
     logging.getLogger().setLevel(logging.ERROR)
     setup = inputs.setup
-    refuse_settings(setup, "torchtitan", compiles="layers")
+    refuse_settings(setup, "torchtitan", compiles="layers", fills=True)
     with ExitStack() as around:
         for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
             around.enter_context(one)
@@ -239,9 +239,9 @@ class _Trainer:
 
     def _stand_in(self) -> Any:
         config, nothing = self.setup.config, (lambda *_, **__: None)
-        clipped = 1.0 if config.clip_gradients else float("inf")
+        clipped, eager = 1.0 if config.clip_gradients else float("inf"), config.zero_gradients == "free"
         return SimpleNamespace(
-            config=SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=True, max_norm=clipped)),
+            config=SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=eager, max_norm=clipped)),
             step=1,
             device=META,
             model_parts=self.parts,
