@@ -122,6 +122,8 @@ class Loop:
     # or by a sum of exponentials for each row in turn (``rows``); or by their log-softmax (``softmax``), whose collator
     # has joined the rows.
     pairs: PairKernel = "rows"
+    # Whether a reward model keeps its own head, whose loss nobody looks at, and has one of values beside it.
+    value_head: bool = False
 
     @property
     def own_comparison(self) -> bool:

@@ -133,6 +133,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
         count = plan.setup.score_count
         scores = "one number" if count == 1 else f"{count} scores"
         yield f"the head yields {scores} for each token in place of logits, and is trained"
+    if plan.setup.has_value_head:
+        yield "a head of values in fp32 is trained; the model's own forms logits and a loss too, to which no gradient comes"
     if method.reference_model != "none":
         own = plan.setup.config.compute_dtype if reference_setup(plan.setup) is not plan.setup else "the same formats"
         yield f"reference model: {REFERENCES[str(method.reference_model)].format(own)}"

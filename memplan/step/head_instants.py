@@ -66,7 +66,7 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     names = inputs.spec.names
     weight, positions = taped.weight(names.embedding), taped.weight(names.positions)
     assert weight is not None
-    if not taped.settings.tied or not weight.trainable or weight.coded or taped.settings.backward_at_once:
+    if not taped.settings.ties_gradients or not weight.trainable or weight.coded:
         return
     others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
     summed, retained = weight.formed_bytes, weight.stays(mode)

@@ -37,6 +37,7 @@ from memplan.step.kept_by_loop import (
     leaf_apart,
     left_stretch,
     named_embeddings,
+    named_input,
     passed_on,
     stream_form,
 )
@@ -299,7 +300,7 @@ def _forward(
         for moment in played.tower.forward(around - ahead + played.embedding.saved + played.embedding.carried):
             yield moment.around(ZERO, "forward")
     around += apart + named
-    left = {kind: part.saved + part.carried for kind, part in enumerate(played.layers)}
+    left = {k: part.saved + part.carried + named_input(inputs, taped, k) for k, part in enumerate(played.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
     around += played.embedded + played.carried
     yield from handed_instants(inputs, taped, left, around)

@@ -48,6 +48,8 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     spec, setup = inputs.spec, inputs.setup
     if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
         return ZERO
+    if setup.has_value_head and not spec.learned_positions:
+        return ZERO  # named with all that layers are given
     first = taped.layer_of(0)
     if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
         return ZERO
@@ -58,6 +60,20 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
         return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
     saved = any(first.entry.storage in node.held for node in first.tape.nodes)
     return ZERO if saved else tokens
+
+
+def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
+    """Return what a layer of a kind is given, where its loop asks for all hidden states, which stay until forward ends, and nothing saves it.
+
+    Source:
+        ``output_capturing_hook`` in transformers/utils/output_capturing.py (5.23.0); ``forward`` in
+        trl/models/modeling_value_head.py (0.24.0).
+    """
+    layer = taped.layers[kind]
+    if not inputs.setup.has_value_head or (taped.again[kind] and layer.tape.nodes):
+        return ZERO
+    saved = any(layer.entry.storage in node.held for node in layer.tape.nodes)
+    return ZERO if saved else stream_form(inputs)
 
 
 def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:

@@ -13,6 +13,8 @@ from memplan.training.resolved import TrainingSetup
 
 SAVED_ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias")
 """Roles of what can be trained whole as a copy of its module."""
+VALUE_HEAD = "v_head.summary"
+"""The head of values that TRL puts beside a model's own (trl/models/modeling_value_head.py, 0.24.0)."""
 OWN_PRODUCTS = ("fused-head", "fused-linear", "cut-cross-entropy")
 """Losses that multiply by the head's weight themselves, and pass its adapter by."""
 
@@ -169,9 +171,10 @@ def targeted_ends(model: Model, setup: TrainingSetup) -> Sequence[str]:
         raise CannotAnswerError(f"{where} the embedding, {table}, are not modelled by dora; use lora")
     if head not in ends:
         return ends
-    if setup.scores or (code == "torchtune" and model.spec.tie_word_embeddings):
+    if setup.scores or setup.has_value_head or (code == "torchtune" and model.spec.tie_word_embeddings):
         raise CannotAnswerError(
-            f"{where} the head, {head}, are not modelled where it is tied to the embedding, or yields a score"
+            f"{where} the head, {head}, are not modelled where it is tied to the embedding, or yields a score, or has "
+            "one of values beside it"
         )
     if loss in OWN_PRODUCTS:
         raise CannotAnswerError(

@@ -12,7 +12,7 @@ from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 from memplan.model.tower import Tower
-from memplan.training.adapted_ends import last_part, module_of, refuse_saved, selects, targeted_ends
+from memplan.training.adapted_ends import VALUE_HEAD, last_part, module_of, refuse_saved, selects, targeted_ends
 from memplan.training.resolved import TrainingSetup
 
 ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
@@ -39,8 +39,9 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             no copy is made of here.
     """
     adapter = setup.config.adapter
+    beside = _value_head(model.spec) if setup.has_value_head else ()
     if adapter is None:
-        return ()
+        return beside
     refuse_saved(model, setup)
     if setup.stack.model_code == "litgpt":
         return tuple(_litgpt_tensors(model, setup, litgpt_parts(model.spec, adapter.targets)))
@@ -61,7 +62,13 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         tensors += _factors(tensor, adapter, rows, columns)
-    return (*tensors, *_adapters_of_ends(model, setup, ends), *_adapters_of_parameters(model, setup))
+    return (*tensors, *_adapters_of_ends(model, setup, ends), *_adapters_of_parameters(model, setup), *beside)
+
+
+def _value_head(spec: ModelSpec) -> tuple[ParameterTensor, ...]:
+    """Return the parameters of a head of values, which trains beside adapters and without any."""
+    weight = ParameterTensor(f"{VALUE_HEAD}.weight", (1, spec.hidden_size), "head")
+    return weight, ParameterTensor(f"{VALUE_HEAD}.bias", (1,), "bias")
 
 
 def _unknown_targets(model: Model, setup: TrainingSetup, ends: Sequence[str]) -> list[str]:

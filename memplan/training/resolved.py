@@ -162,9 +162,14 @@ class TrainingSetup:
         return self.answer_length > 0 or copied or (self.compares_pairs and not self.stack.loop.own_comparison)
 
     @property
+    def has_value_head(self) -> bool:
+        """Whether a model with its own head has one of values beside that, which alone is trained on (``stage: rm`` of LLaMA-Factory)."""
+        return self.config.method.stage == "reward" and self.stack.loop.value_head
+
+    @property
     def scores(self) -> bool:
         """Whether the model has a head that yields some numbers in place of logits, which is always trained."""
-        return self.config.method.stage in SCORED
+        return self.config.method.stage in SCORED and not self.has_value_head
 
     @property
     def score_count(self) -> int:
@@ -174,7 +179,7 @@ class TrainingSetup:
     @property
     def disables_dropout(self) -> bool:
         """Whether the trainer switches off the model's dropout (``disable_dropout`` in trl/trainer/dpo_config.py and others, 1.16.0)."""
-        return self.config.method.stage in REFERRED | UNREFERRED | {"reward"}
+        return self.config.method.stage in REFERRED | UNREFERRED | {"reward"} and not self.has_value_head
 
     @property
     def trains_codes(self) -> bool:

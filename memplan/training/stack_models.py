@@ -114,6 +114,11 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
 def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
     """Yield the same of a model's family and of its parts."""
     stack, spec = setup.stack, model.spec
+    if setup.has_value_head and (spec.tower is not None or any(not tensor.used for tensor in model.inventory)):
+        yield (
+            f"method.stage: reward: TRL's head of values asks for a hidden_size, which the config of {spec.name}, with a vision "
+            "tower, has not (trl/models/modeling_value_head.py, 0.24.0); use a text model"
+        )
     if spec.tower is None and setup.config.images.per_row:
         yield f"images: {spec.name} has no vision tower, or {stack.label} runs the text model alone"
     shards = setup.config.parallel.zero_stage and setup.config.parallel.engine == "torch"

@@ -51,6 +51,21 @@ def test_a_reward_model_has_one_score_for_each_token_and_no_logits():
         plan(stage="reward", reference_model="resident")
 
 
+def test_llama_factorys_reward_model_forms_logits_and_a_loss_that_nobody_looks_at():
+    def factory(stage, config="bf16-adamw"):
+        settings = {"method.stage": stage, "weights.default": "bf16", "micro_batch_size": 1}
+        return memplan.plan("llama-3.1-8b", gpu="h200", config=config, stack="llama-factory", set=settings)
+
+    # No gradient comes to the model's own head; that of values is in fp32 whatever the model is in.
+    reward, sft, head, values = factory("reward"), factory("sft"), 128_256 * 4096, 4096 + 1
+    assert part(reward, "weights") == part(sft, "weights") + 4 * values
+    assert part(reward, "gradients") == part(sft, "gradients") - 2 * head + 4 * values
+    assert part(reward, "optimizer_states") == part(sft, "optimizer_states") - 2 * 2 * head + 2 * 4 * values + 4
+    adapted, alone = (part(factory(stage, "lora"), "optimizer_states") for stage in ("reward", "sft"))
+    assert adapted == alone + 2 * (4 * values + 4)
+    assert any("to which no gradient comes" in text for text in reward.to_dict()["assumptions"])
+
+
 def classifier(model="llama-3.2-1b", config="bf16-adamw", **settings):
     given = {"method.stage": "classification", **settings}
     return memplan.plan(model, gpu="h100", config=config, stack="transformers", set=given)
@@ -128,7 +143,10 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("torchtune", {}, ".* are sft$"),
         ("trl", {"method.stage": "classification"}, ".*transformers' Trainer runs it: --stack transformers$"),
         ("torchtune", {"method.stage": "classification"}, ".* are sft; .*: --stack transformers$"),
-        ("llama-factory", {"method.stage": "reward"}, ".*--stack trl$"),
+        ("llama-factory", {"method.stage": "cpo"}, ".*--stack trl$"),
+        ("llama-factory", {"method.stage": "reward", "parallel.data": 2}, " on several GPUs"),
+        ("llama-factory", {"method.stage": "reward", "evaluation": True}, " as it evaluates"),
+        ("llama-factory", {"method.stage": "reward", "adapter.modules_to_save": ["lm_head"]}, " with copies"),
         ("trl", {"parallel.data": 2, "parallel.zero_stage": 3}, ""),
         ("trl@0.29", {"parallel.data": 2}, "; as TRL's newest version does: --stack trl$"),
         ("trl@1.12", {"method.stage": "simpo"}, ".*its newest version runs it: --stack trl$"),

@@ -30,7 +30,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     tape, names, block = builder.tape, settings.block.names, settings.block
     tape.instant = "end of backward"
     weight = replace(builder.weight(f"{names.embedding}.weight"), copy_bytes=0)
-    if settings.tied and weight.trainable:
+    if settings.tied and weight.trainable and not settings.value_head:
         # What becomes of the sum of both gradients is in tied_sum; coded ones are stored one by one.
         formed = weight.formed_bytes
         waits = replace(weight, delayed=True, converted=False, gradient_bytes=formed, gradient_scale_bytes=0)

@@ -45,6 +45,9 @@ class EndSettings:
     pairs: PairKernel | None = None  # How a loss over pairs looks at whole logits, where it has no reference model
     compiled_loss: bool = False  # Whether torch compiles the loss by itself
     chosen_nll: bool = False  # Whether the likelihood of chosen answers is a second loss
+    # Whether a head of values beside the model's own alone is learnt from; and whether the other asks for gradients yet.
+    value_head: bool = False
+    own_head_trains: bool = False
     # What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
@@ -52,6 +55,11 @@ class EndSettings:
     def backward_at_once(self) -> bool:
         """Whether the head's gradient is there before any other, chunk by chunk."""
         return self.loss == "chunked-backward"
+
+    @property
+    def ties_gradients(self) -> bool:
+        """Whether gradients of a tied embedding and head are added up when both are there."""
+        return self.tied and not self.backward_at_once and not self.value_head
 
     @property
     def loss_bytes(self) -> int:
@@ -91,6 +99,8 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         metrics=setup.stack.loop.metrics,
         pairs=setup.stack.loop.pairs if setup.compares_pairs else None,
         chosen_nll=bool(setup.config.method.chosen_nll),
+        value_head=setup.has_value_head,
+        own_head_trains=setup.has_value_head and setup.config.adapter is None,
         compiled_loss=setup.config.compile == "layers",
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )

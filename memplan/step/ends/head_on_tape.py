@@ -24,11 +24,13 @@ from memplan.step.losses.cross_entropy import (
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
+from memplan.step.losses.token_values import token_values
 from memplan.step.losses.weighted_loss import model_loss, weighted_cross_entropy
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
+from memplan.training.adapted_ends import VALUE_HEAD
 
 MOST_ENDS = 128
 """Kinds of ends that are remembered, as many as of layers."""
@@ -69,8 +71,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         element_bytes: Bytes of an element of it.
     """
     builder, block = Builder(settings.block, dict(weights)), settings.block
-    builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES else "head backward"
+    builder.tape.instant = "loss backward" if settings.loss in FUSED_LOSSES or settings.value_head else "head backward"
     entry, normed = _final_norm(builder, settings, needs_gradient, element_bytes)
+    if settings.value_head:
+        values = tuple([builder.weight(f"{VALUE_HEAD}.{part}") for part in ("weight", "bias")])
+        return Head(Section(builder.tape, entry, _valued(builder, settings, normed)), normed, values, None, None)
     own = head_weights(settings, builder.weights)
     if settings.loss in FUSED_LOSSES:
         loss = _fused_loss(builder, settings, normed, own)
@@ -237,6 +242,35 @@ def _last_score(builder: Builder, scores: Value) -> Value:
     """
     loss = builder.tape.value(ONE, 0, 4, part=Part.LOGITS)
     return builder.tape.apply("score of the last token", [(scores, NEW)], loss, traits=SAVES_NOTHING)
+
+
+def _valued(builder: Builder, settings: EndSettings, normed: Value) -> Value:
+    """Record the model's own head and loss, whose graph is cut off as the loop's function returns, and values of tokens; return the loss over these.
+
+    Source:
+        ``AutoModelForCausalLMWithValueHead.forward`` in trl/models/modeling_value_head.py (0.24.0); ``compute_loss`` in
+        llamafactory/train/rm/trainer.py (0.9.5).
+    """
+    tape, own = builder.tape, builder.weights
+    nodes, operations = len(tape.nodes), len(tape.operations)
+    head, trains = f"{settings.block.names.head}.", settings.own_head_trains
+    builder.weights = {name: replace(w, trainable=trains) if name.startswith(head) else w for name, w in own.items()}
+    with tape.alive(normed):
+        logits = _logits(builder, settings, normed)
+        with tape.alive(logits):
+            _loss(builder, settings, logits, wide=True)
+            cut, builder.weights = tape.nodes[nodes:], own
+            del tape.nodes[nodes:]
+            for operation in tape.operations[operations:]:
+                operation.node = None
+            tape.instant = "loss backward"
+            values = token_values(builder, normed)
+            wide = builder.fresh(logits, element_bytes=4)
+            if logits.element_bytes < 4:
+                tape.make("cast", wide, logits)
+    tape.graph_use |= {storage: len(tape.operations) - 1 for node in cut for storage in node.saved}
+    loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
+    return tape.apply("compare", [(builder.cast(values, 4), NEW)], loss, traits=SAVES_NOTHING)
 
 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:

@@ -226,9 +226,17 @@ class StepPlayer:
     ) -> list[tuple[str, PlayedSection]]:
         """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
         played: list[tuple[str, PlayedSection]] = []
+        hidden: list[int] = []  # what layers were given, where the loop asks for it
         handed, owned = NO_STORAGE, False
         for number, events in parts:
-            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned)
+            named = (
+                self.inputs.setup.has_value_head
+                and bool(number)
+                and not owned
+                and 2 * events.entry + 1 in events.forward
+            )
+            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned or named)
+            hidden += [handed] if named else []
             if renames and not number and played and self._held_logits is not None:
                 part.frees_instead(self._held_logits, self._held[0] if self._held else NO_STORAGE)
             if arguments is not None and not number and played:
@@ -238,6 +246,7 @@ class StepPlayer:
                 arguments.make(part)
             played.append((number, part))
             handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
+        self.stream.free_all(hidden)
         return played
 
     def _sizes_of(self, events: SectionEvents) -> list[int]:
@@ -284,7 +293,11 @@ class StepPlayer:
         """The tensor that embedding and head share, where their gradients are added up."""
         weight = self.taped.weight(self.inputs.spec.names.embedding)
         assert weight is not None
-        return weight if self.taped.settings.tied and weight.trainable and not weight.coded else None
+        return (
+            weight
+            if self.taped.settings.tied and not self.taped.settings.value_head and weight.trainable and not weight.coded
+            else None
+        )
 
     def _evaluate(self) -> None:
         """Write a forward without gradients, whose loss is over all logits at once."""

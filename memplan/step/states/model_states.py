@@ -20,7 +20,7 @@ from memplan.step.tensors.tensor_states import (
 )
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
-from memplan.training.adapted_ends import SAVED_ROLES, is_saved, originals, with_saved_alone
+from memplan.training.adapted_ends import SAVED_ROLES, is_saved, module_of, originals, with_saved_alone
 from memplan.training.adapters import TOWER_PARTS, libraries_inventory, reference_tensors, replaced_table, stable_names
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.role_names import format_name
@@ -55,7 +55,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     inventory = libraries_inventory(inventory, setup)
     own, added = with_saved_alone(held(inventory, setup), setup), held(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
-    narrow |= _staged_codes(inventory, own, setup)
+    narrow |= _staged_codes(inventory, own, setup) | _never_reached(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
     steppers = (
@@ -234,6 +234,12 @@ def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStat
     tensors = {tensor.name: tensor for tensor in own if tensor.name in stable_names(own)}
     trained = {name: tensor_states(setup, tensor, frozen=False) for name, tensor in tensors.items()}
     return {name: replace(entry, stepper=None, state_bytes=0, host_bytes=0) for name, entry in trained.items()}
+
+
+def _never_reached(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
+    """Return the states of the model's own head beside one of values, to which no gradient comes, and which no optimizer updates."""
+    heads = {module_of(tensor) for tensor in own if tensor.role == "head" and setup.has_value_head}
+    return {tensor.name: tensor_states(setup, tensor, frozen=True) for tensor in own if module_of(tensor) in heads}
 
 
 def _steppers(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, Stepper]:

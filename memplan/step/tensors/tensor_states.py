@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memplan.catalog.entries import Optimizer, StorageFormat
+from memplan.catalog.update_classes import TORCH_ADAMW
 from memplan.model.inventory import ParameterTensor, Role
 from memplan.step.tensors.state_slots import placed_bytes
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
@@ -177,11 +180,28 @@ def _read_uncast(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> bo
     return name in FLOAT_BYTES and stacked and setup.stack.model_code == "transformers"
 
 
+def _stored_alike(optimizer: Optimizer, width: int) -> Optimizer:
+    """Return torch's AdamW with its states in the dtype of a parameter of so many bytes, as it keeps them.
+
+    Source:
+        ``_init_group`` in torch/optim/adamw.py and adam.py (v2.13.0).
+    """
+    if optimizer.implementation != TORCH_ADAMW:
+        return optimizer
+    floats = (slot.layout == "elementwise" and slot.block_elements == 1 for slot in optimizer.slots)
+    slots = [
+        replace(slot, block_bytes=width) if own else slot for slot, own in zip(optimizer.slots, floats, strict=True)
+    ]
+    return replace(optimizer, slots=tuple(slots))
+
+
 def adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorStates:
-    """Return the states of an adapter's matrix, which has its own dtype."""
-    dtype, width = setup.adapter_dtype, FLOAT_BYTES[setup.adapter_dtype]
+    """Return the states of an adapter's matrix, which has its own dtype, or of a head of values, made in torch's."""
+    dtype = "fp32" if setup.has_value_head and tensor.role in ("head", "bias") else setup.adapter_dtype
+    width = FLOAT_BYTES[dtype]
     role: Role = "hidden_matrix" if len(tensor.shape) > 1 else "norm"
     name, optimizer = setup.optimizer_names[role], setup.optimizers[role]
+    optimizer = _stored_alike(optimizer, width) if setup.has_value_head else optimizer
     alone = Updated(dtype, setup.config.gradients.dtype or dtype, len(tensor.shape))
     kind = stepper(setup, name, optimizer, [alone])
     device, host = placed_bytes(setup, optimizer, kind, tensor.shape, width) if tensor.used else (0, 0)

@@ -11,7 +11,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, TrainingConfig
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.stack_rules import beside_codes
 
@@ -136,6 +136,21 @@ def _rollout_problems(config: TrainingConfig, rollout: Rollout) -> Iterator[tupl
         yield ("micro_batch_size",), f"{stage} compares completions of one prompt, of which it takes at least 2"
 
 
+def _beside_values(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield what is not followed where a head of values beside the model's own is learnt from."""
+    values = f"{stack.label}'s reward model, which has a head of values beside its own,"
+    if config.parallel != Parallel():
+        yield ("method", "stage"), f"{values} is not modelled on several GPUs; use one"
+    if config.freeze != ALL_TRAIN:
+        yield ("freeze",), f"{values} is not modelled with parts of the model frozen; use full or LoRA"
+    if config.adapter is not None and config.adapter.modules_to_save:
+        yield ("adapter", "modules_to_save"), f"{values} is not modelled with copies that train; leave it out"
+    if config.kernels.loss not in (None, "fp32"):
+        yield ("kernels", "loss"), f"{values} forms whole logits and a loss in fp32; leave it out"
+    if config.evaluation:
+        yield ("evaluation",), f"{values} is not modelled as it evaluates; use evaluation: false"
+
+
 def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's method the formula does not follow.
 
@@ -155,6 +170,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
+    if stage == "reward" and stack.loop.value_head:
+        yield from _beside_values(config, stack)
     if stage not in stack.stages:
         way = ""
         if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:

@@ -21,7 +21,7 @@ from memplan.trace.pretended_cuda.chosen_rows import AllDesirable
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on
 from memplan.trace.stacks.huggingface.trainer_loop import (
     Rows,
     collated,
@@ -58,6 +58,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             _freeze_parts(model, inputs)
         # hparams leave Trainer's own gradient_checkpointing off: the model has it already
         arguments = {**training_arguments(inputs, Path(folder)), "gradient_checkpointing": False}
+        if setup.has_value_head:
+            return _on_values(model, arguments, inputs, recorder)
         if setup.config.method.stage != "sft":
             return _on_preferences(model, arguments, inputs, recorder)
         args = transformers.Seq2SeqTrainingArguments(**arguments)
@@ -99,6 +101,29 @@ def _on_preferences(model: Any, arguments: dict[str, Any], inputs: StackInputs, 
         mark_weights(trainer.ref_model, recorder)
     with AllDesirable():
         return trained(trainer, model, recorder, f"LLaMA-Factory's {type(trainer).__name__}", setup)
+
+
+def _on_values(model: Any, arguments: dict[str, Any], inputs: StackInputs, recorder: Recorder) -> StackRun:
+    """Run LLaMA-Factory's trainer of reward models on a model with TRL's value head, as ``load_model`` leaves it (model/loader.py)."""
+    own = _trainer_of("reward")
+    with made_on(inputs.device):
+        valued: Any = import_module("trl.models.modeling_value_head").AutoModelForCausalLMWithValueHead
+        model.state_dict = dict  # which it asks for, of a head of values that a checkpoint may have
+        whole = valued.from_pretrained(model)
+        del model.state_dict
+    whole.get_input_embeddings, whole.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+    trainer: Any = own(
+        model=whole.train(),
+        finetuning_args=_Unset(),
+        processor=None,
+        args=transformers.Seq2SeqTrainingArguments(**arguments, remove_unused_columns=False),
+        data_collator=_pairs,
+        train_dataset=Rows(inputs.setup),
+        eval_dataset=Rows(inputs.setup),
+        tokenizer=None,
+    )
+    whole.config = model.config
+    return trained(trainer, whole, recorder, f"LLaMA-Factory's {own.__name__}", inputs.setup)
 
 
 def _reference(inputs: StackInputs) -> Any:
@@ -147,6 +172,10 @@ def _trainer_of(stage: str) -> Any:
     for name, value in vars(options).copy().items():  # pairs since transformers 5, which are true whatever they hold
         if isinstance(value, tuple) and name.endswith("_available"):
             setattr(options, name, value[0])
+    if stage == "reward":
+        own: Any = import_module("llamafactory.train.rm.trainer")
+        own.FixValueHeadModelCallback = transformers.TrainerCallback  # it splits checkpoints
+        return own.PairwiseTrainer
     name = "KTO" if stage == "kto" else "DPO"
     return getattr(import_module(f"llamafactory.train.{name.lower()}.trainer"), f"Custom{name}Trainer")
 
@@ -256,7 +285,7 @@ def _checkpointing() -> Any:
     spec = find_spec("llamafactory")
     if spec is None or spec.submodule_search_locations is None:
         raise CannotAnswerError("tracing stack llama-factory needs llamafactory")
-    for name in ("model", "model.model_utils", "data", "train", "train.dpo", "train.kto"):
+    for name in ("model", "model.model_utils", "data", "train", "train.dpo", "train.kto", "train.rm"):
         package = ModuleType(f"llamafactory.{name}")
         package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")))]
         sys.modules.setdefault(package.__name__, package)
