@@ -38,11 +38,13 @@ def methods_screen(
     plans = [plan for plan, _ in rows]
     more = f"Not planned: {', '.join(missing)} (--config NAME says why). " if missing else ""
     notes = dict.fromkeys(note for plan in plans for note in card_notes(plan))
+    shared = any(plan.reserve_by_share and not plan.exceeds_device for plan in plans)
+    shares = "~ and max batch with a share." if shared else "max batch with a share; -b N simulates it."
     words = [
         *_words(plans),
         *in_short(plans),
         *notes,
-        "~ and max batch: the allocator's reserve as a share; -b N simulates it.",
+        f"> is without the allocator's reserve, {shares}",
         f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
@@ -75,8 +77,10 @@ def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) ->
     for place, (plan, batch) in enumerate(rows):
         name = "" if place and names[place - 1] == names[place] else names[place]
         gauge = canvas.gauge(plan.device_bytes, plan.upper_bytes, plan.usable_bytes, columns)
-        about = "~" if plan.reserve_by_share else ""
-        needs, verdict = about + format_bytes(plan.device_bytes, unit), VERDICT_WORDS[plan.verdict]
+        size, about = plan.device_bytes, "~" if plan.reserve_by_share else ""
+        if plan.reserve_by_share and plan.exceeds_device:
+            size, about = plan.allocated_bytes + plan.allowances.context_bytes, ">"
+        needs, verdict = about + format_bytes(size, unit), VERDICT_WORDS[plan.verdict]
         kind = plan.setup.checkpointing
         lines.append(f"  {name:<{widest}}  {kind:<13}  {needs:>11}  {verdict:<5}  {gauge}  {batch or '-':>9}")
     return (title.rstrip(), *lines)
