@@ -17,7 +17,7 @@ from memplan.step.after_backward import after_backward
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends.head_on_tape import IN_PIECES
-from memplan.step.fused.compiled_layer import layer_orders
+from memplan.step.fused.compiled_layer import layer_orders, layer_sums
 from memplan.step.handed_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.head_instants import (
     copied_outputs,
@@ -71,7 +71,6 @@ from memplan.step.tapes.linear_forms import (
     constant_form,
 )
 from memplan.step.tapes.played import Instant
-from memplan.step.tapes.reduction_workspaces import AT_ONCE, row_sums
 from memplan.step.tapes.taped_weight import Mode
 from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup
@@ -109,7 +108,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     batch *= setup.rows_per_sample
     tokens, spec, profile = batch * length, model.spec, setup.profile
     masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"
-    sums = row_sums(spec.hidden_size, tokens) if layers else AT_ONCE
+    sums = layer_sums(spec, tokens) if layers else ()
     learned, delta = spec.learned_positions > 0, spec.linear_attention
     return Regime(
         one_sequence=batch == 1

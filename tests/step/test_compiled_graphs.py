@@ -1,7 +1,7 @@
 """Programs of compiled layers, node by node as Inductor's scheduler has them.
 
 Each row of ``compiled_graphs.json`` was taken where ``reorder_for_peak_memory`` (torch 2.13.0) is given the nodes of one layer of
-torchtitan's Llama: digests of what each node allocates, frees and reads, in order, and of the order that it chose.
+torchtitan's Llama or Qwen3: digests of what each node allocates, frees and reads, in order, and of the order that it chose.
 """
 
 import json
@@ -27,8 +27,11 @@ def shape_of(row):
     hidden, inner, heads, groups, width = row["model"]
     own = row["stack"] == "torchtitan"
     widths = (hidden, inner, heads * width, groups * width, heads, groups, width)
-    sums = row_sums(hidden, row["batch"] * row["length"])
-    return LayerShape(*widths, own, own, own and row["batch"] == 1, row["attention"], row["checkpointing"], sums)
+    tokens = row["batch"] * row["length"]
+    normed = (heads, groups) if row.get("family") == "qwen3" else ()
+    sums, of_heads = row_sums(hidden, tokens), tuple(row_sums(width, tokens * number) for number in normed)
+    alone = own and row["batch"] == 1
+    return LayerShape(*widths, own, own, alone, row["attention"], row["checkpointing"], sums, of_heads)
 
 
 def nodes_of(program, sizes):
@@ -44,7 +47,9 @@ def nodes_of(program, sizes):
 @pytest.mark.parametrize(
     "row",
     ROWS,
-    ids=lambda row: f"{row['stack']}-{row['checkpointing']}-{row['attention']}-{row['batch']}x{row['length']}",
+    ids=lambda row: (
+        f"{row['stack']}-{row.get('family', 'llama')}-{row['checkpointing']}-{row['attention']}-{row['batch']}x{row['length']}"
+    ),
 )
 def test_nodes_and_their_order_are_inductors(row):
     programs, tokens = layer_programs(shape_of(row)), row["batch"] * row["length"]
@@ -65,6 +70,8 @@ def test_nodes_and_their_order_are_inductors(row):
         (480, 192, Sums("split", 2)),
         (16384, 4096, Sums("whole")),
         (512, 12288, Sums("mixed", 96, 768)),
+        (64, 98304, Sums("mixed", 768, 1536)),
+        (64, 196608, Sums("mixed", 1024, 1536)),
     ],
 )
 def test_sums_over_rows_are_split_as_inductor_splits_them(columns, rows, sums):

@@ -25,15 +25,15 @@ PEAKS = {
 }
 
 
-def planned(stack, checkpointing, attention, batch, length, **more):
+def planned(stack, checkpointing, attention, batch, length, *, family="llama", groups=2, **more):
     shards = "@" in stack
     model = {
-        "model_type": "llama",
+        "model_type": family,
         "hidden_size": 768 if shards else 640,
         "intermediate_size": 1792,
         "num_hidden_layers": 3,
         "num_attention_heads": 6,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": groups,
         "head_dim": 128,
         "vocab_size": 1000,
         "tie_word_embeddings": False,
@@ -66,6 +66,13 @@ def test_peaks_are_those_of_the_compilers_own_programs(job):
 def test_compiled_layers_need_less_than_the_same_without_a_compiler():
     job = ("torchtitan", "none", "cudnn", 3, 2560)
     assert planned(*job).requested_bytes < 0.9 * planned(*job, compile="none").requested_bytes
+
+
+def test_heads_that_are_normed_are_planned_where_keys_have_fewer():
+    job = ("torchtitan", "full", "cudnn", 2, 640)
+    assert planned(*job, family="qwen3").requested_bytes > planned(*job).requested_bytes
+    with pytest.raises(CannotAnswerError, match="as many heads of keys as of queries"):
+        planned(*job, family="qwen3", groups=6)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import is_partitioned
 from memplan.step.tapes.kernel_order import Schedule
 from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.reduction_workspaces import AT_ONCE, Sums
+from memplan.step.tapes.reduction_workspaces import Sums
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
 
@@ -39,7 +39,7 @@ class Regime:
     # Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
     delta_chunks: int = 0
     pads_delta: bool = False  # The last of them is not full
-    sums: Sums = AT_ONCE  # How a compiled layer sums over tokens
+    sums: tuple[Sums, ...] = ()  # How a compiled layer sums over tokens
     # How a compiled layer's programs, forward and backward, run, which the compiler chooses for their sizes.
     orders: tuple[Schedule, Schedule] | None = None
 

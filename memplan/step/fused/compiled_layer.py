@@ -16,7 +16,7 @@ from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tapes.kernel_order import Program, Schedule, orders, schedule
 from memplan.step.tapes.linear_forms import ZERO, Coefficients, Form, Part, Quantity, single_form
 from memplan.step.tapes.played import Instant, Played, dominant
-from memplan.step.tapes.reduction_workspaces import Sums
+from memplan.step.tapes.reduction_workspaces import Sums, row_sums
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -71,13 +71,14 @@ def refuse_compiled_layers(spec: ModelSpec, setup: TrainingSetup) -> None:
         CannotAnswerError: Another stack, family, dtype, kernel or layout.
     """
     config, parallel, profile = setup.config, setup.config.parallel, setup.profile
-    if setup.stack.name != "torchtitan" or spec.architecture != "llama":
+    if setup.stack.name != "torchtitan" or spec.architecture not in ("llama", "qwen3"):
         raise CannotAnswerError(
-            f"compile: layers is not modelled for {spec.architecture} under stack {setup.stack.name}; what is: llama under torchtitan; "
+            f"compile: layers is not modelled for {spec.architecture} under stack {setup.stack.name}; what is: llama and qwen3 under torchtitan; "
             "with compile: none the answer is that of the same step without a compiler"
         )
     kernels, (heads, fed) = ", ".join(KERNELS), _parts(spec)
     narrow = config.compute_dtype == "bf16" and (is_sharded(parallel) or not setup.autocast)
+    normed = heads.query_key_norm is not None
     own = [name for name in FUSED_KERNELS if getattr(profile, name) != getattr(setup.stack.kernels, name)]
     refused = {
         "adapters": config.adapter is not None,
@@ -88,6 +89,8 @@ def refuse_compiled_layers(spec: ModelSpec, setup: TrainingSetup) -> None:
         "gradients in a dtype of their own": config.gradients.dtype is not None,
         "weights in several dtypes": len({*setup.format_names.values()}) > 1,
         "dropout": bool(config.dropout),
+        "as many heads of keys as of queries, each normed": normed and heads.num_heads == heads.num_key_value_heads,
+        "norms of heads in torchtitan before 0.3.0": normed and setup.stack.models.fused_qkv != "copies",
         "projections with biases": heads.qkv_bias or heads.output_bias or fed.bias,
         "evaluation": config.evaluation,
         f"kernels.attention: {profile.attention} (modelled: {kernels})": profile.attention not in KERNELS,
@@ -116,11 +119,11 @@ def refuse_padded_tokens(setup: TrainingSetup, batch: int, length: int) -> None:
         raise CannotAnswerError(f"compile: layers: not modelled with padding of {tokens}; {INSTEAD}")
 
 
-def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: Sums, *, alone: bool) -> LayerShape:
+def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: tuple[Sums, ...], *, alone: bool) -> LayerShape:
     """Return what the programs of a model's layers depend on, which are all alike.
 
     Args:
-        sums: How rows are summed.
+        sums: How rows are summed (:func:`layer_sums`).
         alone: Whether a micro-batch is one sequence.
     """
     heads, fed = _parts(spec)
@@ -137,11 +140,19 @@ def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: Sums, *, alone: boo
         alone and setup.stack.rotary_tables.gathered,
         setup.profile.attention,
         setup.checkpointing,
-        sums,
+        sums[0],
+        sums[1:],
     )
 
 
-def layer_orders(spec: ModelSpec, setup: TrainingSetup, sums: Sums, batch: int, length: int) -> Orders:
+def layer_sums(spec: ModelSpec, tokens: int) -> tuple[Sums, ...]:
+    """Return how rows are summed: the stream's, and those of all heads' queries and of their keys, where these are normed."""
+    heads, _ = _parts(spec)
+    normed = (heads.num_heads, heads.num_key_value_heads) if heads.query_key_norm is not None else ()
+    return (row_sums(spec.hidden_size, tokens), *(row_sums(heads.head_dim, tokens * number) for number in normed))
+
+
+def layer_orders(spec: ModelSpec, setup: TrainingSetup, sums: tuple[Sums, ...], batch: int, length: int) -> Orders:
     """Return how the programs of a model's layers run.
 
     Args:
@@ -235,7 +246,7 @@ def _moments(
     moments = [] if runs_forward else [Instant("layer", "start", live)]
     for step, number in enumerate(order.order):
         kernel = kernels[number]
-        made = kernel.makes if kernel.kind in ("written", "called") else ()
+        made = kernel.makes if kernel.kind == "called" else program.formed(kernel, alive)
         over = [kernel.over] if last.get(kernel.over) == step and kernel.over in alive else []
         for name in made:
             live += forms[name]

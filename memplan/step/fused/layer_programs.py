@@ -17,8 +17,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from memplan.step.fused.layer_sizes import LayerShape, Size, attention_workspace, tensor_sizes
+from memplan.step.fused.normed_heads import (
+    HEADS_WIDE,
+    KEPT,
+    heads_again,
+    heads_backward,
+    heads_gradients,
+    normed_heads,
+)
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
-from memplan.step.tapes.kernel_order import Kernel, Program, called, parts, viewed
+from memplan.step.tapes.kernel_order import Kernel, Program, called, parts, viewed, written
 from memplan.step.tapes.linear_forms import Quantity
 
 
@@ -41,20 +49,17 @@ def layer_programs(shape: LayerShape) -> LayerPrograms:
     gradients = [name for kernel in backward for name in kernel.makes if name.startswith("d_")]
     given = tuple(name for name in (*saved, *_shared(shape)) if name != "x")
     counted: dict[str, Size] = dict.fromkeys(("n1", "n2"), (Quantity.ONE, 4 * shape.hidden * shape.sums.parts))
-    if "qkv" in given:
-        counted["qkv"] = (Quantity.TOKENS, 2 * shape.key)  # what is read of it last
+    if "qkv" in given:  # what is read of it last
+        queries = shape.head_sums and shape.head_sums[0].way != "mixed"
+        counted["qkv"] = (Quantity.TOKENS, 2 * (shape.query if queries else shape.key))
     return LayerPrograms(
         forward, Program(tuple(backward), given, frozenset({*gradients, "dx"})), saved, tensor_sizes(shape), counted
     )
 
 
-WIDE = ("cq", "ck", "dcq", "dck", "r1", "r2", "t1", "lse", "n1", "n2")
+WIDE = ("cq", "ck", "dcq", "dck", "r1", "r2", "t1", "lse", "n1", "n2", *HEADS_WIDE)
 """Tensors in fp32; what is turned is of complex numbers."""
 TURNED = ("rq", "rk", "drq", "drk", "f", "f1", "f2", "f3", "cf")
-
-
-def _kernel(name: str, reads: str, makes: str, over: str = "", fused: str = "", inside: tuple[str, ...] = ()) -> Kernel:
-    return Kernel(name, tuple(reads.split()), tuple(makes.split()), over, inside, tuple(fused.split()))
 
 
 def dtypes(names: Iterable[str]) -> dict[str, str]:
@@ -71,13 +76,13 @@ def _saved(shape: LayerShape) -> tuple[str, ...]:
     if shape.checkpointing == "selective":
         return ("x", *(("qkv",) if shape.fused else ("q", "v")), *attended, "g")
     value = "vr" if shape.fused else "v"
-    rows = ("cf",) if shape.gathers else ()
+    rows = KEPT if shape.head_sums else ("cf",) if shape.gathers else ()
     return ("x", "r1", "h1", *rows, "qr", "kr", value, *attended, "a", "r2", "h2", "g", "u", "s")
 
 
 def _shared(shape: LayerShape) -> tuple[str, ...]:
     """Return what backward is given besides that is memory of the model's own: rows of its tables."""
-    return ("cf",) if shape.checkpointing == "none" and not shape.gathers else ()
+    return ("cf",) if shape.checkpointing == "none" and not (shape.gathers or shape.head_sums) else ()
 
 
 def _random(shape: LayerShape) -> tuple[str, ...]:
@@ -88,24 +93,26 @@ def _random(shape: LayerShape) -> tuple[str, ...]:
 # -------------------------------------------------------------------- forward
 def _projected(shape: LayerShape, *, twice: bool = False) -> list[Kernel]:
     """Return projections and rotation, whose results are there twice where backward reads them beside forward."""
+    if shape.head_sums:
+        return normed_heads(shape, twice=twice)
     names = [f"{name} {name}2" if twice else name for name in ("qr", "kr", "vr")]
     if shape.fused:
-        first, parts = [_kernel("query, key and value", "h1", "qkv"), *_tables(shape)], ("qkv", "qkv")
-        tables, last = [], [_kernel("value", "qkv", names[2])]
+        first, parts = [written("query, key and value", "h1", "qkv"), *_tables(shape)], ("qkv", "qkv")
+        tables, last = [], [written("value", "qkv", names[2])]
     else:
-        first = [_kernel(name, "h1", made) for name, made in (("query", "q"), ("key", "k"), ("value", "v"))]
+        first = [written(name, "h1", made) for name, made in (("query", "q"), ("key", "k"), ("value", "v"))]
         parts, tables, last = ("q", "k"), _tables(shape), []
     return [
         *first,
-        _kernel("complex query", parts[0], "cq"),
+        written("complex query", parts[0], "cq"),
         *viewed("cq", "cq'"),
-        _kernel("complex key", parts[1], "ck"),
+        written("complex key", parts[1], "ck"),
         *viewed("ck", "ck'"),
         *tables,
         *_turned("q", "f"),
         *_turned("k", "f"),
-        _kernel("turned query", "rq'", names[0]),
-        _kernel("turned key", "rk'", names[1]),
+        written("turned query", "rq'", names[0]),
+        written("turned key", "rk'", names[1]),
         *last,
     ]
 
@@ -141,19 +148,19 @@ def _attended(shape: LayerShape, *, saves: bool) -> list[Kernel]:
 def _forward(shape: LayerShape) -> list[Kernel]:
     """Return the kernels of forward."""
     keeps = shape.checkpointing == "none"
-    fed = _kernel("activation", "g u", "s", "" if keeps else "u")
+    fed = written("activation", "g u", "s", "" if keeps else "u")
     return [
-        _kernel("input norm", "x", "r1 h1" if keeps else "h1", fused="row_sums"),
+        written("input norm", "x", "r1 h1" if keeps else "h1", fused="row_sums"),
         *_projected(shape),
         *_attended(shape, saves=shape.checkpointing != "full"),
-        _kernel("output", "o", "a"),
-        _kernel("attention norm", "x a", "r2 h2" if keeps else "h2", fused="row_sums"),
-        _kernel("gate", "h2", "g"),
-        _kernel("up", "h2", "u"),
+        written("output", "o", "a"),
+        written("attention norm", "x a", "r2 h2" if keeps else "h2", fused="row_sums"),
+        written("gate", "h2", "g"),
+        written("up", "h2", "u"),
         fed,
-        _kernel("down", "s", "d"),
-        _kernel("sum", "x a d", "y", "d"),
-        *(viewed("f", "cf") if keeps else ()),
+        written("down", "s", "d"),
+        written("sum", "x a d", "y", "d"),
+        *(viewed("f", "cf") if keeps and not shape.head_sums else ()),
     ]
 
 
@@ -163,7 +170,8 @@ def _backward(shape: LayerShape) -> list[Kernel]:
     again = shape.checkpointing == "selective"
     given = "" if shape.checkpointing == "none" else "2"
     value = f"vr{given if shape.checkpointing == 'full' else ''}" if shape.fused else "v"
-    query, key = ("qr2", "kr2") if shape.checkpointing == "full" else ("qr", "kr")
+    twice = shape.checkpointing == "full" and not shape.head_sums
+    query, key = ("qr2", "kr2") if twice else ("qr", "kr")
     inside = tuple(f"workspace {number}" for number in range(len(attention_workspace(shape))))
     reads = " ".join(("do", query, key, value, "o", "lse", *_random(shape)))
     attended = called("attention", reads, "dqr dkr dv", "", inside)
@@ -171,9 +179,8 @@ def _backward(shape: LayerShape) -> list[Kernel]:
     made = "r1 da h1" if early else "da"
     return [
         *_fed(shape),
-        _kernel("attention norm", "x a r2 dhu dhg dy", made, fused="row_sums"),
-        _kernel("gradient of attention", "da", "do"),
-        *(_turned_again(shape) if again else ()),
+        written("attention norm", "x a r2 dhu dhg dy", made, fused="row_sums"),
+        *(_turned_again(shape) if again else (_through_output(),)),
         *attended,
         *_projections_backward(shape, attended[0]),
         *_ends(shape),
@@ -183,98 +190,108 @@ def _backward(shape: LayerShape) -> list[Kernel]:
 def _ends(shape: LayerShape) -> list[Kernel]:
     """Return the gradients of norms, of the weights of attention, and of the layer's input."""
     parts = "dhqkv" if shape.fused else "dhq dhk dhv"
-    weights = [_kernel("gradient of the output", "da o", "d_o")]
+    weights = [written("gradient of the output", "da o", "d_o")]
+    weights += heads_gradients(shape)
     if shape.fused:
-        weights.append(_kernel("gradient of the projection", "dqkv h1", "d_qkv"))
+        weights.append(written("gradient of the projection", "dqkv h1", "d_qkv"))
     else:
         for name, given in (("v", "dv"), ("k", "dk"), ("q", "dq")):
-            weights.append(_kernel(f"gradient of {name}", f"{given} h1", f"d_{name}"))
+            weights.append(written(f"gradient of {name}", f"{given} h1", f"d_{name}"))
     norms, reads, at_once = f"x a r1 r2 dhu dhg {parts}", f"x r1 {parts} da", shape.sums.way == "whole"
     second, first = ([], []) if at_once else ([_norm("2")], [_norm("1")])
-    both = _kernel("norms' gradients", norms, "n2 n1")
+    both = written("norms' gradients", norms, "n2 n1")
     if at_once:
-        both = _kernel("norms' gradients", norms, "d_norm2 d_norm1", fused="column_sum column_sum")
+        both = written("norms' gradients", norms, "d_norm2 d_norm1", fused="column_sum column_sum")
     if shape.checkpointing == "selective" and shape.fused:  # forms the input norm again
-        total = _kernel("sum", f"x {parts} da", "r1 dx h1", "da", fused="row_sums")
+        total = written("sum", f"x {parts} da", "r1 dx h1", "da", fused="row_sums")
         return [total, both, *second, *weights, *first]
     if shape.sums.way != "mixed":
-        total = _kernel("sum", reads, "dx", "da", fused="row_sums")
+        total = written("sum", reads, "dx", "da", fused="row_sums")
         return [both, *second, *weights, total, *first]
     inside = ("partial sums",)
     if shape.fused:
-        both = _kernel("norms' gradients", f"{norms} da", "dx n2 n1", fused="row_sums", inside=inside)
+        both = written("norms' gradients", f"{norms} da", "dx n2 n1", fused="row_sums", inside=inside)
         return [both, *second, *weights, *first]
-    both = _kernel("norms' gradients", norms, "t1 n2 n1", inside=inside)
-    return [both, *second, *weights, *first, _kernel("sum", f"{reads} t1", "dx", "da")]
+    both = written("norms' gradients", norms, "t1 n2 n1", inside=inside)
+    return [both, *second, *weights, *first, written("sum", f"{reads} t1", "dx", "da")]
 
 
 def _norm(number: str) -> Kernel:
     """Return what adds up the parts of a norm's gradient."""
-    return _kernel("norm's gradient", f"n{number}", f"d_norm{number}", fused="column_sum")
+    return written("norm's gradient", f"n{number}", f"d_norm{number}", fused="column_sum")
 
 
 def _fed(shape: LayerShape) -> list[Kernel]:
     """Return what is computed again up to the feed-forward part, and that part's backward."""
-    formed = [_kernel("gradient of down", "dy s", "d_down")]
-    gradient = [_kernel("gradient of the activation", "dy", "ds")]
+    formed = [written("gradient of down", "dy s", "d_down")]
+    gradient = [written("gradient of the activation", "dy", "ds")]
     below = [
-        _kernel("gradient of up", "du h2", "d_up"),
-        _kernel("gradient through up", "du", "dhu"),
-        _kernel("gradient of gate", "dg h2", "d_gate"),
-        _kernel("gradient through gate", "dg", "dhg"),
+        written("gradient of up", "du h2", "d_up"),
+        written("gradient through up", "du", "dhu"),
+        written("gradient of gate", "dg h2", "d_gate"),
+        written("gradient through gate", "dg", "dhg"),
     ]
     if shape.checkpointing == "none":
-        return [*formed, *gradient, _kernel("activation", "g u ds", "dg du", "u"), *below]
+        return [*formed, *gradient, written("activation", "g u ds", "dg du", "u"), *below]
     whole = [
-        _kernel("input norm", "x", "r1 h1"),
+        written("input norm", "x", "r1 h1"),
         *_projected(shape, twice=True),
         *_attended(shape, saves=True),
     ]
-    first = [_kernel("output", "o", "a"), _kernel("attention norm", "x a", "r2 h2")]
-    gate = [_kernel("gate", "h2", "g")] if shape.checkpointing == "full" else []
-    fed = [*gate, _kernel("up", "h2", "u"), *gradient, _kernel("activation", "g u ds", "s du dg"), *formed, *below]
+    first = [written("output", "o", "a"), written("attention norm", "x a", "r2 h2")]
+    gate = [written("gate", "h2", "g")] if shape.checkpointing == "full" else []
+    fed = [*gate, written("up", "h2", "u"), *gradient, written("activation", "g u ds", "s du dg"), *formed, *below]
     return [*(whole if shape.checkpointing == "full" else ()), *first, *fed]
 
 
+def _through_output() -> Kernel:
+    return written("gradient of attention", "da", "do")
+
+
 def _turned_again(shape: LayerShape) -> list[Kernel]:
-    """Return the rotation of what selective checkpointing has saved before it."""
+    """Return the rotation of what selective checkpointing has saved before it, and the gradient that attention is given."""
+    if shape.head_sums:
+        return heads_again(_through_output())
     given = "qkv" if shape.fused else "q"
-    complex_query = [_kernel("complex query", given, "cq"), *viewed("cq", "cq'")]
-    kernels = [*_tables(shape), *complex_query] if shape.fused else [*complex_query, *_tables(shape)]
-    kernels += [*_turned("q", "f"), _kernel("turned query", "rq'", "qr")]
-    kernels += [] if shape.fused else [_kernel("key", "h1", "k")]
-    kernels += [_kernel("complex key", "qkv" if shape.fused else "k", "ck"), *viewed("ck", "ck'")]
-    kernels += [*_turned("k", "f"), _kernel("turned key", "rk'", "kr")]
-    return [*kernels, _kernel("value", "qkv", "vr")] if shape.fused else kernels
+    complex_query = [written("complex query", given, "cq"), *viewed("cq", "cq'")]
+    kernels = [_through_output()]
+    kernels += [*_tables(shape), *complex_query] if shape.fused else [*complex_query, *_tables(shape)]
+    kernels += [*_turned("q", "f"), written("turned query", "rq'", "qr")]
+    kernels += [] if shape.fused else [written("key", "h1", "k")]
+    kernels += [written("complex key", "qkv" if shape.fused else "k", "ck"), *viewed("ck", "ck'")]
+    kernels += [*_turned("k", "f"), written("turned key", "rk'", "kr")]
+    return [*kernels, written("value", "qkv", "vr")] if shape.fused else kernels
 
 
 def _projections_backward(shape: LayerShape, attended: Kernel) -> list[Kernel]:
     """Return the backward of rotation and projections as far as the gradient of their input."""
+    if shape.head_sums:
+        return [*heads_backward(shape, attended), written("gradient through the projection", "dqkv", "dhqkv")]
     conjugate: list[Kernel] = [] if shape.checkpointing == "none" else viewed("f", "cf")
     key = [
         *parts(attended, "dkr"),
-        _kernel("complex key", "dkr", "dck"),
+        written("complex key", "dkr", "dck"),
         *viewed("dck", "dck'"),
         *conjugate,
         *_turned("dk", "cf"),
     ]
     query = [
         *parts(attended, "dqr"),
-        _kernel("complex query", "dqr", "dcq"),
+        written("complex query", "dqr", "dcq"),
         *viewed("dcq", "dcq'"),
         *_turned("dq", "cf"),
     ]
     value = parts(attended, "dv")
     if shape.fused:
-        joined = [_kernel("join", "drq' drk' dv", "dqkv"), _kernel("gradient through the projection", "dqkv", "dhqkv")]
+        joined = [written("join", "drq' drk' dv", "dqkv"), written("gradient through the projection", "dqkv", "dhqkv")]
         return [*value, *key, *query, *joined]
     return [
         *value,
-        _kernel("gradient through value", "dv", "dhv"),
+        written("gradient through value", "dv", "dhv"),
         *key,
-        _kernel("turned key", "drk'", "dk"),
-        _kernel("gradient through key", "dk", "dhk"),
+        written("turned key", "drk'", "dk"),
+        written("gradient through key", "dk", "dhk"),
         *query,
-        _kernel("turned query", "drq'", "dq"),
-        _kernel("gradient through query", "dq", "dhq"),
+        written("turned query", "drq'", "dq"),
+        written("gradient through query", "dq", "dhq"),
     ]

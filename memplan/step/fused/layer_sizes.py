@@ -32,6 +32,7 @@ class LayerShape(NamedTuple):
     attention: str  # Its kernel
     checkpointing: Checkpointing
     sums: Sums
+    head_sums: tuple[Sums, ...] = ()  # Where each head's queries and keys are normed: of the rows of all of theirs
 
 
 def attention_workspace(shape: LayerShape) -> tuple[Size, ...]:
@@ -48,11 +49,11 @@ def tensor_sizes(shape: LayerShape) -> dict[str, Size]:
     hidden, inner, query, key = shape.hidden, shape.inner, shape.query, shape.key
     rows = (
         (hidden, "x h1 a h2 d y dy dhu dhg da dhq dhk dhv dhqkv dx"),
-        (query, "q qr qr2 o do dqr dq"),
-        (key, "k kr kr2 v vr vr2 dkr dk dv"),
+        (query, "q qr qr2 o do dqr dq qc"),
+        (key, "k kr kr2 v vr vr2 dkr dk dv kc dvr"),
         (inner, "g u s ds du dg"),
-        (2 * query, "cq cq' rq rq' dcq dcq' drq drq'"),
-        (2 * key, "ck ck' rk rk' dck dck' drk drk'"),
+        (2 * query, "cq cq' rq rq' dcq dcq' drq drq' wq dwq"),
+        (2 * key, "ck ck' rk rk' dck dck' drk drk' wk dwk"),
         (query + 2 * key, "qkv dqkv"),
     )
     sizes: dict[str, Size] = {}
@@ -76,5 +77,17 @@ def tensor_sizes(shape: LayerShape) -> dict[str, Size]:
     matrices = {"o": query, "qkv": query + 2 * key, "q": query, "k": key, "v": key, "gate": inner, "up": inner}
     for name, columns in {**matrices, "down": inner, "norm1": 1, "norm2": 1}.items():
         sizes[f"d_{name}"] = (Quantity.ONE, 2 * hidden * columns)
+    sizes |= _head_norms(shape)
     sizes |= {f"workspace {number}": size for number, size in enumerate(attention_workspace(shape))}
+    return sizes
+
+
+def _head_norms(shape: LayerShape) -> dict[str, Size]:
+    """Return the sizes of what the norms of each head's queries and keys form besides."""
+    sizes: dict[str, Size] = {"head_sum": (Quantity.ONE, STATISTIC * shape.head_dim)}
+    for part, heads, sums in zip("qk", (shape.heads, shape.groups), shape.head_sums, strict=False):
+        sizes |= dict.fromkeys((f"s{part}", f"t{part}"), (Quantity.TOKENS, STATISTIC * heads))
+        sizes[f"p{part}"] = (Quantity.ONE, STATISTIC * shape.head_dim * sums.parts)
+        sizes[f"partial sums {part}"] = (Quantity.ONE, STATISTIC * shape.head_dim * sums.tiles)
+        sizes[f"d_{part}norm"] = (Quantity.ONE, 2 * shape.head_dim)
     return sizes

@@ -10,7 +10,7 @@ Source:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Order = tuple[int, ...]
@@ -24,8 +24,9 @@ class Schedule(NamedTuple):
     taken: tuple[tuple[str, str], ...] = ()  # A tensor, and the one before it whose memory it takes
 
 
-Kind = Literal["written", "called", "viewed", "part"]
-"""Whether a kernel writes into what it is given, is an operator of torch that returns results or a view, or takes one of these."""
+Kind = Literal["written", "called", "viewed", "part", "joined"]
+"""Whether a kernel writes into what it is given, is an operator of torch that returns results or a view, takes one of these, or
+stands for what others have written side by side."""
 
 
 class Kernel(NamedTuple):
@@ -56,6 +57,16 @@ def called(name: str, reads: str, makes: str, taken: str | None = None, inside: 
     return [call, *parts(call, makes if taken is None else taken)]
 
 
+def written(name: str, reads: str, makes: str, over: str = "", fused: str = "", inside: tuple[str, ...] = ()) -> Kernel:
+    """Return a kernel that the compiler writes, or a product."""
+    return Kernel(name, tuple(reads.split()), tuple(makes.split()), over, inside, tuple(fused.split()))
+
+
+def joined(name: str, reads: str, makes: str) -> Kernel:
+    """Return what joins tensors that were written into its memory, and which Inductor counts once more."""
+    return Kernel(name, tuple(reads.split()), (makes,), kind="joined")
+
+
 def viewed(reads: str, makes: str) -> list[Kernel]:
     """Return a view of a tensor, or of what is no tensor of the program, which Inductor counts as though it had bytes."""
     call = Kernel("view", tuple(reads.split()), (makes,), kind="viewed")
@@ -83,13 +94,25 @@ class Program(NamedTuple):
         return result
 
     def roots(self) -> dict[str, str]:
-        """Return, for each view and what it is taken from, the tensor that has the memory; of what is none of the program, a name."""
+        """Return, for each view, what it is taken from and parts of what is joined, the tensor that has the memory, or a name."""
         result: dict[str, str] = {}
         for kernel in self.kernels:
+            if kernel.kind == "joined":
+                result |= dict.fromkeys(kernel.reads, kernel.makes[0])
             if kernel.kind == "viewed":
                 source = kernel.reads[0] if kernel.reads else kernel.results
                 result |= dict.fromkeys((kernel.results, *kernel.makes), result.get(source, source))
         return result
+
+    def formed(self, kernel: Kernel, there: Collection[str]) -> list[str]:
+        """Return the tensors whose memory a kernel allocates: what it writes, or what that is to be joined in, once.
+
+        Args:
+            there: What has memory already.
+        """
+        roots = self.roots() if kernel.kind == "written" else {}
+        names = dict.fromkeys(roots.get(name, name) for name in kernel.makes) if kernel.kind == "written" else ()
+        return [name for name in names if name not in there]
 
     def last_reads(self, order: Order) -> dict[str, int]:
         """Return, for each tensor with memory, the step of an order at which it is read last, itself or a view of it."""
@@ -185,12 +208,14 @@ class _Graph:
         alive, last, retained = self.timeline(order), self.program.last_reads(order), self.program.kept()
         most, kernels = self.estimate(order), self.program.kernels
         ends: dict[int, list[str]] = {}
+        there: set[str] = set()
         for name, step in last.items():
             ends.setdefault(step, []).append(name)
         for step, number in enumerate(order):
             kernel = kernels[number]
             over = kernel.over if last.get(kernel.over) == step and kernel.over not in retained else ""
-            for made in kernel.makes[bool(over) :] if kernel.kind == "written" else ():
+            for made in self.program.formed(kernel, there)[bool(over) :]:
+                there.add(made)
                 pool = free.get((keys[made], self.sizes[made]), [])
                 if not pool:
                     continue

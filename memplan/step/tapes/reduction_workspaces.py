@@ -52,8 +52,8 @@ LEAST, MOST = 32, 512
 """Values that a thread sums, times those at a time."""
 MIXED_VALUES, MIXED_ROWS, MIXED_COLUMNS = 5 * 2**20, 4096, 16 * 1024
 """The smallest matrix and the fewest rows for which, and the most columns up to which sums both ways are one kernel."""
-TILE_ROWS = 16
-"""Rows that such a kernel sums at a time (``RSPLIT_SIZE``, torch/_inductor/codegen/simd.py)."""
+TILE_ROWS, MOST_TILE_ROWS, TILES = 16, 128, 8 * MULTIPROCESSORS
+"""Rows that such a kernel sums at a time: from so many to so many, and in between as there are so many tiles at least."""
 
 
 class Sums(NamedTuple):
@@ -64,20 +64,19 @@ class Sums(NamedTuple):
     tiles: int = 1  # Those that a kernel of mixed sums keeps in memory of its own
 
 
-AT_ONCE = Sums("whole")
-
-
 @lru_cache(maxsize=4096)
 def row_sums(columns: int, rows: int) -> Sums:
     """Return how Inductor sums the rows of a contiguous matrix, of which sums over each row are wanted too.
 
     Source:
-        ``Reduction.num_splits`` in torch/_inductor/ir.py, ``reduction_split_factor`` in torch/_inductor/choices.py, and
-        ``MixOrderReduction.can_fuse`` in torch/_inductor/scheduler.py (v2.13.0).
+        ``Reduction.num_splits`` in torch/_inductor/ir.py, ``reduction_split_factor`` in torch/_inductor/choices.py,
+        ``MixOrderReduction.can_fuse`` in torch/_inductor/scheduler.py, and ``_codegen_mix_order_reduction`` in
+        torch/_inductor/codegen/simd.py (v2.13.0).
     """
     parts = _split(columns, rows)
     if rows * columns >= MIXED_VALUES and rows >= max(2 * columns, MIXED_ROWS) and columns <= MIXED_COLUMNS:
-        return Sums("mixed", parts, ceil_div(rows, TILE_ROWS))
+        tile = 2 ** ((rows // TILES).bit_length() - 1) if rows >= TILES else 1
+        return Sums("mixed", parts, ceil_div(rows, min(max(tile, TILE_ROWS), MOST_TILE_ROWS)))
     return Sums("split" if parts > 1 else "whole", parts)
 
 
