@@ -49,6 +49,7 @@ def planned(stack, checkpointing, attention, batch, length, *, family="llama", g
         "micro_batch_size": batch,
         "sequence_length": length,
         "activation_checkpointing": checkpointing,
+        "zero_gradients": "free",  # as they were traced
     }
     training |= {"kernels": {"attention": attention}} if attention else {}
     training |= {"parallel": {"data": 8, "zero_stage": 3}} if shards else {}
