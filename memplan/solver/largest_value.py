@@ -49,8 +49,10 @@ def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
     evaluated and fits, the next one was evaluated and does not.
 
     Example:
-        >>> largest(lambda n: n <= 37, 1000), largest(lambda n: n <= 37, 20), largest(lambda n: False, 9)
-        (Answer(value=37, bounded=False), Answer(value=20, bounded=True), Answer(value=0, bounded=False))
+        >>> largest(lambda n: n <= 37, 1000), largest(lambda n: n <= 37, 20)
+        (Answer(value=37, bounded=False, apart=1), Answer(value=20, bounded=True, apart=1))
+        >>> largest(lambda n: False, 9).value
+        0
     """
     low = high = max(1, min(guess, most))
     step = 1

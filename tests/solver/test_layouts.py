@@ -69,7 +69,9 @@ def test_each_row_saved_and_planned_again_has_the_same_bytes(searched, device, c
         assert again is None or again.upper_bytes == row.upper_bytes
         assert row.verdict == "fits"
     for found in answer.found.rows:
-        assert (found.plan.upper_bytes, found.plan.device_bytes) == (found.spot.upper_bytes, found.spot.device_bytes)
+        apart = found.plan.apart_bytes  # of a CUDA graph, which a search leaves out
+        upper, expected = found.plan.upper_bytes - apart, found.plan.device_bytes - apart
+        assert (upper, expected) == (found.spot.upper_bytes, found.spot.device_bytes)
 
 
 def test_json_is_what_its_schema_says_and_names_stack_degrees_and_traffic(searched):
@@ -196,6 +198,7 @@ def test_ranks_whose_shards_are_smaller_have_rows_of_their_own(cli):
 
 def test_frontier_and_compare_take_layouts(cli):
     layout = ("--gpus", "16x h100", "--tp", "4", "--sequence-parallel", "--stack", "torchtitan")
+    layout += ("--set", "zero_gradients=free")  # cells leave out what a CUDA graph keeps apart
     cells = cli(
         "frontier", "llama-8b", *layout, "-c", "mixed-adamw", "--batches", "2", "--lengths", "4k", "--json"
     ).data["rows"]

@@ -125,7 +125,8 @@ def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: in
         less += tensor.count * (whole - own)
         rounded += tensor.count * (round_up(whole, BLOCK_BYTES) - round_up(own, BLOCK_BYTES))
     allocated = plan.allocated_bytes - rounded
-    device, upper = plan.allowances.device_bytes(allocated), plan.allowances.upper_bytes(allocated)
+    device = plan.allowances.device_bytes(allocated) + plan.apart_bytes
+    upper = plan.allowances.upper_bytes(allocated + plan.doubt_bytes) + plan.apart_bytes
     each = parallel.gpus // shards if is_sharded(parallel) else parallel.gpus
     return RankRow(
         first=first,
