@@ -27,6 +27,7 @@ BASELINES = tuple(
         "muon-fp32-weights",
         "muon-fp32-weights-batch4",
         "muon-fp32-weights-momentum8",
+        "muon-fp32-weights-momentum8-1000",
         "muon-fp32-weights-wide",
         "muon-fp32-weights-wide-short",
         "fp32-adamw",
