@@ -31,8 +31,9 @@ from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import round_up
 
 IN_LAYERS = ("forward", "second backward")
-BEHIND = ("optimizer step", "gradient clipping")
 """Instants of which some lie within layers, besides their backward."""
+BEHIND = ("optimizer step", "gradient clipping")
+"""Instants that a CUDA graph of forward and backward does not hold."""
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
 

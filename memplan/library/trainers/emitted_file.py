@@ -58,9 +58,12 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     data = _read(text, name, plan, wanted)
     loss = data.get("kernels", {}).get("loss", plan.memory.setup.profile.loss)
     other = loss != plan.memory.setup.profile.loss and plan.memory.setup.config.kernels.loss is None
-    if data["stack"] != plan.training["stack"] or other:  # an older version is what reads such a file
+    gradients = data.get("zero_gradients", plan.training["zero_gradients"])
+    told = [f"kernels.loss={loss}"] if other else []
+    told += [f"zero_gradients={gradients}"] if gradients != plan.training["zero_gradients"] else []
+    if data["stack"] != plan.training["stack"] or told:  # an older version is what reads such a file
         wanted["stack"] = data["stack"]
-        wanted["set"] = [*(options.get("set") or ()), *([f"kernels.loss={loss}"] if other else [])]
+        wanted["set"] = [*(options.get("set") or ()), *told]
         plan = planned(model, **wanted)
         text = _text(_keys(plan, str(model), writes), toml=toml)
         data = _read(text, name, plan, wanted)
