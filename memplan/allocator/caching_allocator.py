@@ -1,23 +1,24 @@
 """A simulator of torch's CUDA caching allocator: which blocks, which segments, and would it fit.
 
 It follows ``c10/cuda/CUDACachingAllocator.cpp`` with the settings of torch 2.13: one process, one
-card, no CUDA graphs and no private pools, frees that complete at once. Addresses of segments rise
-in the order they were taken, while cudaMalloc may hand out any; they decide only between free
-blocks of equal size.
+card, frees that complete at once. Addresses of segments rise in the order they were taken, while
+cudaMalloc may hand out any; they decide only between free blocks of equal size. What is allocated
+while a CUDA graph is captured has a pool of its own, whose segments serve nothing else and stay
+for as long as the graph does.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memplan.allocator.pools import LARGE_POOL, SMALL_POOL, Block, Pool
+from memplan.allocator.pools import LARGE_POOL, SMALL_POOL, Block, Pool, Turn
 from memplan.allocator.release import collect_garbage, release_oversize, release_unsplit
 from memplan.allocator.results import AllocationError, AllocatorResult, OutOfMemory
 from memplan.allocator.segments import Driver
 from memplan.allocator.settings import MINIMUM_BLOCK_BYTES, SMALL_BYTES, AllocatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
 _NEVER = 2**63
 
@@ -35,6 +36,7 @@ class CachingAllocator:
         requested_bytes: Requested and not freed; ``requested_peak_bytes`` is its peak.
         allocated_bytes: Size of the blocks that hold them; likewise ``allocated_peak_bytes``.
         retries: torch's ``num_alloc_retries``.
+        stream: Requests that name no other come from it; ``pool``, 0 but for private ones, serves all of them.
         driver: Counts segments and reserved bytes, and keeps each exchange with the driver.
 
     Example:
@@ -55,7 +57,9 @@ class CachingAllocator:
         self.requested_bytes = self.requested_peak_bytes = 0
         self.allocated_bytes = self.allocated_peak_bytes = 0
         self.retries = 0
-        self._small, self._large = Pool(SMALL_POOL), Pool(LARGE_POOL)
+        self.stream = self.pool = 0
+        self._pools = {0: (Pool(SMALL_POOL), Pool(LARGE_POOL))}
+        self._graphless: set[int] = set()
         self._live: dict[Hashable, Block | None] = {}
         self._max_split_bytes = _NEVER if settings.max_split_bytes is None else settings.max_split_bytes
         share = settings.per_process_memory_fraction
@@ -69,13 +73,22 @@ class CachingAllocator:
         if allowed_bytes is None:
             self.driver.capacity_bytes = None
 
-    def malloc(self, key: Hashable, requested_bytes: int, stream: int = 0) -> Block | None:
+    def turn(self, turn: Turn) -> None:
+        """Do what a program asks between two requests."""
+        if turn.what == "place":
+            self.stream, self.pool = turn.stream, turn.pool
+        elif turn.what == "release":
+            self.release_cached()
+        else:
+            self._graphless.add(turn.pool)
+
+    def malloc(self, key: Hashable, requested_bytes: int, stream: int | None = None) -> Block | None:
         """Return the block that serves a request; None for zero bytes, which take nothing.
 
         Args:
             key: Name for :meth:`free`; not the key of anything still allocated.
             requested_bytes: At least 0.
-            stream: Blocks freed on one stream serve that stream only.
+            stream: Blocks freed on one stream serve that stream only; the current one where none is named.
 
         Raises:
             AllocationError: The card cannot hold it.
@@ -89,7 +102,8 @@ class CachingAllocator:
             self._live[key] = None
             return None
         size_bytes = self.settings.rounded_bytes(requested_bytes)
-        pool = self._small if size_bytes <= SMALL_BYTES else self._large
+        pool = self._pool_of(size_bytes)
+        stream = self.stream if stream is None else stream
         block = self._cached_block(pool, size_bytes, stream)
         if block is None:
             block = self._new_block(pool, size_bytes, stream)
@@ -124,17 +138,28 @@ class CachingAllocator:
         block.pool.add(block)
 
     def release_cached(self) -> None:
-        """Give every unsplit free segment and every free page back, like ``torch.cuda.empty_cache``."""
-        release_unsplit(self._large, self.driver)
-        release_unsplit(self._small, self.driver)
+        """Give every unsplit free segment and every free page back, like ``torch.cuda.empty_cache``.
+
+        Those of a private pool are given back once no graph uses it (``release_cached_blocks``).
+        """
+        for number in (0, *sorted(self._graphless & self._pools.keys())):
+            small, large = self._pools[number]
+            release_unsplit(large, self.driver)
+            release_unsplit(small, self.driver)
 
     def free_blocks(self) -> list[Block]:
-        """Return the cached blocks, of the small pool first."""
-        return self._small.free_blocks() + self._large.free_blocks()
+        """Return the cached blocks, of the small pool first; those of private pools after all others."""
+        return [block for pools in self._pools.values() for pool in pools for block in pool.free_blocks()]
+
+    def _pool_of(self, size_bytes: int) -> Pool:
+        """Return the pool of a request: one of the current private pool's, while a graph is captured."""
+        if self.pool not in self._pools:
+            self._pools[self.pool] = (Pool(SMALL_POOL), Pool(LARGE_POOL))
+        return self._pools[self.pool][size_bytes > SMALL_BYTES]
 
     def _splits(self, block: Block, size_bytes: int) -> bool:
         rest_bytes = block.size_bytes - size_bytes
-        if block.pool is self._small or self.settings.expandable_segments:
+        if block.pool.name == SMALL_POOL or self.settings.expandable_segments:
             return rest_bytes >= MINIMUM_BLOCK_BYTES
         return rest_bytes > SMALL_BYTES and size_bytes < self._max_split_bytes
 
@@ -164,11 +189,11 @@ class CachingAllocator:
         """Return a block from the driver, releasing cached ones as far as that is needed."""
         if self._collects:
             assert self._allowed_bytes is not None
-            collect_garbage(self._large, self.driver, self.settings, self._allowed_bytes)
+            collect_garbage(self._pools[0][1], self.driver, self.settings, self._allowed_bytes)
         block = self._from_driver(pool, size_bytes, stream)
         if block is None and release_oversize(pool, self.driver, self.settings, size_bytes, stream):
             block = self._from_driver(pool, size_bytes, stream)
-        if block is None:
+        if block is None and not self.pool:  # what is cached cannot be given back while a graph is captured
             self.release_cached()
             self.retries += 1
             block = self._from_driver(pool, size_bytes, stream)
@@ -220,6 +245,7 @@ def replay(
     events: Iterable[tuple[int, Hashable, int]],
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
+    turns: Sequence[Turn] = (),
 ) -> AllocatorResult:
     """Return what a stream of allocations and frees does to the allocator, until it ends or fails.
 
@@ -229,6 +255,7 @@ def replay(
         capacity_bytes: What the process can get of the card; None for no limit. A run that survives
             on a card need not survive on every larger one: where the smaller card forces a release,
             the larger one splits what it kept (24, free, 30, 20, free 30, 32 MiB: 52 do, 54 do not).
+        turns: What the program asks between events, in order.
 
     Example:
         >>> replay([(+1, "a", 600), (-1, "a", 600)]).allocated_peak_bytes
@@ -236,8 +263,11 @@ def replay(
     """
     allocator = CachingAllocator(settings, capacity_bytes)
     failure = None
+    waiting = [*reversed(turns)]
     try:
-        for sign, storage, size_bytes in events:
+        for number, (sign, storage, size_bytes) in enumerate(events):
+            while waiting and waiting[-1].event <= number:
+                allocator.turn(waiting.pop())
             if sign > 0:
                 allocator.malloc(storage, size_bytes)
             else:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import Literal, NamedTuple
 
 SMALL_POOL, LARGE_POOL = "small", "large"
 
 Order = tuple[int, int, int]
 """Stream, size, address: the order of a free list, in which the first that is large enough fits best."""
+
+
+class Turn(NamedTuple):
+    """What a program asks of the allocator between two requests."""
+
+    event: int  # Number of the event before which it is asked
+    # Where later requests come from, that everything cached is given back, or that no graph uses a pool any more.
+    what: Literal["place", "release", "drop"]
+    stream: int = 0  # Of later requests
+    pool: int = 0  # The private pool that serves them, or that is dropped; 0 for the pool of all that is in no graph
 
 
 class VirtualSegment:

@@ -26,7 +26,7 @@ from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
-from memplan.dryrun.terms.outcome import Ending, Outcome, RefusedError, Request, StepsDoneError
+from memplan.dryrun.terms.outcome import Ending, Outcome, RefusedError, Request, RunsOut, StepsDoneError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.dryrun.watching.watched_steps import WatchedSteps
@@ -34,6 +34,9 @@ from memplan.errors import CannotAnswerError
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
+from memplan.units import format_bytes
+
+RECURRENT_NOTE = "recurrent layers run place by place, as torch's own do: what cuDNN, which a GPU has for them, keeps and takes is not known"
 
 
 def main() -> None:
@@ -64,6 +67,7 @@ def run_here(request: Request) -> Outcome:
     )
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
+    files.checkpoints.values = values.of
     notes, calls = list[str](), TrainerCalls()
     ending, message = _ended(
         request,
@@ -91,12 +95,21 @@ def run_here(request: Request) -> Outcome:
         persistent_bytes=assembled(recorder, watched.vocab_size).persistent_bytes,
         model=watched.model,
         runs_out=recorder.runs_out,
+        handled=tuple(recorder.handled),
         answers=tuple(values.answers.values()),
         skipped=tuple(files.skipped.items()),
         seconds=seconds,
         peaks=peaks,
-        notes=tuple(notes),
+        notes=(*notes, *([RECURRENT_NOTE] if watched.recurrent else ()), *map(_handled, recorder.handled)),
         told=calls.told,
+    )
+
+
+def _handled(failed: RunsOut) -> str:
+    where = f" at {failed.line}" if failed.line else ""
+    return (
+        f"the script ran out of memory{where} ({failed.operation}, {format_bytes(failed.requested_bytes)}) and went on, as it "
+        "handles that itself; the peak is that of all its attempts"
     )
 
 
@@ -173,6 +186,8 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
             f"{own}: {operator} has no form for tensors without memory; give it one in the script with "
             f"torch.library.register_fake({operator!r}), a function that returns empty results"
         )
+    if any(words in f"{kind}: {text}" for words in _FETCHES):
+        return "refused", f"{own}: {FETCHED_NOTHING} ({kind})"
     if kind in _OF_THE_COMPILER:
         if "No module named 'triton'" in str(error):
             return (
@@ -186,6 +201,12 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
     return "failed", f"{own}: {kind}: {text}" if own else f"{kind}: {text}"
 
 
+_FETCHES = ("couldn't connect to 'https://huggingface.co'", "OfflineModeIsEnabled", "LocalEntryNotFoundError")
+"""What Hugging Face's libraries say where a name of the hub is not in their cache."""
+FETCHED_NOTHING = (
+    "it names a model, a tokenizer or rows of the hub that are not in this machine's cache, and nothing is fetched here: "
+    "fetch them once beforehand, or name a folder (of a model its config.json is enough)"
+)
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
 _OF_THE_COMPILER = ("BackendCompilerFailed", "InternalTorchDynamoError", "FailOnRecompileLimitHit")

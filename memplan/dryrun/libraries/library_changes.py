@@ -59,6 +59,7 @@ def known_libraries(
         changes = {
             "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
+            "transformers.tokenization_utils_base": lambda module: _saved_below_python(module, files, stack),
             "transformers.trainer": lambda module: calls.watch(module, stack),
             "torch.utils.cpp_extension": lambda module: stack.enter_context(
                 replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
@@ -112,6 +113,16 @@ def weights_of(model: Any) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         if name not in tied and isinstance(tensor, Tensor)
     }
+
+
+def _saved_below_python(module: Any, files: KeptFiles, stack: ExitStack) -> None:
+    """Let tokenizers, which write their files in Rust, write where what a script writes is kept."""
+    saved = module.PreTrainedTokenizerBase.save_pretrained
+
+    def kept(tokenizer: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+        return saved(tokenizer, files.kept_folder(save_directory), *args, **options)
+
+    stack.enter_context(replaced(module.PreTrainedTokenizerBase, {"save_pretrained": kept}))
 
 
 def _in_one_process(module: Any, stack: ExitStack) -> None:

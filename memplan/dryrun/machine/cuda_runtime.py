@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from memplan.dryrun.terms.outcome import Ranks, RefusedError
+from memplan.dryrun.machine.streams_and_graphs import Nothing, Streams, graph_class
+from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
 
@@ -21,24 +22,6 @@ CUDA_VERSION = "13.0"
 
 NATIVE = ("bitsandbytes",)
 """Packages that load kernels of their own where there is a GPU, and know how to do without."""
-
-
-class Nothing:
-    """Stands for streams, events and contexts: whatever is called, nothing happens."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device, self.cuda_stream, self.stream_id = torch.device("cuda", 0), 0, 0
-
-    def __enter__(self) -> Nothing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_args, **_options: _NOTHINGS[name]() if name in _NOTHINGS else None
 
 
 class _Guard(Nothing):
@@ -52,21 +35,21 @@ class _Guard(Nothing):
 class NoProfile(Nothing):
     """Stands for a profiler, which would time what takes no time."""
 
+    def key_averages(self, *_: Any, **__: Any) -> NoProfile:
+        """Return an empty profile."""
+        return NoProfile()
+
+    events = total_average = key_averages
+
+    def table(self, *_: Any, **__: Any) -> str:
+        """Return an empty table."""
+        return ""
+
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
     def __len__(self) -> int:
         return 0
-
-
-_NOTHINGS: dict[str, Callable[[], Any]] = {
-    "query": lambda: True,
-    "elapsed_time": float,
-    "record_event": Nothing,
-    **dict.fromkeys(("key_averages", "events", "total_average"), NoProfile),
-    "table": str,
-}
-"""What of a stream, an event or a profile returns something."""
 
 
 @contextmanager
@@ -94,25 +77,31 @@ def pretended_runtime(recorder: LiveRecorder, ranks: Ranks | None = None) -> Ite
 def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:
     """Yield (owner, name, what it is replaced with)."""
     cuda: Any = torch.cuda
+    streams = Streams(recorder)
     for owner, answers in (
         (cuda, _device_answers(recorder, ranks)),
         (cuda, _memory_answers(recorder)),
         (cuda.memory, _memory_answers(recorder)),
+        (cuda, _stream_answers(streams)),
+        (cuda, _graph_answers(recorder, streams)),
+        (cuda.graphs, _graph_answers(recorder, streams)),
+        (cuda.graphs.graph, {"default_capture_stream": None}),
         (cuda, _idle_answers()),
         (cuda.random, _idle_answers()),
-        (cuda, dict.fromkeys(_GRAPHS, _RefusedGraph)),
-        (cuda.graphs, dict.fromkeys(_GRAPHS, _RefusedGraph)),
         (cuda.nvtx, {"_nvtx": Nothing()}),
         (torch.profiler, {"profile": NoProfile}),
         (torch.autograd.profiler, {"profile": NoProfile}),
-        (torch._C, {"_scatter": _scattered, "_cuda_getCurrentRawStream": lambda _: 0}),
-        (torch.accelerator, _accelerator_answers(recorder, ranks)),
+        (
+            torch._C,
+            {"_scatter": _scattered, "_cuda_getCurrentRawStream": lambda _: 0, "_host_emptyCache": _nothing},
+        ),
+        (torch.accelerator, _accelerator_answers(recorder, ranks, streams)),
     ):
         yield from ((owner, name, value) for name, value in answers.items())
     yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
     yield torch.version, "cuda", CUDA_VERSION
     yield torch, "Generator", _Generator
-    yield torch, "Stream", Nothing
+    yield torch, "Stream", streams.stream_class
     yield torch, "Event", Nothing
     yield torch.backends.cuda, "is_built", lambda: True
 
@@ -185,11 +174,6 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
     allocator = recorder.allocator
     driver = allocator.driver
 
-    def reset(*_: Any) -> None:
-        allocator.requested_peak_bytes = allocator.requested_bytes
-        allocator.allocated_peak_bytes = allocator.allocated_bytes
-        driver.reserved_peak_bytes = driver.reserved_bytes
-
     def free(*_: Any) -> tuple[int, int]:
         return max(0, recorder.card.capacity_bytes - driver.reserved_bytes), recorder.card.total_bytes
 
@@ -205,36 +189,21 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "max_memory_reserved": lambda *_: driver.reserved_peak_bytes,
         "memory_cached": lambda *_: driver.reserved_bytes,
         "max_memory_cached": lambda *_: driver.reserved_peak_bytes,
-        "memory_stats": lambda *_: _statistics(recorder),
-        "memory_summary": lambda *_, **__: "",
-        "reset_peak_memory_stats": reset,
-        "reset_max_memory_allocated": reset,
-        "reset_accumulated_memory_stats": _nothing,
+        "memory_stats_as_nested_dict": lambda *_, **__: allocator.statistics(),
+        "reset_peak_memory_stats": lambda *_, **__: allocator.reset_peaks(),
+        "reset_max_memory_allocated": lambda *_, **__: allocator.reset_peaks(),
+        "reset_max_memory_cached": lambda *_, **__: allocator.reset_peaks(),
+        "reset_accumulated_memory_stats": lambda *_, **__: allocator.reset_totals(),
         "mem_get_info": free,
-        "empty_cache": allocator.release_cached,
+        "empty_cache": recorder.release_cached,
         "set_per_process_memory_fraction": fraction,
         "memory_usage": lambda *_: 0,
         "utilization": lambda *_: 0,
-        "memory_snapshot": lambda *_, **__: [],
-        "_snapshot": lambda *_, **__: {"segments": [], "device_traces": []},
+        "list_gpu_processes": lambda *_: "GPU:0\nno processes are running",
+        "memory_snapshot": lambda *_, **__: allocator.segments(),
+        "_snapshot": lambda *_, **__: {"segments": allocator.segments(), "device_traces": [[]]},
         "_record_memory_history": _nothing,
-        "_dump_snapshot": _nothing,
     }
-
-
-def _statistics(recorder: LiveRecorder) -> dict[str, int]:
-    """Return what ``torch.cuda.memory_stats`` says."""
-    allocator, driver = recorder.allocator, recorder.allocator.driver
-    allocated = (allocator.allocated_bytes, allocator.allocated_peak_bytes)
-    pairs = {
-        "requested_bytes": (allocator.requested_bytes, allocator.requested_peak_bytes),
-        "allocated_bytes": allocated,
-        "active_bytes": allocated,
-        "reserved_bytes": (driver.reserved_bytes, driver.reserved_peak_bytes),
-    }
-    kinds = ("current", "peak")
-    flat = {f"{name}.all.{kind}": pair[place] for name, pair in pairs.items() for place, kind in enumerate(kinds)}
-    return {**flat, "num_alloc_retries": allocator.retries, "num_ooms": 0}
 
 
 def _idle_answers() -> dict[str, Any]:
@@ -245,7 +214,7 @@ def _idle_answers() -> dict[str, Any]:
 
     idle = dict.fromkeys(
         ("synchronize", "manual_seed", "manual_seed_all", "seed", "seed_all", "ipc_collect", "set_sync_debug_mode",
-         "set_rng_state", "set_rng_state_all", "set_stream"),
+         "set_rng_state", "set_rng_state_all"),
         _nothing,
     )  # fmt: skip
     return {
@@ -253,21 +222,36 @@ def _idle_answers() -> dict[str, Any]:
         "initial_seed": lambda: 0,
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
-        "Stream": Nothing,
-        "ExternalStream": Nothing,
         "Event": Nothing,
-        "stream": Nothing,
-        "StreamContext": Nothing,
         "device": _Guard,
         "device_of": Nothing,
         "_DeviceGuard": Nothing,
-        "current_stream": Nothing,
-        "default_stream": Nothing,
-        "is_current_stream_capturing": lambda: False,
     }
 
 
-def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
+def _stream_answers(streams: Streams) -> dict[str, Any]:
+    """Return streams, and which one is current."""
+    return {
+        "Stream": streams.stream_class,
+        "ExternalStream": streams.stream_class,
+        "stream": lambda stream: streams.context_class(stream),
+        "StreamContext": streams.context_class,
+        "set_stream": lambda stream: streams.set(stream),
+        "current_stream": lambda *_: streams.current(),
+        "default_stream": lambda *_: streams.default,
+    }
+
+
+def _graph_answers(recorder: LiveRecorder, streams: Streams) -> dict[str, Any]:
+    """Return what captures graphs; torch's own ``graph`` and ``make_graphed_callables`` call it."""
+    return {
+        "CUDAGraph": graph_class(recorder, streams),
+        "graph_pool_handle": lambda: (0, recorder.new_pool()),
+        "is_current_stream_capturing": lambda: bool(recorder.capturing),
+    }
+
+
+def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks, streams: Streams) -> dict[str, Any]:
     memory = _memory_answers(recorder)
     return {
         "is_available": lambda: True,
@@ -279,30 +263,17 @@ def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]
         "set_device_index": _nothing,
         "set_device_idx": _nothing,
         "synchronize": _nothing,
-        "current_stream": Nothing,
-        "set_stream": _nothing,
+        "current_stream": lambda *_: streams.current(),  # torch's compiler tells functions apart by what they are
+        "set_stream": lambda stream: streams.set(stream),
         "empty_cache": memory["empty_cache"],
         "memory_allocated": memory["memory_allocated"],
         "max_memory_allocated": memory["max_memory_allocated"],
         "memory_reserved": memory["memory_reserved"],
         "max_memory_reserved": memory["max_memory_reserved"],
-        "memory_stats": memory["memory_stats"],
+        "memory_stats": lambda *_: torch.cuda.memory_stats(),
         "reset_peak_memory_stats": memory["reset_peak_memory_stats"],
         "get_memory_info": memory["mem_get_info"],
     }
-
-
-_GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables")
-"""What captures kernels, to launch them again."""
-
-
-class _RefusedGraph:
-    """Stands for a CUDA graph, which nothing here captures."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise RefusedError(
-            "the script captures CUDA graphs, whose own pool of memory is not modelled; run it without them"
-        )
 
 
 def _scattered(tensor: torch.Tensor, devices: list[int], *_: Any) -> tuple[torch.Tensor, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memplan.dryrun.machine.kept_checkpoints import KeptCheckpoints
 from memplan.dryrun.terms.outcome import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.trace.pretended_cuda.fake_devices import replaced
@@ -41,6 +42,7 @@ class KeptFiles:
         self._scratch, self._lines, self._allowed = scratch, lines, allow_writes
         self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev", prepared_rows())})
         self.skipped: dict[str, int] = {}
+        self.checkpoints = KeptCheckpoints()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -50,10 +52,13 @@ class KeptFiles:
             stack.enter_context(replaced(os, {name: self._refused_process for name in _FORKS if hasattr(os, name)}))
             stack.enter_context(replaced(os, {name: self._started(getattr(os, name)) for name in _PROGRAMS}))
             stack.enter_context(replaced(subprocess.Popen, {"__init__": self._started(subprocess.Popen.__init__)}))
-            stack.enter_context(replaced(torch, {"save": self._saved}))
+            stack.enter_context(replaced(torch, {"save": self._saved, "load": self.checkpoints.load}))
             if find_spec("safetensors") is not None:
                 tensors = import_module("safetensors.torch")
-                stack.enter_context(replaced(tensors, {"save_file": self._saved, "save_model": self._saved}))
+                read = self.checkpoints.load_tensors(tensors.load_file)
+                stack.enter_context(
+                    replaced(tensors, {"save_file": self._saved, "save_model": self._saved_model, "load_file": read})
+                )
             if not self._allowed:
                 stack.enter_context(replaced(shutil, {"_use_fd_functions": False}))  # a descriptor has no path to keep
                 for owner, values in self._file_calls():
@@ -149,6 +154,19 @@ class KeptFiles:
             with open(file, "wb"):
                 pass
         self.skipped[name] = _bytes_of(thing)
+        self.checkpoints.keep(thing, file)
+
+    def _saved_model(self, model: torch.nn.Module, filename: Any, *_: Any, **__: Any) -> None:
+        self._saved(model.state_dict(), filename)
+
+    def kept_folder(self, path: Any) -> str:
+        """Return the folder where what is written below Python is to go, in place of one that the script names; it is made."""
+        apart = None if self._allowed else self._apart(path)
+        if apart is None:
+            return os.fsdecode(path)
+        self.skipped.setdefault(os.fsdecode(path), 0)
+        make_folders(apart)
+        return apart
 
     def saved_parts(
         self, state_dict: Any, *_: Any, checkpoint_id: Any = None, storage_writer: Any = None, **__: Any

@@ -217,6 +217,9 @@ def _moved_modules() -> Iterator[None]:
         for name, parameter in own.items():
             if isinstance(parameter, FakeTensor):
                 _move(parameter, function)
+            elif type(parameter) is torch.nn.Parameter and parameter.is_meta:  # torch, too, makes another of it
+                with torch.no_grad():
+                    own[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
             else:
                 real[name] = parameter
         before = future.get_swap_module_params_on_conversion()

@@ -70,7 +70,7 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         elif func is aten._to_copy.default and str(options.get("device")) == "cpu":
             return self._on_the_cpu(args[0], options.get("dtype") or args[0].dtype)
         elif any(not isinstance(one, FakeTensor) and not one.is_meta for one in written(func, args, options)):
-            return func(*each_tensor(args, self.values.values_of), **each_tensor(options, self.values.values_of))
+            return func(*each_tensor(args, self._whole), **each_tensor(options, self._whole))
         with self:
             answer = answered(self.values, func, args, options)
         if answer is not NotImplemented:
@@ -81,6 +81,10 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             return result
         self.values.derive(func, args, options, result)
         return result
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with values that may be written over, each of its own."""
+        return self.values.values_of(tensor).contiguous() if isinstance(tensor, FakeTensor) else tensor
 
     def _without_memory(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor) or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
@@ -231,6 +235,14 @@ def _bincount(values: KnownValues, func: Any, args: tuple[Any, ...], options: di
     return torch.empty(max(least, 1), dtype=torch.int64, device=args[0].device)
 
 
+def _packed(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return rows of unequal lengths in one, and how many there are at each place (aten/src/ATen/native/PackedSequence.cpp)."""
+    del func, options
+    padded, lengths = args[0], values.values_of(args[1])
+    rows = (torch.arange(int(lengths.max()))[:, None] < lengths).sum(1)
+    return padded.new_empty((int(lengths.sum()), *padded.shape[2:])), rows
+
+
 def _equal(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     del func, options
     real = [values.of(tensor) for tensor in args]
@@ -249,4 +261,5 @@ RULES: dict[Any, Rule] = {
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.bincount.default: _bincount,
     aten.equal.default: _equal,
+    aten._pack_padded_sequence.default: _packed,
 }

@@ -119,6 +119,7 @@ class Outcome:
     persistent_bytes: int = 0  # Weights, gradients kept and optimizer states of the last step
     model: str = ""  # Class of the first module that was called
     runs_out: RunsOut | None = None  # Where memory ends, or nothing
+    handled: tuple[RunsOut, ...] = ()  # Where it ends and the script goes on by its own handler
     answers: tuple[Answer, ...] = ()  # Values that were asked for and are not known
     skipped: tuple[tuple[str, int], ...] = ()  # What was not written, as (file, bytes)
     seconds: float = 0.0  # What it took

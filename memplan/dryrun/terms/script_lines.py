@@ -71,7 +71,7 @@ class ScriptLines:
             and "site-packages" not in frame.f_code.co_filename
         ):
             frame = frame.f_back
-        if frame is None or not self._is_own(frame.f_code.co_filename, packages=False):
+        if frame is None or not self.is_own(frame.f_code.co_filename, packages=False):
             return ""
         path = Path(frame.f_code.co_filename)
         return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
@@ -81,7 +81,7 @@ class ScriptLines:
         line = ""
         while trace is not None:
             code = trace.tb_frame.f_code
-            if self._is_own(code.co_filename):
+            if self.is_own(code.co_filename):
                 path = Path(code.co_filename)
                 line = f"{path.parent.name}/{path.name}:{trace.tb_lineno}"
             trace = trace.tb_next
@@ -96,13 +96,18 @@ class ScriptLines:
             code = frame.f_code
             own = self._own.get(code)
             if own is None:
-                own = self._own[code] = self._is_own(code.co_filename)
+                own = self._own[code] = self.is_own(code.co_filename)
             if own:
                 return code, frame.f_lineno
             frame = frame.f_back
         return None
 
-    def _is_own(self, file: str, *, packages: bool = True) -> bool:
+    def is_own(self, file: str, *, packages: bool = True) -> bool:
+        """Tell whether a file is the script, or one of its own.
+
+        Args:
+            packages: Whether the files of a package that is run as a script is count.
+        """
         if file == self._script or (packages and self._folder and file.startswith(self._folder)):
             return True
         if file.startswith((*_LIBRARIES, _OWN, "<")):

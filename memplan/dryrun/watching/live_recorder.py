@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
 from torch._library.custom_ops import OPDEFS
 
-from memplan.allocator.caching_allocator import CachingAllocator
+from memplan.allocator.pools import Turn
 from memplan.allocator.results import AllocationError, OutOfMemory
 from memplan.allocator.settings import AllocatorSettings
 from memplan.dryrun.terms.outcome import Card, RunsOut
 from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.watching.counted_allocator import CountedAllocator
+from memplan.dryrun.watching.handled_failures import is_handled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import Component
@@ -51,10 +56,18 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
         super().__init__("cuda", cublas_bytes=cublas_bytes, workspaces=workspaces)
         self.card, self.lines = card, lines
         self._operators = Unrepeated()
-        self.allocator = CachingAllocator(settings, card.capacity_bytes)
+        self.allocator = CountedAllocator(settings, card.capacity_bytes)
         self.step = 0
         self.step_marks: list[tuple[int, int]] = [(0, 0)]
         self.runs_out: RunsOut | None = None
+        self.handled: list[RunsOut] = []
+        self.current_stream: Callable[[], int] = lambda: 0
+        self.on_replay: Callable[[bool], None] = lambda _: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.capturing = 0
+        self.captures = 0
+        self.captured_update = False
+        self._graphs_of: Counter[int] = Counter()
 
     def __torch_dispatch__(
         self,
@@ -78,15 +91,73 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
     def _line(self) -> tuple[CodeType, int] | None:
         return self.lines.place()
 
+    # Places: streams, and the pools of graphs.
+
+    def begin_capture(self, pool: int | None) -> int:
+        """Let a private pool serve what is requested on the current stream from now on; return its number."""
+        self.capturing = 1 + max(self._graphs_of, default=0) if pool is None else pool
+        self._graphs_of[self.capturing] += 1
+        self.captured_update = False
+        return self.capturing
+
+    def new_pool(self) -> int:
+        """Return the number of a private pool that nothing uses yet."""
+        number = 1 + max(self._graphs_of, default=0)
+        self._graphs_of[number] = 0
+        return number
+
+    def end_capture(self) -> bool:
+        """Let the script's ordinary pool serve requests again; return whether an optimizer was stepped in between."""
+        self.capturing = 0
+        self.captures += 1
+        return self.captured_update
+
+    def drop_pool(self, pool: int) -> None:
+        """Note that a graph which used a pool is gone."""
+        self._graphs_of[pool] -= 1
+        if not self._graphs_of[pool]:
+            self._turn(Turn(len(self.events), "drop", pool=pool))
+
+    def replays(self, updates: bool) -> None:
+        """Note that a graph is launched, and whether it holds an optimizer's step."""
+        self.on_replay(updates)
+
+    def release_cached(self) -> None:
+        """Give back what is cached, as ``torch.cuda.empty_cache`` does."""
+        self._turn(Turn(len(self.events), "release"))
+
+    def _turn(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.allocator.turn(turn)
+
+    def _stream(self) -> int:
+        return self.current_stream()
+
     def _born(self, size: int, operation: str, shape: tuple[int, ...], component: Component | None = None) -> int:
+        place = self.current_stream(), self.capturing
+        if place != (self.allocator.stream, self.allocator.pool):
+            self._turn(Turn(len(self.events), "place", *place))
         index = super()._born(size, operation, shape, component)
         try:
             self.allocator.malloc(index, size)
         except AllocationError as error:
-            self._note(error.out_of_memory, size, operation)
+            self.allocator.failed += 1
+            failed = self._failure(error.out_of_memory, size, operation)
+            if self.runs_out is None and is_handled(sys._getframe(1), self.lines.is_own):
+                self._undo()
+                self.handled.append(failed)
+                raise torch.OutOfMemoryError(failed.message) from None
+            self.runs_out = self.runs_out or failed
             self.allocator.allow(None)
             self.allocator.malloc(index, size)
         return index
+
+    def _undo(self) -> None:
+        """Forget the last birth, which failed after all that was cached had been given back."""
+        self.records.pop()
+        self.events.pop()
+        self.turns.append(Turn(len(self.events), "release"))
+        self.on_failure()
 
     def _freed(self, key: int) -> None:
         known = self._alive.get(key)
@@ -101,7 +172,7 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
             if not allocates:
                 self.allocator.free(index)
 
-    def _note(self, why: OutOfMemory, size: int, operation: str) -> None:
+    def _failure(self, why: OutOfMemory, size: int, operation: str) -> RunsOut:
         total = self.card.total_bytes
         free = max(0, self.card.capacity_bytes - why.reserved_bytes)
         # c10/cuda/CUDACachingAllocator.cpp (v2.13.0), ``malloc``: what torch says, with what it says of this process.
@@ -112,4 +183,4 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
             f"allocated by PyTorch, and {format_bytes(why.unusable_bytes)} is reserved by PyTorch but unallocated."
         )
         instant = self.marks[-1][1]
-        self.runs_out = RunsOut(self.step, instant, operation, self.lines.current(), size, message)
+        return RunsOut(self.step, instant, operation, self.lines.current(), size, message)

@@ -24,6 +24,8 @@ from memplan.trace.stacks.watched_parts import tensor_of
 EVALUATION = "evaluation"
 HOOKED = "_tells_of_its_gradient"
 """Attribute of parameters that have a hook; sets of tensors compare their values."""
+MOST_CAPTURES, MOST_WARM_UP = 64, 16
+"""Captures of graphs that make a run longer, and steps beside the main stream that do: ``DistributedDataParallel`` needs 11."""
 
 
 class WatchedSteps:
@@ -32,8 +34,10 @@ class WatchedSteps:
     def __init__(self, recorder: LiveRecorder, steps: int) -> None:
         self.recorder, self.steps = recorder, steps
         self.done = 0
+        self._until, self._captures = steps, 0
         self.vocab_size = 0
         self.model = ""
+        self.recurrent = False
         self._stepped = True
         self._began = False
         self._depth = self._left = 0
@@ -57,6 +61,7 @@ class WatchedSteps:
             register_optimizer_step_post_hook(lambda optimizer, _a, _o: step(optimizer, begins=False)),
         ]
         clip = torch.nn.utils.clip_grad_norm_
+        self.recorder.on_replay, self.recorder.on_failure = self._replayed, self._begin_again
         torch.autograd.backward = self._in_backward(backward)
         torch.autograd.grad = self._in_backward(grad)
         again.apply = self.computing_again(called)  # type: ignore[method-assign]
@@ -148,7 +153,7 @@ class WatchedSteps:
     def _step_begins(self) -> None:
         """Begin forward: of a new step after an update, else of a further micro-step."""
         if self._stepped:
-            if self.done >= self.steps:
+            if self._is_done():
                 raise StepsDoneError
             self._stepped = False
             self.recorder.next_step()
@@ -158,6 +163,36 @@ class WatchedSteps:
         elif self.recorder.marks[-1][1] == EVALUATION:
             self.recorder.instant("forward")
         self._began = False
+
+    def _is_done(self) -> bool:
+        """Tell whether the steps are taken: those after a capture count, and warming up for one does not."""
+        captures = self.recorder.captures
+        if captures != self._captures:
+            self._captures = captures
+            self._until = self.done + self.steps if captures <= MOST_CAPTURES else self._until
+        warms_up = self.recorder.current_stream() != 0 and self.done < self._until + MOST_WARM_UP
+        return self.done >= self._until and not warms_up
+
+    def _replayed(self, updates: bool) -> None:
+        """Note that a graph is launched: a step, where an optimizer's is in it."""
+        if self._depth or self._engine_runs or not (updates or self._stepped):
+            return
+        self._step_begins()
+        if self._in_forward:
+            self.recorder.forward_ends()
+            self._in_forward = False
+        if updates:
+            self._stepped = True
+            self.done += 1
+
+    def _begin_again(self) -> None:
+        """Begin a step's forward once more, after it ran out of memory in a script that handles that."""
+        self._began = self._engine_runs = False
+        self._depth = 0
+        if self._in_forward:
+            self.recorder.forward_ends()
+            self._in_forward = False
+        self.recorder.instant("forward")
 
     def _forward(self, instant: str) -> None:
         self.recorder.instant(instant)
@@ -172,6 +207,7 @@ class WatchedSteps:
             self._models.add(module)
             self.model = self.model or type(module).__name__
         self._seen.add(module)
+        self.recurrent = self.recurrent or any(isinstance(part, nn.RNNBase) for part in module.modules())
         lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
         alike: list[list[nn.Module]] = [
             layers for layers in lists if len(layers) > 1 and len({type(layer) for layer in layers}) == 1
@@ -229,6 +265,7 @@ class WatchedSteps:
             if self.recorder.marks[-1][1] != "optimizer step":
                 self.recorder.instant("optimizer step")
             return
+        self.recorder.captured_update = self.recorder.captured_update or bool(self.recorder.capturing)
         if not self._stepped:
             self._stepped, self._began = True, False
             self.done += 1

@@ -86,7 +86,7 @@ class DryRun(Answer):
         script: The script, with its arguments.
         device: The GPU.
         outcome: What came of the run.
-        to_spare: What the allocator does with memory to spare.
+        to_spare: What the allocator does with memory to spare; on the GPU where the script itself handles its end.
         on_device: What it does on the GPU.
         context_bytes: Memory outside the allocator.
         most_listed: Tensors at the peak to list.
@@ -191,12 +191,13 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     outcome = run_script(request, quiet=options.get("quiet", False))
     shown = " ".join([str(script), *arguments])
     trace = _finished_trace(outcome, shown)
+    on_device = replayed(trace, request.alloc_conf, request.card.capacity_bytes)
     ran = DryRun(
         script=shown,
         device=device,
         outcome=outcome,
-        to_spare=replayed(trace, request.alloc_conf, None),
-        on_device=replayed(trace, request.alloc_conf, request.card.capacity_bytes),
+        to_spare=on_device if outcome.handled else replayed(trace, request.alloc_conf, None),
+        on_device=on_device,
         context_bytes=context,
         most_listed=options.get("largest", MOST_LISTED),
         job=job,

@@ -28,7 +28,7 @@ def assembled(recorder: Recorder, vocab_size: int, notes: tuple[str, ...] = ()) 
     marks = [(position, name) for position, name, _ in recorder.marks[recorder.steady_mark :]]
     steady_from = recorder.steady_from
     instants = _instants(events, storages, steady_from, marks)
-    return Trace(storages, events, steady_from, instants, notes, recorder.host_bytes)
+    return Trace(storages, events, steady_from, instants, notes, recorder.host_bytes, tuple(recorder.turns))
 
 
 def _outliving(recorder: Recorder, births: dict[int, int], deaths: dict[int, int]) -> set[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.allocator.pools import Turn
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
 from memplan.trace.recording.workspaces import (
@@ -64,6 +65,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks: list[tuple[int, str, bool]] = [(0, "setup", False)]
         self.steady_from, self.steady_mark = 0, 0
         self.forward_spans: list[tuple[int, int]] = []
+        self.turns: list[Turn] = []
         self._device, self._cublas, self._workspaces = device, cublas_bytes, workspaces
         self._skipped = {__file__, *skipped_files}
         self._user_code: dict[CodeType, bool] = {}
@@ -71,7 +73,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host: dict[int, torch.UntypedStorage] = {}
         self._spans: list[int] = []
         self._backward = False
-        self._with_workspace: set[tuple[bool, str]] = set()
+        self._with_workspace: set[tuple[bool, str, int]] = set()
         self._operators = RepeatedOperators()
 
     # Reports of the step.
@@ -231,12 +233,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.extend((False, index) for index in reversed(taken))
 
     def _library_workspace(self, *, fused_bias: bool) -> None:
-        """Record what cuBLAS, and cuBLASLt after it, hold from their first product in each thread on."""
+        """Record what cuBLAS, and cuBLASLt after it, hold from their first product in each thread and stream on."""
         sizes = (self._cublas, CUBLASLT_WORKSPACE_BYTES) if fused_bias else (self._cublas,)
         for library, size in zip(LIBRARIES, sizes, strict=False):
-            if (self._backward, library) not in self._with_workspace:
-                self._with_workspace.add((self._backward, library))
+            place = (self._backward, library, self._stream())
+            if place not in self._with_workspace:
+                self._with_workspace.add(place)
                 self._born(size, library, (), "library_workspaces")
+
+    def _stream(self) -> int:
+        """Return the number of the stream that operators run on."""
+        return 0
 
     def _line(self) -> tuple[CodeType, int] | None:
         """Return the innermost line of code that is neither torch's nor the tracer's."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from memplan.allocator.pools import Turn
+
 Component = Literal[
     "weights",
     "master_weights",
@@ -75,6 +77,7 @@ class Trace:
     instants: Mapping[str, Moment]  # The greatest need of each part of the reported step, in order of appearance
     notes: tuple[str, ...] = ()  # What is left out, one sentence each
     host_bytes: int = 0  # Optimizer states in host memory, step counters included; in no other figure
+    turns: tuple[Turn, ...] = ()  # What the program asks of the allocator between the events
 
     @cached_property
     def peak_instant(self) -> str:
