@@ -230,16 +230,20 @@ def _latent_attention(spec: ModelSpec, part: LatentAttention) -> Iterator[Parame
     query = part.num_heads * part.qk_head_dim
     if part.q_lora_rank:
         yield from _linear(spec, f"{prefix}.{names.query_down}", part.q_lora_rank, hidden, part.bias)
-        yield from _norm(f"{prefix}.{names.query_down_norm}", part.norm, part.q_lora_rank)
+        if part.norm is not None:
+            yield from _norm(f"{prefix}.{names.query_down_norm}", part.norm, part.q_lora_rank)
         yield from _linear(spec, f"{prefix}.{names.query_up}", query, part.q_lora_rank, False)
     else:
         yield from _linear(spec, f"{prefix}.{names.query}", query, hidden, False)
     down = part.kv_lora_rank + part.qk_rope_head_dim
     yield from _linear(spec, f"{prefix}.{names.key_value_down}", down, hidden, part.bias)
-    yield from _norm(f"{prefix}.{names.key_value_down_norm}", part.norm, part.kv_lora_rank)
+    if part.norm is not None:
+        yield from _norm(f"{prefix}.{names.key_value_down_norm}", part.norm, part.kv_lora_rank)
     up = part.num_heads * (part.qk_nope_head_dim + part.v_head_dim)
     yield from _linear(spec, f"{prefix}.{names.key_value_up}", up, part.kv_lora_rank, False)
-    yield from _linear(spec, f"{prefix}.{names.output}", hidden, part.num_heads * part.v_head_dim, part.bias)
+    yield from _linear(
+        spec, f"{prefix}.{names.output}", hidden, part.num_heads * part.v_head_dim, part.bias or part.output_bias
+    )
 
 
 def _mlp(spec: ModelSpec, part: Mlp, prefix: str) -> Iterator[ParameterTensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.tower import Tower
 from memplan.values import dataclass
@@ -84,9 +85,23 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    norm: Norm = Norm()
-    bias: bool = False
+    norm: Norm | None = Norm()  # Of what queries, and keys and values, are compressed to
+    bias: bool = False  # Biases on the projections down and on that of its result
+    output_bias: bool = False  # A bias on the latter alone, as Megatron-LM has it
     scale: float | None = None  # Factor of the scores; None for ``1 / sqrt(qk_head_dim)``
+
+    @property
+    def compressed_norm(self) -> Norm:
+        """The norm of what is compressed.
+
+        Raises:
+            CannotAnswerError: There is none, which is modelled under Megatron-LM alone.
+        """
+        if self.norm is None:
+            raise CannotAnswerError(
+                "latent attention without norms of what it compresses is modelled under Megatron-LM alone"
+            )
+        return self.norm
 
     @property
     def qk_head_dim(self) -> int:

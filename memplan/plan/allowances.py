@@ -169,3 +169,12 @@ def library_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
         tables: What is taken on cards, by architecture.
     """
     return HANDLES * tables.workspaces[entry_name(gpu, tables.workspaces)].handle_bytes
+
+
+def engine_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
+    """Return the bytes of one workspace of Transformer Engine's products on one device.
+
+    Args:
+        tables: What is taken on cards, by architecture.
+    """
+    return tables.workspaces[entry_name(gpu, tables.workspaces)].engine_bytes

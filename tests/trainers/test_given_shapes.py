@@ -80,8 +80,11 @@ def test_megatrons_experts_and_latent_attention(tmp_path):
     quick = model(command(tmp_path, tied.replace("--swiglu", "--quick-geglu")))
     with pytest.raises(CannotAnswerError, match="quick GELU"):
         memplan.plan(quick, gpu="h100", config="bf16-adamw")
+    plainly = model(command(tmp_path, latent.replace("--qk-layernorm", "")))
+    normed = model(command(tmp_path, latent))
+    assert parameter_count(normed.inventory) - parameter_count(plainly.inventory) == 4 * (512 + 1536)
     with pytest.raises(CannotAnswerError, match="latent attention without norms"):
-        model(command(tmp_path, latent.replace("--qk-layernorm", "")))
+        memplan.plan(plainly, gpu="h100", config="bf16-adamw")
     with pytest.raises(InvalidFileError, match="a 0 or 1 for each of 4 layers"):
         model(command(tmp_path, f"{tied} --num-experts 8 --moe-layer-freq [1]*3"))
 

@@ -64,6 +64,26 @@ class FlatShards:
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronFlags:
+    """What Megatron-LM is told of how a step runs, with its defaults but for experts, which training files hand on.
+
+    Attributes:
+        expert_dispatch: How ranks that share experts give each other tokens: each what is routed to it, or all of them all.
+        grouped_experts: Whether Transformer Engine's grouped products run a rank's experts; else one runs after the other.
+        fused_gradients: Whether products add weights' gradients to the buffer (``--no-gradient-accumulation-fusion`` not given).
+        fused_rotation: Whether one kernel rotates queries and keys (``--no-rope-fusion`` not given).
+        micro_batch_group: Micro-batches that pass a chunk of a stage's layers before its next chunk is run; None is as many as there are
+            stages (``--microbatch-group-size-per-virtual-pipeline-stage``).
+    """
+
+    expert_dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    grouped_experts: bool = True
+    fused_gradients: bool = True
+    fused_rotation: bool = True
+    micro_batch_group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Parallel:
     """Degrees of parallelism; what is modelled of them stands in memplan/training/parallelism.py.
 
@@ -91,6 +111,7 @@ class Parallel:
         vocabulary_multiple: Megatron-LM pads the vocabulary to a multiple of this times ``tensor``.
         transformer_impl: Whose modules Megatron-LM builds a model of: Transformer Engine's or its own.
         recompute_modules: What Megatron-LM's selective recompute computes again; its default is the core attention.
+        megatron: What Megatron-LM is told besides, where it is the stack.
         unused_parameters: Whether replicas look for parameters without a gradient (``ddp_find_unused_parameters``); None is
             as the stack decides.
         deepspeed: What DeepSpeed is told besides the stage, where it is the engine.
@@ -127,6 +148,7 @@ class Parallel:
     vocabulary_multiple: int = 128
     transformer_impl: TransformerImplementation = "transformer_engine"
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    megatron: MegatronFlags = MegatronFlags()
     unused_parameters: bool | None = None
     deepspeed: DeepSpeed = DeepSpeed()
     flat: FlatShards = FlatShards()

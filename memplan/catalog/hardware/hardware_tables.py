@@ -51,6 +51,9 @@ class BlasWorkspace:
 
     handle_bytes: int
     source: str
+    engine_bytes: int = (
+        32 * 1024 * 1024 + 1024
+    )  # The same of Transformer Engine's products (cpp_extensions/gemm.py, 2.20.2)
 
 
 @dataclass(frozen=True, slots=True)

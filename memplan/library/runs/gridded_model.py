@@ -16,6 +16,7 @@ from memplan.library.answers.answer import Answer
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
+from memplan.plan.allowances import engine_workspace_bytes
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.report.document import Document
 from memplan.step.grids.grid import Grid, grid_of
@@ -125,10 +126,15 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     stages = megatron_states(known.spec, grid, settings)
     chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
     batch = _batch(config, settings)
-    sizes = RankSizes(known.spec, grid, settings.build, batch, _kernels(config, batch))
-    steps = step_intervals(sizes, chunks)
+    tables = hardware_tables(inputs.catalog.root)
+    kernels = replace(_kernels(config, batch), workspace_bytes=engine_workspace_bytes(device.gpu, tables))
+    sizes = RankSizes(known.spec, grid, settings.build, batch, kernels)
+    precision = settings.precision
+    copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not config.parallel.precision_aware
+    copies = [stage.fullest.master_weights * copied for stage in stages]
+    steps = step_intervals(sizes, chunks, copies)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
-    outside = outside_of(grid, device, hardware_tables(inputs.catalog.root), share)
+    outside = outside_of(grid, device, tables, share)
     usable = device.usable_bytes(parse_bytes(config.reserve))
     plan = GridPlan(known, device, grid, stages, steps, usable, outside)
     _check_rank(rank, grid.world)
@@ -230,8 +236,18 @@ def _kernels(config: TrainingConfig, batch: MegatronBatch) -> MegatronKernels:
     """Return what runs: scores are formed where a config says so, and in fp32, which no fused attention takes."""
     engine = config.parallel.transformer_impl == "transformer_engine"
     fused = engine and batch.element_bytes == 2 and config.kernels.attention != "math"
-    dropout = bool(config.dropout)
-    return MegatronKernels(engine, engine, engine, fused, dropout, dropout, batch.micro_batch_size)
+    dropout, told = bool(config.dropout), config.parallel.megatron
+    return MegatronKernels(
+        engine,
+        engine and told.fused_gradients,
+        engine and told.fused_rotation,
+        fused,
+        dropout,
+        dropout,
+        told.expert_dispatch == "allgather",
+        told.grouped_experts,
+        batch.micro_batch_size,
+    )
 
 
 def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:

@@ -75,8 +75,6 @@ def _attention(
             fused_qkv=True,
             query_key_norm=norm if query_key_norm else None,
         )
-    if not query_key_norm:
-        values.refuse("kv_lora_rank", "latent attention without norms of what it compresses is not modelled")
     return LatentAttention(
         common.num_attention_heads,
         values.integer("q_lora_rank", default=0, minimum=0),
@@ -84,8 +82,8 @@ def _attention(
         values.integer("qk_head_dim", default=128),
         values.integer("qk_rope_head_dim", default=64),
         values.integer("v_head_dim", default=128),
-        norm,
-        bias=bias,
+        norm if query_key_norm else None,
+        output_bias=bias,
     )
 
 
@@ -111,6 +109,7 @@ def _feed_forwards(values: ConfigValues, layers: int, bias: bool) -> list[Mlp | 
         shared_gate=values.flag("shared_gate"),
         score_correction=values.flag("score_correction"),
         expert_bias=bias,
+        router_bias=bias,
         gated=gated,
     )
     part = experts(values, mixture)

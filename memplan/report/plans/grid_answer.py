@@ -219,4 +219,5 @@ def _stage(plan: GridPlan, stage: StageStates) -> dict[str, Any]:
         "least_activation_bytes": plan.steps[stage.index].least,
         "step_bytes": plan.steps[stage.index].expected,
         "most_step_bytes": plan.steps[stage.index].most,
+        "lasting_step_bytes": plan.steps[stage.index].lasting,
     }

@@ -25,6 +25,7 @@ class Grid:
         zero_stage: What is divided among data parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
         replicate: Groups of data parallel GPUs that each divide states anew.
         sequence: What lies between the divided matrices is divided along the sequence.
+        group: Micro-batches that pass a chunk of layers before the next one; 0 for as many as there are stages.
     """
 
     world: int
@@ -37,6 +38,7 @@ class Grid:
     zero_stage: int = 0
     replicate: int = 1
     sequence: bool = False
+    group: int = 0
 
     @property
     def data(self) -> int:
@@ -96,6 +98,7 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         parallel.zero_stage,
         parallel.replicate,
         parallel.sequence,
+        parallel.megatron.micro_batch_group or 0,
     )
 
 

@@ -47,7 +47,10 @@ class MegatronKernels:
     fused_attention: bool = True  # cuDNN's or flash attention; else scores are formed
     dropout: bool = False  # Of hidden states
     attention_dropout: bool = False  # Of scores
+    gathered_experts: bool = False  # Ranks that share experts gather each other's tokens
+    grouped_experts: bool = True  # Transformer Engine's grouped products run experts
     masks: int = 1  # Sequences of a micro-batch that have a mask of attention of their own
+    workspace_bytes: int = 32 * 1024 * 1024 + 1024  # One of Transformer Engine's for its products
     most: bool = False  # What was read and not run is taken at its most
 
 
@@ -178,7 +181,7 @@ def _feed_forward(rank: RankSizes, layer: Layer) -> LayerPart:
 def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart:
     """Return what a mixture keeps with every expert given as many rows: those that are sent and received, and what experts form of them.
 
-    At most, all ranks that share the experts gather each other's tokens, as the dispatcher does that is the default.
+    At most, all ranks that share the experts gather each other's tokens, as one of the dispatchers does.
 
     Source:
         megatron-core 0.16.1: transformer/moe/token_dispatcher.py (``MoEAlltoAllTokenDispatcher``, ``MoEAllGatherTokenDispatcher``),
@@ -188,7 +191,8 @@ def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart
     rows = rank.rows * part.experts_per_token
     received, width = rows * rank.grid.expert_tensor, part.intermediate_size // rank.grid.expert_tensor
     routing = rank.rows * part.num_experts * 24 + rows * 32
-    around = rank.grid.expert * rank.grid.expert_tensor if kernels.most else 0  # ranks whose tokens are all gathered
+    # ranks whose tokens are all gathered
+    around = rank.grid.expert * rank.grid.expert_tensor if kernels.most or kernels.gathered_experts else 0
     sent, given = rows * hidden * size, received * hidden * size
     moved = 2 * sent + 3 * given if kernels.most else given
     inside = received * width * (2 + part.gated) * size

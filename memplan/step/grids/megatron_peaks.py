@@ -16,13 +16,11 @@ from itertools import product
 
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_lasting import lasting_bytes, rotation_table, workspace_bytes
 from memplan.step.grids.megatron_layers import RankSizes, layer_sizes
 from memplan.step.grids.megatron_tensors import layers_of_chunk
 from memplan.step.grids.pipeline_stages import Chunk
 from memplan.values import dataclass
-
-ENGINE_WORKSPACE, GROUPED_WORKSPACES = 32 * 1024 * 1024 + 1024, 4
-"""What Transformer Engine allocates for cuBLAS on Hopper and later (cpp_extensions/gemm.py, 2.20.2), and how many for grouped products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +30,22 @@ class StepInterval:
     least: int  # What is there at once whatever kernels run
     expected: int  # The peak with Megatron-LM's defaults
     most: int  # The peak with what of its flags takes most
+    lasting: int = 0  # What of it is still there when the step is done, until the next begins
 
 
-def step_intervals(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[StepInterval, ...]:
+def step_intervals(
+    rank: RankSizes, stages: Sequence[Sequence[Chunk]], copies: Sequence[int] = ()
+) -> tuple[StepInterval, ...]:
     """Return the interval of each stage.
 
     Args:
         rank: Sizes with what runs as far as it is known; fused gradients and rotation may be or not.
         stages: The chunks of every stage, the first stage first.
+        copies: For each stage, the fp32 copies of gradients that its optimizer leaves until the next step begins; none are left
+            where it is not given.
     """
     batch, kernels = rank.batch, rank.kernels
-    routed = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in rank.spec.runs)
-    workspace = ENGINE_WORKSPACE * (1 + GROUPED_WORKSPACES * routed) * kernels.engine
+    workspace = workspace_bytes(rank)
     widest = replace(batch, wide_logits=batch.element_bytes < 4)  # as a natively fused loss copies them
     # what else is computed again may not be less at the peak
     named = replace(widest, modules=batch.modules & {"core_attn"})
@@ -53,9 +55,15 @@ def step_intervals(rank: RankSizes, stages: Sequence[Sequence[Chunk]]) -> tuple[
         for modules, fused, rotary in product((widest, named), (True, False), (True, False))
     ]
     most = [max(each) for each in zip(*(step_peaks(one, stages) for one in apart), strict=True)]
+    lasting = [
+        lasting_bytes(rank, chunks) + workspace + copy
+        for chunks, copy in zip(stages, copies or [0] * len(stages), strict=True)
+    ]
     return tuple(
-        StepInterval(low, max(low, mean) + workspace, max(low, mean, high) + workspace)
-        for low, mean, high in zip(least_activations(rank, stages), step_peaks(rank, stages), most, strict=True)
+        StepInterval(low, max(low, mean + workspace, last), max(low, mean + workspace, high + workspace, last), last)
+        for low, mean, high, last in zip(
+            least_activations(rank, stages), step_peaks(rank, stages), most, lasting, strict=True
+        )
     )
 
 
@@ -97,52 +105,21 @@ def _widest(spec: ModelSpec) -> int:
 
 
 def _pairs_of_chunks(grid: Grid, flying: int, chunks: int) -> list[int]:
-    """Return how many pairs of each chunk are in flight at most: groups of as many micro-batches as stages, chunk after chunk."""
+    """Return how many pairs of each chunk are in flight at most: groups of micro-batches, chunk after chunk."""
     counts = [0] * chunks
     for pair in range(flying):
-        counts[pair // grid.pipeline % chunks if chunks > 1 else 0] += 1
+        counts[pair // (grid.group or grid.pipeline) % chunks if chunks > 1 else 0] += 1
     return counts
 
 
 def _always(rank: RankSizes, chunks: Sequence[Chunk]) -> int:
-    """Return what stays from step to step: rotation's table, the buffer that sequences are gathered in, what stages received last."""
-    spec, kernels = rank.spec, rank.kernels
-    size = 0
-    dimensions = [run.layer.attention.rotary_dim for run in spec.runs if isinstance(run.layer.attention, Attention)]
-    size += 4 * rank.batch.sequence_length * max(dimensions, default=0) * (1 if chunks[-1].ends else len(chunks))
+    """Return what lies below a step's peak all the time: what stays from step to step, and what is sent and received meanwhile."""
+    size = lasting_bytes(rank, chunks)
     if chunks[-1].ends:
-        size += rank.gathered
-    if not kernels.engine:
-        heads = max(
-            run.layer.attention.num_heads
-            for run in spec.runs
-            if isinstance(run.layer.attention, Attention | LatentAttention)
-        )
-        pairs = rank.tokens * rank.batch.sequence_length * (heads // rank.grid.tensor)
-        size += pairs * rank.batch.element_bytes
-    received = 2 * sum(not chunk.embeds for chunk in chunks)
-    if not chunks[-1].ends:  # what is sent and received while something else is computed, where there are chunks
-        received += (1 if chunks[0].embeds else 3) if len(chunks) > 1 else -(not chunks[0].embeds)
-    size += rank.stream * received
-    if kernels.fused_gradients and kernels.engine:
-        shapes = {
-            shape for chunk in chunks for layer in layers_of_chunk(spec, chunk) for shape in _matrices(rank, layer)
-        }
-        shapes |= {(rank.words, spec.hidden_size) for chunk in chunks if chunk.ends}
-        size += sum(rows * columns * rank.batch.element_bytes for rows, columns in shapes)
-    return size
-
-
-def _matrices(rank: RankSizes, layer: Layer) -> list[tuple[int, int]]:
-    """Return the shapes of a layer's matrices, of each of which one empty gradient stands for all (``get_dummy_wgrad``)."""
-    hidden, degree, part = rank.spec.hidden_size, rank.grid.tensor, layer.attention
-    shapes = []
-    if isinstance(part, Attention):
-        shapes = [((part.query_size + 2 * part.key_value_size) // degree, hidden), (hidden, part.query_size // degree)]
-    if isinstance(layer.feed_forward, Mlp):
-        width = layer.feed_forward.intermediate_size // degree
-        shapes += [(width * (1 + layer.feed_forward.gated), hidden), (hidden, width)]
-    return shapes
+        return size - rotation_table(rank) * (len(chunks) - 1)
+    # what is sent and received while something else is computed, where there are chunks
+    meanwhile = (1 if chunks[0].embeds else 3) if len(chunks) > 1 else -(not chunks[0].embeds)
+    return size + rank.stream * meanwhile
 
 
 def _head(rank: RankSizes) -> int:
@@ -174,13 +151,14 @@ def pairs_in_flight(grid: Grid, stage: int, micro_batches: int) -> int:
     """Return how many micro-batches, counted for each of its chunks, a stage's ranks have run forward and not yet backward.
 
     Formula:
-        ``P - r`` without chunks (1F1B), ``2 (P - r - 1) + (V - 1) P + 1`` with V of them, and never more than a step has
+        ``P - r`` without chunks (1F1B), ``2 (P - r - 1) + (V - 1) G + 1`` with V of them that G micro-batches pass together, and never more
+        than a step has
 
     Source:
         ``get_pp_rank_microbatches`` in megatron/core/pipeline_parallel/schedules.py (0.16.1)
     """
     behind = grid.pipeline - stage - 1
-    ahead = behind if grid.virtual == 1 else 2 * behind + (grid.virtual - 1) * grid.pipeline
+    ahead = behind if grid.virtual == 1 else 2 * behind + (grid.virtual - 1) * (grid.group or grid.pipeline)
     return min(ahead + 1, micro_batches * grid.virtual)
 
 

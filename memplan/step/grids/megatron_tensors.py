@@ -190,7 +190,7 @@ def _latent_attention(hidden: int, part: LatentAttention, grid: Grid, engine: bo
     down = 1 if engine else degree
     divided(part.num_heads, degree, "attention heads")
     query = part.num_heads * part.qk_head_dim
-    yield from _rows(f"{prefix}linear_proj.", hidden, part.num_heads * part.v_head_dim, degree, False)
+    yield from _rows(f"{prefix}linear_proj.", hidden, part.num_heads * part.v_head_dim, degree, part.output_bias)
     if part.q_lora_rank:
         yield from _columns(f"{prefix}linear_q_down_proj.", part.q_lora_rank, hidden, down, False)
         yield from _columns(f"{prefix}linear_q_up_proj.", query, part.q_lora_rank, degree, False, inside)
@@ -201,9 +201,10 @@ def _latent_attention(hidden: int, part: LatentAttention, grid: Grid, engine: bo
     up = part.num_heads * (part.qk_nope_head_dim + part.v_head_dim)
     yield from _columns(f"{prefix}linear_kv_up_proj.", up, part.kv_lora_rank, degree, False, inside)
     if not engine:
-        if part.q_lora_rank:
+        if part.norm is not None and part.q_lora_rank:
             yield from _norm(f"{prefix}q_layernorm.", part.norm, part.q_lora_rank)
-        yield from _norm(f"{prefix}kv_layernorm.", part.norm, part.kv_lora_rank)
+        if part.norm is not None:
+            yield from _norm(f"{prefix}kv_layernorm.", part.norm, part.kv_lora_rank)
 
 
 def _mlp(prefix: str, hidden: int, part: Mlp, degree: int, norm: Norm | None = None) -> Iterator[RankTensor]:
@@ -220,20 +221,22 @@ def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, engine: bool) -> I
     experts are modules one after the other.
     """
     yield RankTensor("mlp.router.weight", (part.num_experts, hidden))
+    if part.expert_bias:
+        yield RankTensor("mlp.router.bias", (part.num_experts,))
     if part.num_experts % grid.expert:
         text = f"parallel.expert: {part.num_experts} experts cannot be divided among {grid.expert} ranks"
         raise InvalidFileError([text])
-    one = Mlp(part.intermediate_size, gated=part.gated)
+    one = Mlp(part.intermediate_size, gated=part.gated, bias=part.expert_bias)
     apart = grid.expert > 1
     own = part.num_experts // grid.expert
-    expert = [tensor.shape for tensor in _mlp("mlp.experts.", hidden, one, grid.expert_tensor)]
+    expert = list(_mlp("", hidden, one, grid.expert_tensor))
     if engine:
-        for name, shape in zip(("linear_fc1", "linear_fc2"), expert, strict=True):
-            yield from (RankTensor(f"mlp.experts.{name}.weight{i}", shape, apart) for i in range(own))
+        for tensor in expert:
+            yield from (RankTensor(f"mlp.experts.{tensor.name}{i}", tensor.shape, apart) for i in range(own))
     else:
         for index in range(own):
-            for name, shape in zip(("linear_fc1", "linear_fc2"), expert, strict=True):
-                yield RankTensor(f"mlp.experts.local_experts.{index}.{name}.weight", shape, apart)
+            for tensor in expert:
+                yield RankTensor(f"mlp.experts.local_experts.{index}.{tensor.name}", tensor.shape, apart)
     if part.shared_intermediate_size:
         if part.shared_gate:
             yield RankTensor("mlp.shared_experts.gate_weight", (1, hidden))
@@ -260,6 +263,7 @@ def _refusals(layer: Layer) -> Iterator[str]:
         yield f"a layer with {layer.placement} norms"
     if not layer.norm.weight or layer.norm.bias != (layer.norm.kind == "layer"):
         yield "a norm without its learned parameters"
+    linear = feed.bias if isinstance(feed, Mlp) else feed.expert_bias
     if isinstance(part, Attention):
         if part.sinks:
             yield "attention with sinks"
@@ -267,10 +271,11 @@ def _refusals(layer: Layer) -> Iterator[str]:
             yield "a norm over all heads of queries and keys together"
         if part.query_key_norm is not None and part.query_key_norm.kind != layer.norm.kind:
             yield "a norm of queries and keys of another kind than the others"
-        linear = feed.bias if isinstance(feed, Mlp) else feed.expert_bias
         if part.output_bias != linear or (linear and not part.qkv_bias):
             yield "a bias on some of the projections only"
-    elif part.bias:
-        yield "a bias in latent attention"
-    if isinstance(feed, MixtureOfExperts) and (feed.expert_bias or feed.router_bias):
-        yield "a mixture with biases"
+    elif part.bias or part.output_bias != linear:
+        yield "a bias on some of the projections only"
+    if isinstance(feed, MixtureOfExperts) and feed.router_bias != feed.expert_bias:
+        yield "a mixture with biases on its router or its experts alone"
+    if isinstance(feed, MixtureOfExperts) and feed.expert_bias and feed.shared_intermediate_size:
+        yield "a mixture with biases and shared experts"

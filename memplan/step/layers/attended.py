@@ -84,7 +84,9 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
         with tape.alive(risen_query):
             down = linear(builder, x, f"{prefix}.{names.key_value_down}", part.kv_lora_rank + part.qk_rope_head_dim)
             latent, key_turned = _split(builder, down, part.kv_lora_rank, part.qk_rope_head_dim)
-            latent = normalised(builder, latent, part.norm, f"{prefix}.{names.key_value_down_norm}", part.kv_lora_rank)
+            latent = normalised(
+                builder, latent, part.compressed_norm, f"{prefix}.{names.key_value_down_norm}", part.kv_lora_rank
+            )
             turned, key_turned = _turned(builder, turned, key_turned, part.qk_rope_head_dim)
             width = promoted(plain, turned)
             ways = [(plain, SAME if plain.element_bytes == width else NEW), (turned, SAME)]
@@ -118,7 +120,7 @@ def _query(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Va
     if not part.q_lora_rank:
         return linear(builder, x, f"{prefix}.{names.query}", queries)
     down = linear(builder, x, f"{prefix}.{names.query_down}", part.q_lora_rank)
-    normed = normalised(builder, down, part.norm, f"{prefix}.{names.query_down_norm}", part.q_lora_rank)
+    normed = normalised(builder, down, part.compressed_norm, f"{prefix}.{names.query_down_norm}", part.q_lora_rank)
     return linear(builder, normed, f"{prefix}.{names.query_up}", queries)
 
 

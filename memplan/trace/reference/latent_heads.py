@@ -27,7 +27,7 @@ class LatentPart(nn.Module):
             return attach(self, name, Linear(rows, columns, run, device, bias=bias, transposed=spec.transposed_linear))
 
         def norm(name: str, size: int) -> nn.Module:
-            return attach(self, name, NormPart(part.norm, size, run, device))
+            return attach(self, name, NormPart(part.compressed_norm, size, run, device))
 
         queries, rank = part.num_heads * part.qk_head_dim, part.kv_lora_rank
         if part.q_lora_rank:
