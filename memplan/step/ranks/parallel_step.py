@@ -23,7 +23,7 @@ from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
-from memplan.step.kept_by_loop import embedded_leaf, escaped_form
+from memplan.step.kept_by_loop import called_again, embedded_leaf, escaped_form, passed_on
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
@@ -39,7 +39,7 @@ from memplan.step.ranks.sharded_forward import (
 )
 from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
-from memplan.step.step_inputs import buffers, kept_arguments, tables_of_graph
+from memplan.step.step_inputs import buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 from memplan.step.tapes.taped_weight import Mode
@@ -102,7 +102,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
     saved, head = played.saved, step.taped.head
     yield from forward(step, base)
     bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
-    base = bare + kept_arguments(step.inputs) + tables_of_graph(step.inputs)
+    base = bare + passed_on(step.inputs)
     if step.flat:
         yield from flat_backward(step, bare, base, played, of)
         return
@@ -124,7 +124,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         for i, (u, run) in enumerate(zip(step.units, step.taped.runs, strict=True))
     )
     above = layers + (above if step.apart else 0)
-    bare += escaped_form(step.taped, played)
+    bare += escaped_form(step.taped, played) + called_again(step.inputs)
     yield from _first_unit(step, bare + constant_form(Part.GRADIENTS, above), waiting, played, of)
 
 
@@ -144,6 +144,9 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
         form = around + rows_of_head(step) + logits
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
+    elif step.gathers_before_head and not step.stays:
+        communication = tail + step.last.buffer_bytes + step.last.cast_bytes
+        yield with_gathered("loss backward", "gather of the last layer", around + played.head.saved, communication)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
         ahead = step.ahead_of_head if at_once or instant.name != "loss backward" else 0
         yield instant_with(instant, tail + ahead)
@@ -235,16 +238,16 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
         yield with_gathered(before, "copy out of the gathered buffer", around + played.saved + arrived, gathered)
     for instant in played.backward:
         yield instant_with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
-    if not of.reduces:
-        return
     around += played.escaped
     communication = root + own.reduced_bytes + next_gathered
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
-    if last and step.hooks_outside and name != step.end_instant:
-        name, there = step.end_instant, around + arrived + leaf_kept(step) + gradients - tables_of_graph(step.inputs)
+    if last and name != step.end_instant:
+        name, around = step.end_instant, around + leaf_kept(step) + called_again(step.inputs) - passed_on(step.inputs)
         resident = root + waiting + own.gathered_bytes + next_gathered
-        yield with_gathered(name, "gradients of the first layer", there, resident)
+        yield with_gathered(name, "gradients of the first layer", around + arrived + gradients, resident)
+    if not of.reduces:
+        return
     yield with_gathered(name, "copy into the buffer of the reduction", around + arrived + gradients, communication)
     gradients = constant_form(Part.GRADIENTS, of.scattered(own, whole))
     yield with_gathered(name, "reduction", around + arrived + gradients, communication)
@@ -262,7 +265,8 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     communication = step.first.gathered_bytes + (step.units[0].reduced_bytes if of.reduces else 0)
     formed = around
     around += leaf_kept(step)
-    if not step.stays and step.apart:
+    reached = step.taped.leaf is not None or step.first.reduced_bytes  # by backward, whose hook copies it
+    if not step.stays and step.apart and reached:
         gathered = communication + step.first.copying_bytes
         yield with_gathered(step.end_instant, "copy of the embedding", around + step.arrived, gathered)
     if not step.apart:

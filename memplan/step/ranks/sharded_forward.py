@@ -77,7 +77,7 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
             yield with_gathered("forward", moment.operation, around + moment.form, step.first.copied_bytes)
     entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
     around += entered
-    if step.apart:
+    if step.apart and not step.head_by_hand:
         ends = step.tail.copied_bytes + step.last.buffer_bytes + step.below_head
         yield with_gathered("forward", "copy of norm and head", around + played.saved + x, ends)
     yield from _layers(step, around + played.embedding.saved, entered)

@@ -89,12 +89,6 @@ class ShardedStep:
         return setup.checkpointing != "none" and setup.stack.checkpointing.reentrant
 
     @property
-    def hooks_outside(self) -> bool:
-        """Whether a layer's gradients are reduced behind its checkpoint, and not within."""
-        inside = self.loss_inside and self.inputs.setup.checkpointing != "none"
-        return not inside or self.reentrant
-
-    @property
     def end_instant(self) -> str:
         """The instant in which the first layer's gradients are reduced, and the embedding is gathered, as libraries' hooks tell it."""
         setup = self.inputs.setup
