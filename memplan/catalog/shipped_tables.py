@@ -132,13 +132,13 @@ class ShippedTables:
     def _reserve_shares(self) -> Mapping[str, ReserveShare]:
         return table_of(self.root, "reserve", ReserveShare)
 
-    def reserve_share(self, allocator: str, coded: bool) -> ReserveShare:
-        """Return what an allocator needs besides, where weights are trained as codes and where not.
+    def reserve_share(self, allocator: str | None, coded: bool) -> ReserveShare:
+        """Return what an allocator needs besides, where weights are trained as codes and where not; torch's own without a name.
 
         Raises:
             CannotAnswerError: No simulation of it was made.
         """
-        name = f"{allocator}-{'coded' if coded else 'floats'}"
+        name = f"{allocator or 'native'}-{'coded' if coded else 'floats'}"
         if name not in self._reserve_shares:
             raise CannotAnswerError(f"allocator: what {allocator} needs beyond what it hands out is not known")
         return self._reserve_shares[name]

@@ -191,7 +191,7 @@ class TrainingConfig:
         evaluation_batch_size: Rows that it evaluates together; None is as many as a micro-batch has.
         save_checkpoint: The job saves checkpoints.
         reserve: Memory kept free, such as ``500 MiB`` for a desktop.
-        allocator: ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        allocator: ``expandable`` is PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; None is as the stack does.
         compile: What torch compiles: nothing, each layer by itself, or the model as a whole.
     """
 
@@ -227,7 +227,7 @@ class TrainingConfig:
     evaluation_batch_size: int | None = None
     save_checkpoint: bool = False
     reserve: str = "0 MiB"
-    allocator: Literal["native", "expandable"] = "native"
+    allocator: Literal["native", "expandable"] | None = None
     compile: Literal["none", "layers", "model"] = "none"
 
     @property

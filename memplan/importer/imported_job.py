@@ -12,7 +12,7 @@ from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
-from memplan.importer.reading import DEFAULTED, LAUNCHED, STATED, Reading, Result
+from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result
 from memplan.importer.referred_files import note_shipped, references, without_given
 from memplan.importer.sources.argument_vectors import CommandLine, processes
 from memplan.importer.sources.file_sources import read_keys, read_source
@@ -179,8 +179,10 @@ def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLi
         follow(reading, mapped.rules, main.keys, STATED)
         return job
     flags = None if command is None else _launched(job, command)
-    if any("expandable_segments:true" in str(environment.get(name, "")).lower() for name in ALLOCATOR):
-        reading.results["training.allocator"] = Result("expandable", LAUNCHED, ALLOCATOR[0], main.keys.name)
+    said = {name: str(environment[name]).lower() for name in ALLOCATOR if name in environment}
+    if said:
+        kind = "expandable" if any("expandable_segments:true" in text for text in said.values()) else "native"
+        reading.results["training.allocator"] = Result(kind, OVERRIDDEN, next(iter(said)), main.keys.name)
     _follow_all(job, jobs, launchers, flags, question)
     if reading.problems:
         raise InvalidFileError(reading.problems)

@@ -15,6 +15,7 @@ from memplan.solver.search.space import Space, WeightChoice
 from memplan.training.own_settings import is_settable
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.stack_defaults import default_allocator
 from memplan.training.rules.stack_rules import kernel_profile
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], s
             or is_settable(stack, [("activation_checkpointing", kind)])
         ),
         losses=_able(stack, "kernels.loss", profile.loss, ("bf16", "fp32", "chunked")),
-        allocators=_able(stack, "allocator", base.allocator, ("native", "expandable")),
+        allocators=_able(stack, "allocator", base.allocator or default_allocator(base, stack), ("native", "expandable")),
         batches=tuple(batches),
         offloads=("none",) if adapters else _able(stack, "offload.optimizer_states", "none", ("cpu",)),
         step_batch=step_batch,
@@ -171,7 +172,7 @@ def _fixed(name: str, base: TrainingConfig, profile: KernelProfile, setup: Train
         "optimizer-kernel": {"optimizer_kernels": (profile.optimizer,)},
         "newton-schulz": {"newton_schulz": (profile.newton_schulz,)},
         "loss": {"losses": (profile.loss,)},
-        "allocator": {"allocators": (base.allocator,)},
+        "allocator": {"allocators": (setup.config.allocator,)},
         "batch": {"batches": (base.micro_batch_size,)},
         "accumulation": {"accumulation": base.gradient_accumulation_steps},
     }

@@ -21,6 +21,7 @@ from memplan.solver.search.pareto_front import Class, Combination, best_few, no_
 from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolution.resolve_config import resolve
+from memplan.training.rules.stack_defaults import default_allocator
 from memplan.units import format_bytes
 
 
@@ -112,7 +113,7 @@ def _on_device(space: Space, device: Device, catalog: Catalog) -> Space:
         space = replace(space, offloads=("none",))
     tables = hardware_tables(catalog.root)
     if not is_native(device.gpu, "expandable-segments", tables):
-        space = replace(space, allocators=(space.base.allocator,))
+        space = replace(space, allocators=space.allocators[:1])
     return space if is_native(device.gpu, "bf16", tables) else without_bf16(space)
 
 
@@ -213,7 +214,7 @@ def given_up(combination: Combination, catalog: Catalog) -> Iterator[str]:
         yield f"{again} once more"
     if way.loss == "chunked":
         yield "the head's product runs once more"
-    if way.allocator == "expandable":
+    if way.allocator == "expandable" != default_allocator(combination.plan.setup.config, combination.plan.setup.stack):
         yield "needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 

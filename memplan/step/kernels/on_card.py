@@ -140,7 +140,7 @@ def _entry_needs(setup: TrainingSetup) -> Iterator[Need]:
 
 def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
     """Yield what the allocator and kernels of libraries around transformers' models need; torch's own run everywhere."""
-    if setup.config.allocator == "expandable":
+    if setup.config.allocator == "expandable" != setup.stack.allocator:
         yield "allocator", "expandable", "expandable-segments"
     profile = setup.profile
     if setup.stack.model_code != "transformers":

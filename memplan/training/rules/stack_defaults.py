@@ -33,10 +33,17 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
         activation_checkpointing=config.activation_checkpointing or default_checkpointing(config, stack, hidden),
         clip_gradients=stack.clip_gradients if config.clip_gradients is None else config.clip_gradients,
         zero_gradients=config.zero_gradients or ("fill" if _captured(config, stack) else "free"),
+        allocator=config.allocator or default_allocator(config, stack),
         adapter=adapter,
         images=_images(config, stack),
         offload=_offload(config, stack, hidden),
     )
+
+
+def default_allocator(config: TrainingConfig, stack: Stack) -> Literal["native", "expandable"]:
+    """Return what a stack makes of torch's allocator where a config does not say."""
+    own = "native" if config.parallel.gpus == 1 and stack.allocator == "expandable-of-several" else stack.allocator
+    return "native" if own == "native" else "expandable"
 
 
 def _captured(config: TrainingConfig, stack: Stack) -> bool:
