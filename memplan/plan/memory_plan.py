@@ -214,6 +214,12 @@ class MemoryPlan:
         return self.node_ranks * (self.host.taken_bytes or self.host_bytes)
 
     @property
+    def needed_bytes(self) -> int:
+        """What the device is expected to need: with memory to spare, or the least where the job runs in what little there is."""
+        spare = self.upper_bytes <= self.usable_bytes or self.verdict == "no"
+        return self.device_bytes if spare else self.least_bytes
+
+    @property
     def exceeds_host(self) -> bool:
         """Whether that is more than a node has."""
         limit = self.device.host_memory_bytes

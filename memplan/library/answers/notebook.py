@@ -39,7 +39,7 @@ def plan_html(plan: MemoryPlan, sentence: str) -> str:
     rows = "".join(_component_row(line.name, line.bytes, scale, plan.usable_bytes) for line in plan.components)
     color = VERDICT_COLORS[plan.verdict]
     totals = (
-        ("expected", plan.device_bytes, color),
+        ("expected", plan.needed_bytes, color),
         ("upper end", plan.upper_bytes, color),
         ("usable", plan.usable_bytes, "#bdbdbd"),
     )

@@ -100,7 +100,11 @@ def _costs(before: Plan, after: Plan, made: Sequence[Change]) -> tuple[str, ...]
     return tuple(dict.fromkeys(costs))
 
 
-def _search(one: _File, text: str, before: Plan) -> tuple[Plan, str, tuple[Change, ...]]:
+_Found = tuple[Plan, str, tuple[Change, ...]]
+"""A plan of changes, the file with them, and the changes in the order in which they are made."""
+
+
+def _search(one: _File, text: str, before: Plan) -> _Found:
     """Return the first single change that makes a job fit, else the fewest of the cheapest one upon the other."""
     for change in _steps(before):
         tried = _tried(one, text, before, change)
@@ -115,8 +119,23 @@ def _search(one: _File, text: str, before: Plan) -> tuple[Plan, str, tuple[Chang
         plan, content, change = better
         made = (*made, change)
         if plan.verdict == "fits":
-            break
+            return _thinned(one, text, before, (plan, content, made))
     return plan, content, made
+
+
+def _thinned(one: _File, text: str, before: Plan, found: _Found) -> _Found:
+    """Return changes that make a job fit without those that it fits without, the dearest of which go first."""
+    for change in reversed(found[2][:-1]):
+        plan, content = before, text
+        fewer = tuple(other for other in found[2] if other is not change)
+        for other in fewer:
+            tried = _tried(one, content, plan, other)
+            if tried is None:
+                break
+            plan, content = tried
+        else:
+            found = (plan, content, fewer) if plan.verdict == "fits" else found
+    return found
 
 
 def _better(one: _File, content: str, plan: Plan) -> Iterator[tuple[Plan, str, Change]]:

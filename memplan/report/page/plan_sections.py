@@ -30,7 +30,7 @@ def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str
     """Return the verdict, the figures that it rests on, a gauge, and the command that asks the same."""
     word = VERDICT_WORDS[plan.verdict]
     figures = (
-        ("expected", plan.device_bytes),
+        ("expected", plan.needed_bytes),
         ("worst case", plan.upper_bytes),
         ("usable", plan.usable_bytes),
     )
@@ -58,7 +58,7 @@ def _gauge(plan: MemoryPlan) -> str:
         parts.append(rectangle(line.name, left, end - left, 22))
         left = end
     upper, usable = (size * GAUGE // scale for size in (plan.upper_bytes, plan.usable_bytes))
-    label = f"{share(plan.device_bytes, plan.usable_bytes)} of what is usable, {share(plan.upper_bytes, plan.usable_bytes)} in the worst case"
+    label = f"{share(plan.needed_bytes, plan.usable_bytes)} of what is usable, {share(plan.upper_bytes, plan.usable_bytes)} in the worst case"
     return (
         f'<svg class="gauge" role="img" aria-label="{text(label)}" viewBox="0 0 {GAUGE} 30" preserveAspectRatio="none">'
         f'<rect class="room" width="{usable}" height="22"/>{"".join(parts)}'

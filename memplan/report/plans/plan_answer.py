@@ -110,7 +110,7 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
 
     name, gpu = plan.model.spec.name, device_name(plan)
     roomy = plan.upper_bytes <= plan.usable_bytes
-    needs, usable = plan.device_bytes if roomy else plan.least_bytes, shown(plan.usable_bytes)
+    needs, usable = plan.needed_bytes, shown(plan.usable_bytes)
     head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
     if plan.exceeds_host:
         assert plan.device.host_memory_bytes is not None

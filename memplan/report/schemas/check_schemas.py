@@ -102,7 +102,9 @@ def import_schema() -> t.Schema:
 
 def rewrite_schema() -> t.Schema:
     """Return the schema of the answer of ``memplan suggest`` for a trainer's own file."""
-    side = t.object_schema({"verdict": t.VERDICT, **t.same(t.BYTES, "device_bytes", "upper_bytes", "usable_bytes")})
+    side = t.object_schema(
+        {"verdict": t.VERDICT, **t.same(t.BYTES, "device_bytes", "least_bytes", "upper_bytes", "usable_bytes")}
+    )
     return t.object_schema(
         {
             "schema": {"const": "memplan/rewrite/1"},

@@ -76,8 +76,8 @@ def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) ->
     lines = []
     for place, (plan, batch) in enumerate(rows):
         name = "" if place and names[place - 1] == names[place] else names[place]
-        gauge = canvas.gauge(plan.device_bytes, plan.upper_bytes, plan.usable_bytes, columns)
-        size, about = plan.device_bytes, "~" if plan.reserve_by_share else ""
+        gauge = canvas.gauge(plan.needed_bytes, plan.upper_bytes, plan.usable_bytes, columns)
+        size, about = plan.needed_bytes, "~" if plan.reserve_by_share else ""
         if plan.reserve_by_share and plan.exceeds_device:
             size, about = plan.allocated_bytes + plan.allowances.context_bytes, ">"
         needs, verdict = about + format_bytes(size, unit), VERDICT_WORDS[plan.verdict]

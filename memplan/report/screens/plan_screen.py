@@ -72,17 +72,12 @@ def headline(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     """Return verdict, expected, worst case and usable bytes, GPU and stack: one line where it is wide enough."""
     roomy = plan.upper_bytes <= plan.usable_bytes or plan.verdict != "fits"
     words = ("expected", "worst case") if roomy else ("at least", "with memory to spare")
-    sizes = [format_bytes(size, unit) for size in (needed(plan), plan.upper_bytes, plan.usable_bytes)]
+    sizes = [format_bytes(size, unit) for size in (plan.needed_bytes, plan.upper_bytes, plan.usable_bytes)]
     first, upper, usable = sizes[0], *(size.rpartition(" ")[0] for size in sizes[1:])
     left = f"{VERDICT_WORDS[plan.verdict]:<5}  {first} {words[0]}, {upper} {words[1]}, {usable} usable"
     where, stack = device_name(plan), plan.setup.stack
     names = (stack.label, f"{stack.name} {stack.version}", stack.name)
     return min((canvas.between(left, f"{where}, {name}", indent=7) for name in names), key=len)
-
-
-def needed(plan: MemoryPlan) -> int:
-    """Return the bytes that the verdict speaks of: with memory to spare, or the least where there is none."""
-    return plan.device_bytes if plan.upper_bytes <= plan.usable_bytes else plan.least_bytes
 
 
 def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
@@ -123,7 +118,7 @@ def _label(plan: MemoryPlan, name: str) -> str:
 
 
 def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
-    percent = (200 * needed(plan) + plan.usable_bytes) // max(1, 2 * plan.usable_bytes)
+    percent = (200 * plan.needed_bytes + plan.usable_bytes) // max(1, 2 * plan.usable_bytes)
     share = f"{percent} % of {format_bytes(plan.usable_bytes, unit)} usable"
     columns = max(10, min(48, canvas.width - len(share) - 6))
     host = (
@@ -139,7 +134,7 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
         host += (
             f"; it has {format_bytes(limit, unit)}" if plan.host.tensors else f"; there are {format_bytes(limit, unit)}"
         )
-    lines = [f"  {canvas.gauge(needed(plan), plan.upper_bytes, plan.usable_bytes, columns)} {share}", host]
+    lines = [f"  {canvas.gauge(plan.needed_bytes, plan.upper_bytes, plan.usable_bytes, columns)} {share}", host]
     return [line for line in lines if line]
 
 

@@ -32,8 +32,8 @@ class Rewritten:
         lines = unified_diff(
             self.before_text.splitlines(),
             self.after_text.splitlines(),
-            f"a/{self.path}",
-            f"b/{self.path}",
+            f"a/{self.path.lstrip('/')}",
+            f"b/{self.path.lstrip('/')}",
             lineterm="",
             n=1,
         )
@@ -72,15 +72,14 @@ def _side(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "verdict": plan.verdict,
         "device_bytes": plan.device_bytes,
+        "least_bytes": plan.least_bytes,
         "upper_bytes": plan.upper_bytes,
         "usable_bytes": plan.usable_bytes,
     }
 
 
 def _row(name: str, plan: MemoryPlan, unit: str) -> tuple[str, ...]:
-    """Return a plan's sizes; where it fits because the allocator gives back what is free, those with which it does."""
-    expected, most = plan.device_bytes, plan.upper_bytes
-    if plan.verdict == "fits" and most > plan.usable_bytes:
-        expected, most = plan.least_bytes, plan.usable_bytes
-    sizes: Sequence[int] = (expected, most, plan.usable_bytes)
+    """Return a plan's sizes; where it fits because the allocator gives back what is free, all that is usable is the worst."""
+    most = min(plan.upper_bytes, plan.usable_bytes) if plan.verdict == "fits" else plan.upper_bytes
+    sizes: Sequence[int] = (plan.needed_bytes, most, plan.usable_bytes)
     return (name, plan.verdict.upper(), *(format_bytes(size, unit) if unit else format_bytes(size) for size in sizes))

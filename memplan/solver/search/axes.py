@@ -76,7 +76,9 @@ def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], s
             or is_settable(stack, [("activation_checkpointing", kind)])
         ),
         losses=_able(stack, "kernels.loss", profile.loss, ("bf16", "fp32", "chunked")),
-        allocators=_able(stack, "allocator", base.allocator or default_allocator(base, stack), ("native", "expandable")),
+        allocators=_able(
+            stack, "allocator", base.allocator or default_allocator(base, stack), ("native", "expandable")
+        ),
         batches=tuple(batches),
         offloads=("none",) if adapters else _able(stack, "offload.optimizer_states", "none", ("cpu",)),
         step_batch=step_batch,
