@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memplan.plan.memory_plan import Device, Verdict
+from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.solver.largest_value import Answer, gauge_of, largest_batch, longest_sequence
+from memplan.solver.largest_value import Answer, gauge_of, largest_batch, longest_sequence, settled
 
+ORDER: tuple[Verdict, ...] = ("fits", "tight", "no")
 DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+Bounds = Sequence[tuple[int, Sequence[Verdict]]]
+"""The most requested bytes with which a job FITS, and with which it is at least TIGHT, each with its verdicts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,12 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
     plan = plan.on(device.gpu)
     gauge = gauge_of(plan.setup, device, plan.forms.stream_bytes)
     rounding = plan.rounding_bytes
-    fits, tight = gauge.most_requested_bytes() - rounding, gauge.most_requested_bytes(tight=True) - rounding
+    bounds = tuple((gauge.most_requested_bytes(tight) - rounding, ORDER[: 1 + tight]) for tight in (False, True))
 
     def cell(batch: int, length: int) -> Cell:
+        if plan.setup.takes_beyond_peak:
+            own = plan.evaluate(device, batch, length)
+            return Cell(batch, length, own.verdict, own.requested_bytes, own.device_bytes, own.upper_bytes)
         requested = plan.requested_bytes(batch, length)
         device_bytes, upper = gauge.device_bytes(requested, rounding), gauge.upper_bytes(requested, rounding)
         return Cell(batch, length, gauge.verdict(requested, rounding), requested, device_bytes, upper)
@@ -67,17 +75,40 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
         batches=tuple(batches),
         lengths=tuple(lengths),
         cells=tuple(tuple(cell(batch, length) for batch in batches) for length in lengths),
-        by_length=tuple(Edge(t, largest_batch(plan, t, fits), largest_batch(plan, t, tight)) for t in lengths),
-        by_batch=_by_batch(plan, batches, fits, tight),
+        by_length=tuple(_at_length(plan, device, length, bounds) for length in lengths),
+        by_batch=_by_batch(plan, device, batches, bounds),
     )
 
 
-def _by_batch(plan: CompiledPlan, batches: Sequence[int], fits: int, tight: int) -> tuple[Edge, ...]:
+def _at_length(plan: CompiledPlan, device: Device, length: int, bounds: Bounds) -> Edge:
+    """Return the largest batches at a length."""
+    found = [
+        _as_planned(plan, largest_batch(plan, length, most), lambda b: plan.evaluate(device, b, length), verdicts)
+        for most, verdicts in bounds
+    ]
+    return Edge(length, *found)
+
+
+def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds: Bounds) -> tuple[Edge, ...]:
     """Return the longest sequence at each batch, each search starting from the result of the one before."""
     edges: list[Edge] = []
     guess = 1024
     for batch in batches:
-        first = longest_sequence(plan, batch, fits, guess)
-        edges.append(Edge(batch, first, longest_sequence(plan, batch, tight, first.value)))
-        guess = max(1, first.value)
+        found: list[Answer] = []
+        for most, verdicts in bounds:
+            answer = longest_sequence(plan, batch, most, guess)
+            found.append(
+                _as_planned(plan, answer, lambda t, b=batch: plan.evaluate(device, b, t), verdicts)  # type: ignore[misc]
+            )
+            guess = max(1, answer.value)
+        edges.append(Edge(batch, *found))
     return tuple(edges)
+
+
+def _as_planned(
+    plan: CompiledPlan, answer: Answer, planned: Callable[[int], MemoryPlan], verdicts: Sequence[Verdict]
+) -> Answer:
+    """Return a largest value as its plan has it, where that counts more than the peak."""
+    if not plan.setup.takes_beyond_peak:
+        return answer
+    return settled(answer, lambda value: planned(value).verdict in verdicts)

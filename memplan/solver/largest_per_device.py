@@ -21,8 +21,8 @@ from memplan.solver.largest_value import (
     gauge_of,
     largest,
     largest_batch,
-    largest_multiple,
     longest_sequence,
+    settled,
     with_layers,
 )
 from memplan.step.fused.compiled_layer import multiple_of_tokens
@@ -154,16 +154,10 @@ def _as_planned(
     result: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
 ) -> Answer:
     """Return the largest value, up to one that bytes alone allow, whose plan has a verdict; it rests on more than these."""
-    method = setup.config.method
-    if not result.value or (setup.config.compile == "none" and not (method.rollout and method.rollout.sleeps)):
+    rollout = setup.config.method.rollout
+    if not setup.takes_beyond_peak and not (rollout and rollout.sleeps):
         return result
-    own = largest_multiple(
-        lambda value: _evaluated(what, plans, device, value).verdict in verdicts,
-        result.value,
-        result.value,
-        result.apart,
-    )
-    return result if own.value == result.value else own
+    return settled(result, lambda value: _evaluated(what, plans, device, value).verdict in verdicts)
 
 
 def _evaluated(what: Quantity, plans: _Plans, device: Device, value: int) -> MemoryPlan:

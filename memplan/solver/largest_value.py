@@ -82,6 +82,12 @@ def largest_multiple(fits: Callable[[int], bool], most: int, guess: int, apart: 
     return Answer(result.value * apart, result.bounded, apart)
 
 
+def settled(answer: Answer, holds: Callable[[int], bool]) -> Answer:
+    """Return the largest value, up to one that the bytes of its peak allow, of which ``holds`` holds, as its plan does for sure."""
+    own = largest_multiple(holds, answer.value, answer.value, answer.apart) if answer.value else answer
+    return answer if own.value == answer.value else own
+
+
 def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
     """Return the largest micro-batch whose requested peak is at most ``most_bytes``.
 

@@ -244,6 +244,11 @@ class TrainingSetup:
         return self.stack.cuda_graphs and self.config.zero_gradients == "fill"
 
     @property
+    def takes_beyond_peak(self) -> bool:
+        """Whether a device holds more than the peak of a step and its usual allowances, which its plan alone tells."""
+        return self.captures_step or self.config.compile != "none"
+
+    @property
     def wide_floats(self) -> bool:
         """Whether fp32 weights are multiplied in fp32 beside products in 16 bits."""
         return self.kbit_floats and not self.autocast

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-import memplan
+from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
 from memplan.plan.memory_plan import Device
@@ -110,6 +110,25 @@ def test_the_frontier_is_where_scanning_finds_it(model, setup_of, device, gpu, c
         answer = plan.evaluate(on, cell.batch, cell.length)
         assert (cell.verdict, cell.requested_bytes) == (answer.verdict, answer.requested_bytes)
         assert (cell.device_bytes, cell.upper_bytes) == (answer.device_bytes, answer.upper_bytes)
+
+
+def test_the_frontier_counts_what_a_captured_step_keeps_apart(model, setup_of, device):
+    setup = setup_of(stack="torchtitan", kernels=Kernels(optimizer="foreach"))
+    plan, on = CompiledPlan(model("qwen3-0.6b"), setup), device("rtx3060")
+    grid = frontier(plan, on, (1, 2, 4, 6), (1024,))
+    for cell in grid.cells[0]:
+        answer = plan.evaluate(on, cell.batch, cell.length)
+        assert answer.apart_bytes > 2**29
+        assert (cell.verdict, cell.upper_bytes) == (answer.verdict, answer.upper_bytes)
+    (edge,), (first, *_) = grid.by_length, grid.by_batch
+    assert (
+        plan.evaluate(on, edge.fits.value, 1024).verdict
+        == "fits"
+        != plan.evaluate(on, edge.fits.value + 1, 1024).verdict
+    )
+    assert (
+        plan.evaluate(on, 1, first.fits.value).verdict == "fits" != plan.evaluate(on, 1, first.fits.value + 1).verdict
+    )
 
 
 def test_a_sequence_that_ranks_share_is_a_multiple_of_them():
