@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from memplan.catalog.kernel_profiles import Kernels
+import memplan
+
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
 from memplan.plan.memory_plan import Device
