@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 
 import memplan
-
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
 from memplan.plan.memory_plan import Device
