@@ -82,11 +82,11 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
 
 def _at_length(plan: CompiledPlan, device: Device, length: int, bounds: Bounds) -> Edge:
     """Return the largest batches at a length."""
-    found = [
+    answers = [
         _as_planned(plan, largest_batch(plan, length, most), lambda b: plan.evaluate(device, b, length), verdicts)
         for most, verdicts in bounds
     ]
-    return Edge(length, *found)
+    return Edge(length, *answers)
 
 
 def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds: Bounds) -> tuple[Edge, ...]:
@@ -94,14 +94,14 @@ def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds
     edges: list[Edge] = []
     guess = 1024
     for batch in batches:
-        found: list[Answer] = []
+        answers: list[Answer] = []
         for most, verdicts in bounds:
             answer = longest_sequence(plan, batch, most, guess)
-            found.append(
+            answers.append(
                 _as_planned(plan, answer, lambda t, b=batch: plan.evaluate(device, b, t), verdicts)  # type: ignore[misc]
             )
             guess = max(1, answer.value)
-        edges.append(Edge(batch, *found))
+        edges.append(Edge(batch, *answers))
     return tuple(edges)
 
 

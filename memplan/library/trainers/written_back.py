@@ -123,19 +123,19 @@ def _search(one: _File, text: str, before: Plan) -> _Found:
     return plan, content, made
 
 
-def _thinned(one: _File, text: str, before: Plan, found: _Found) -> _Found:
+def _thinned(one: _File, text: str, before: Plan, result: _Found) -> _Found:
     """Return changes that make a job fit without those that it fits without, the dearest of which go first."""
-    for change in reversed(found[2][:-1]):
+    for change in reversed(result[2][:-1]):
         plan, content = before, text
-        fewer = tuple(other for other in found[2] if other is not change)
+        fewer = tuple(other for other in result[2] if other is not change)
         for other in fewer:
             tried = _tried(one, content, plan, other)
             if tried is None:
                 break
             plan, content = tried
         else:
-            found = (plan, content, fewer) if plan.verdict == "fits" else found
-    return found
+            result = (plan, content, fewer) if plan.verdict == "fits" else result
+    return result
 
 
 def _better(one: _File, content: str, plan: Plan) -> Iterator[tuple[Plan, str, Change]]:
