@@ -26,6 +26,9 @@ NEGATION = "no_"
 NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan import --from"
 
 
+SCRIPT = "a script of one's own is not read, but executed without a GPU: memplan run {} --gpu NAME"
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """A source and whose it is."""
@@ -45,16 +48,19 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
         InvalidFileError: No trainer's, or those of several.
         UnknownNameError: No trainer has the name given.
     """
+    none = SCRIPT.format(keys.name) if keys.form == "python" and keys.words else NO_TRAINER
     if named is not None:
         chosen = next((head for head in heads if _alike(head.trainer, named)), None)
         if chosen is None:
             raise unknown_name("trainer", named, [head.trainer for head in heads])
+        if none != NO_TRAINER and not _is_of(keys, chosen):
+            raise InvalidFileError([f"{keys.name}: {none}"])
         return Told(keys, chosen, other_kind(keys, chosen))
     told = [head for head in heads if _is_of(keys, head)]
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
     if not told:
-        raise InvalidFileError([f"{keys.name}: {NO_TRAINER}"])
+        raise InvalidFileError([f"{keys.name}: {none}"])
     if len(told) > 1:
         names = " and ".join(head.trainer for head in told)
         raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer: memplan import --from"])

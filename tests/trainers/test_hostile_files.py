@@ -55,7 +55,7 @@ def test_a_version_that_is_none_is_refused(version):
         ("deep.toml", f"b = 1\n{'a.' * 50_000}a = 1\n", r"deep\.toml:2: nested too deeply"),
         ("long.toml", "\n" * 600_000, r"long\.toml: larger than 0\.5 MiB"),
         ("long.py", "x = 1\n" * 100_000, r"long\.py: larger than 0\.5 MiB"),
-        ("terms.py", f"f(a=1{'*1' * 2500})", "no trainer that memplan reads has these keys"),
+        ("terms.py", f"f(a=1{'*1' * 2500})", "a script of one.s own is not read"),
     ],
 )
 def test_what_its_parser_breaks_on_is_refused_by_its_line(tmp_path, name, text, said):
@@ -123,3 +123,11 @@ def test_what_is_not_modelled_is_said_before_what_is_missing(tmp_path):
     )
     with pytest.raises(CannotAnswerError, match="quantizer: not modelled"):
         memplan.plan(str(path), gpu="h100")
+
+
+@pytest.mark.parametrize("trainer", [None, "trl", "transformers"])
+def test_a_script_is_not_taken_for_a_file_of_a_trainer_that_is_named(tmp_path, trainer):
+    script = tmp_path / "train.py"
+    script.write_text("from trl import SFTConfig\nargs = SFTConfig(per_device_train_batch_size=2)\n")
+    with pytest.raises(InvalidFileError, match=r"memplan run \S*train\.py --gpu NAME"):
+        memplan.import_file(script, trainer=trainer)

@@ -101,6 +101,7 @@ def refuse_no_model(text: str) -> None:
         return
     from memplan.importer.sources.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
+    from memplan.importer.told_trainers import SCRIPT
 
     require_file(path)
     source = read_source(path)
@@ -108,7 +109,9 @@ def refuse_no_model(text: str) -> None:
         expected = "give the model, and this file with --config"
         raise InvalidFileError([f"{shown_path(path)}: a training config, which names no model; {expected}"])
     expected = "expected a config.json, a GGUF or safetensors file, or a trainer's file (see: memplan import)"
-    raise InvalidFileError([f"{shown_path(path)}: no model, and no trainer's keys that are known; {expected}"])
+    what = f"no model, and no trainer's keys that are known; {expected}"
+    what = SCRIPT.format(shown_path(path)) if path.suffix == ".py" else what
+    raise InvalidFileError([f"{shown_path(path)}: {what}"])
 
 
 def trainer_job(
