@@ -56,6 +56,11 @@ class ImportedJob:
     sources: tuple[GivenKeys, ...] = ()  # The files, that of the job last
     renamed: dict[str, str] = field(default_factory=dict)  # Key -> the name that was given
 
+    @property
+    def refused(self) -> bool:
+        """Whether something that is not modelled moves what is kept between steps."""
+        return any(one.key not in self.mapped.step_alone for one in self.reading.refusals)
+
     def section(self, name: str) -> dict[str, Any]:
         """Return the results below a name, nested."""
         nested: dict[str, Any] = {}

@@ -89,6 +89,8 @@ class Mapped:
     joined: tuple[Mapping[str, Any], ...] = ()  # What follows once a trainer's file and its launcher's are both read
     # Keys that move memory and that nothing follows -> what they do.
     not_modelled: Mapping[str, str] = field(default_factory=dict)
+    # Keys of those, and of rules that refuse, that move no memory between steps.
+    step_alone: tuple[str, ...] = ()
     irrelevant: tuple[str, ...] = ()  # Keys that move no memory on the device
     writes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -161,6 +163,7 @@ def _extended(own: Mapped, base: Mapped) -> Mapped:
         rules=(*base.rules, *own.rules),
         joined=(*base.joined, *own.joined),
         not_modelled={**base.not_modelled, **own.not_modelled},
+        step_alone=(*base.step_alone, *own.step_alone),
         irrelevant=(*base.irrelevant, *own.irrelevant),
         writes={**base.writes, **own.writes},
     )

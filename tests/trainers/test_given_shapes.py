@@ -107,9 +107,8 @@ def test_a_model_whose_parts_are_not_modelled_is_not_built_of_others(tmp_path):
     for shapes in ({}, {"vocab": 1000}):
         with pytest.raises(CannotAnswerError, match="depth: not modelled"):
             model(path, **shapes)
-    squared = command(tmp_path, f"{GPT3} --squared-relu")
-    with pytest.raises(CannotAnswerError, match="squared ReLU"):
-        model(squared)
+    squared = model(command(tmp_path, f"{GPT3} --squared-relu"))
+    assert squared.spec.runs[0].layer.feed_forward.activation == "relu-squared"
 
 
 @pytest.mark.parametrize(

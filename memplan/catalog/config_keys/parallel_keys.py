@@ -74,6 +74,7 @@ class MegatronFlags:
         fused_rotation: Whether one kernel rotates queries and keys (``--no-rope-fusion`` not given).
         micro_batch_group: Micro-batches that pass a chunk of a stage's layers before its next chunk is run; None is as many as there are
             stages (``--microbatch-group-size-per-virtual-pipeline-stage``).
+        unplanned: What of a step is not modelled; with any of it what is kept between steps is answered, and no step.
     """
 
     expert_dispatch: Literal["alltoall", "allgather"] = "alltoall"
@@ -81,6 +82,7 @@ class MegatronFlags:
     fused_gradients: bool = True
     fused_rotation: bool = True
     micro_batch_group: int | None = None
+    unplanned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

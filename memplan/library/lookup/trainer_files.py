@@ -153,7 +153,7 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
         return str(given), int(flags.get("max_position_embeddings", 0))
     if given is not None and shapes:
         raise InvalidFileError([f"{text}: names the model {printable(str(given))}, and shapes are given too"])
-    if job.reading.refusals:
+    if job.refused:
         _refuse_first(job)
     if PARTS - flags.keys() and not built:
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
@@ -199,11 +199,14 @@ def training_document(
     if not unnamed and (method.get("stage") not in STAGES or method.get("tuning") not in TUNINGS):
         kind = " ".join(str(method[key]) for key in ("tuning", "stage") if key in method)
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
-    if job.reading.refusals:
+    if job.refused:
         _refuse_first(job)
     if mask := _uncounted_mask(job, given):
         warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = _without(job.section("training"), given)
+    if job.reading.refusals:
+        unplanned = [f"{one.key}: {one.why}" for one in job.reading.refusals]
+        data.setdefault("parallel", {}).setdefault("megatron", {})["unplanned"] = unplanned
     if (stage := STAGES[method["stage"]]) != "sft":
         said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
         data["method"] = {**said, "stage": stage}

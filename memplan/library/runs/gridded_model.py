@@ -21,7 +21,7 @@ from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.report.document import Document
 from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes
-from memplan.step.grids.megatron_peaks import step_intervals
+from memplan.step.grids.megatron_peaks import StepInterval, step_intervals
 from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit, chunks_of, chunks_of_layout
@@ -132,11 +132,12 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     precision = settings.precision
     copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not config.parallel.precision_aware
     copies = [stage.fullest.master_weights * copied for stage in stages]
-    steps = step_intervals(sizes, chunks, copies)
+    unplanned = config.parallel.megatron.unplanned
+    steps = (StepInterval(0, 0, 0),) * len(stages) if unplanned else step_intervals(sizes, chunks, copies)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
     outside = outside_of(grid, device, tables, share)
     usable = device.usable_bytes(parse_bytes(config.reserve))
-    plan = GridPlan(known, device, grid, stages, steps, usable, outside)
+    plan = GridPlan(known, device, grid, stages, steps, usable, outside, unplanned)
     _check_rank(rank, grid.world)
     return Gridded(plan, config, rank, (*_notes(config, routed=routed), *known.notes), inputs.catalog)
 
@@ -314,6 +315,8 @@ def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
         )
     if not parallel.overlap_gradients:
         notes.append("gradients are one buffer, as without --overlap-grad-reduce")
+    if parallel.megatron.unplanned:
+        return tuple(notes)
     notes.append(
         f"activations are those of {config.micro_batch_size:,} x {config.sequence_length:,} tokens, "
         f"{config.gradient_accumulation_steps:,} micro-batch{'es' * (config.gradient_accumulation_steps > 1)} a step, recompute {config.activation_checkpointing or 'none'}, "

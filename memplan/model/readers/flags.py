@@ -23,7 +23,7 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
     Args:
         flags: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size`` and ``vocab_size``, with
             what else it has of ``num_key_value_heads``, ``head_dim``, ``normalization`` (``layer`` or ``rms``), ``norm_bias``,
-            ``linear_bias``, ``qkv_bias``, ``activation``, ``gated``, ``learned_positions`` (rows), ``rotary_percent``,
+            ``linear_bias``, ``qkv_bias``, ``activation``, ``squared_relu``, ``gated``, ``learned_positions`` (rows), ``rotary_percent``,
             ``query_key_norm``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
             ``expert_layers`` (:func:`memplan.model.readers.flags.expert_layers`), ``shared_intermediate_size``,
             ``shared_gate``, ``score_correction``, ``kv_lora_rank``, ``q_lora_rank``, ``qk_head_dim``, ``qk_rope_head_dim``,
@@ -90,6 +90,7 @@ def _attention(
 def _feed_forwards(values: ConfigValues, layers: int, bias: bool) -> list[Mlp | MixtureOfExperts]:
     """Return what each layer feeds forward through: experts where the pattern of layers says so, in all without one."""
     activation = values.activation("activation", default="gelu")
+    activation = "relu-squared" if values.flag("squared_relu") else activation
     gated, width = values.flag("gated"), values.integer("intermediate_size")
     count, pattern = values.integer("num_experts", default=0, minimum=0), values.text("expert_layers", "1")
     dense = Mlp(width, activation, gated=gated, fused_gate_up=gated, bias=bias)

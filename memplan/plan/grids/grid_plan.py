@@ -45,6 +45,7 @@ class GridPlan:
     steps: tuple[StepInterval, ...]  # What a step takes besides on the ranks of each stage
     usable_bytes: int  # What the GPU has for the job
     outside: Outside  # What is not tensors
+    unplanned: tuple[str, ...] = ()  # What of a step is not modelled; with any, ``steps`` say nothing
 
     @property
     def fullest(self) -> StageStates:
@@ -120,6 +121,8 @@ class GridPlan:
     def verdict(self) -> GridVerdict:
         """``fits`` at the upper end, ``tight`` as expected alone, ``no`` where not even the lower end fits; else ``unknown``."""
         usable = self.usable_bytes
+        if self.unplanned:
+            return "no" if self.least_bytes > usable else "unknown"
         if self.upper_bytes <= usable:
             return "fits"
         return "tight" if self.expected_bytes <= usable else "no" if self.least_bytes > usable else "unknown"

@@ -13,6 +13,7 @@ from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.grids.grid_plan import GridPlan
+    from memplan.step.grids.megatron_peaks import StepInterval
     from memplan.step.grids.rank_states import RankStates, StageStates
 
 DEGREES = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
@@ -54,6 +55,10 @@ def grid_sentence(plan: GridPlan, unit: str = "") -> str:
     usable, least = format_bytes(plan.usable_bytes, unit), format_bytes(plan.least_bytes, unit)
     expected, most = format_bytes(plan.expected_bytes, unit), format_bytes(plan.upper_bytes, unit)
     of, rank = f"{usable} usable on {plan.device.name}", plan.fullest_rank
+    if plan.unplanned:
+        what = f"what a step takes is not modelled: {', '.join(plan.unplanned)}"
+        retained = format_bytes(plan.persistent_bytes, unit)
+        return f"{plan.verdict.upper()}: rank {rank}, the fullest, keeps {retained} between steps, of {of}; {what}."
     even = " where every expert is given as many tokens" * (plan.grid.expert > 1)
     if plan.verdict == "fits":
         return f"FITS: rank {rank}, the fullest, takes {expected} in a step and {most} at most{even}, of {of}."
@@ -70,6 +75,8 @@ def grid_sentence(plan: GridPlan, unit: str = "") -> str:
 
 def _left_out(plan: GridPlan) -> tuple[str, ...]:
     """Return what the upper end does not cover; who has all experts is given all tokens."""
+    if plan.unplanned:
+        return plan.unplanned
     return (UNEVEN, *NOT_MODELLED) if plan.grid.expert > 1 else NOT_MODELLED
 
 
@@ -96,6 +103,8 @@ def _verdict(plan: GridPlan, unit: str) -> tuple[str, ...]:
     usable, retained = format_bytes(plan.usable_bytes, unit), format_bytes(plan.persistent_bytes, unit)
     sizes = (plan.least_bytes, plan.expected_bytes, plan.upper_bytes)
     least, expected, most = (format_bytes(size, unit) for size in sizes)
+    if plan.unplanned:
+        return (f"{plan.verdict.upper():<7} {retained} kept between steps, {usable} usable; a step is not modelled",)
     said = f"{least} at least" if plan.verdict == "no" else f"{expected} expected"
     return (
         f"{plan.verdict.upper():<7} {said}, {most} worst case, {usable} usable",
@@ -119,7 +128,7 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
         retained = reversed(first.states) if every else (first.fullest,)
         for position, states in enumerate(retained):
             head = (name, ranks, _holds(first)) if position == 0 else ("", "", "")
-            step = format_bytes(plan.steps[first.index].expected, unit)
+            step = "-" if plan.unplanned else format_bytes(plan.steps[first.index].expected, unit)
             rows.append((*head, *_sizes(states, unit), step if position == 0 else ""))
     return Table(("stage", "ranks", "holds", ">weights", ">grads", ">optimizer", ">kept", ">a step"), tuple(rows))
 
@@ -152,7 +161,10 @@ def _lines(plan: GridPlan, number: int) -> dict[str, int]:
 def _components(plan: GridPlan, number: int, unit: str) -> Table:
     lines = _lines(plan, number)
     total = sum(lines.values())
-    shown = [*((name, size) for name, size in lines.items() if size), ("in a step", total)]
+    shown = [
+        *((name, size) for name, size in lines.items() if size),
+        ("in all" if plan.unplanned else "in a step", total),
+    ]
     rows = tuple((name, format_bytes(size, unit), f"{100 * size / total:.1f} %") for name, size in shown)
     return Table(("component", ">bytes", ">share"), rows, f"rank {number}")
 
@@ -188,14 +200,23 @@ def _data(plan: GridPlan, number: int, notes: tuple[str, ...], catalog_hash: str
         },
         "fullest_rank": plan.fullest_rank,
         "persistent_bytes": plan.persistent_bytes,
-        "expected_bytes": plan.expected_bytes,
+        "expected_bytes": None if plan.unplanned else plan.expected_bytes,
         "least_bytes": plan.least_bytes,
-        "upper_bytes": plan.upper_bytes,
+        "upper_bytes": None if plan.unplanned else plan.upper_bytes,
         "communicators": list(plan.outside.communicators),
         "most_communicator_bytes": plan.outside.most_communicator_bytes,
         "assumptions": list(notes),
         "not_modelled": list(_left_out(plan)),
     }
+
+
+def _step_sizes(step: StepInterval) -> tuple[tuple[str, int], ...]:
+    return (
+        ("least_activation", step.least),
+        ("step", step.expected),
+        ("most_step", step.most),
+        ("lasting_step", step.lasting),
+    )
 
 
 def _named(lines: dict[str, int]) -> list[dict[str, Any]]:
@@ -216,8 +237,5 @@ def _stage(plan: GridPlan, stage: StageStates) -> dict[str, Any]:
         "components": _named(asdict(stage.fullest)),
         "persistent_bytes": stage.fullest.total,
         "least_persistent_bytes": min(states.total for states in stage.states),
-        "least_activation_bytes": plan.steps[stage.index].least,
-        "step_bytes": plan.steps[stage.index].expected,
-        "most_step_bytes": plan.steps[stage.index].most,
-        "lasting_step_bytes": plan.steps[stage.index].lasting,
+        **{f"{name}_bytes": None if plan.unplanned else size for name, size in _step_sizes(plan.steps[stage.index])},
     }

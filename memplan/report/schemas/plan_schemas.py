@@ -112,8 +112,8 @@ def grid_schema() -> t.Schema:
             **places,
             **t.same(t.FLAG, "embedding", "head"),
             "components": component,
-            **t.same(t.BYTES, "persistent_bytes", "least_persistent_bytes", "least_activation_bytes"),
-            **t.same(t.BYTES, "step_bytes", "most_step_bytes"),
+            **t.same(t.BYTES, "persistent_bytes", "least_persistent_bytes"),
+            **t.same(t.BYTES_OR_NULL, "least_activation_bytes", "step_bytes", "most_step_bytes", "lasting_step_bytes"),
         }
     )
     degrees = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
@@ -129,8 +129,8 @@ def grid_schema() -> t.Schema:
             "parallel": t.object_schema({**t.same(t.COUNT, *degrees), "zero_stage": t.BYTES, "sequence": t.FLAG}),
             "stages": t.array_schema(stage),
             "rank": t.object_schema({"number": t.BYTES, "components": component, "persistent_bytes": t.BYTES}),
-            **t.same(t.BYTES, "fullest_rank", "persistent_bytes", "expected_bytes", "least_bytes", "upper_bytes"),
-            **t.same(t.BYTES, "most_communicator_bytes"),
+            **t.same(t.BYTES, "fullest_rank", "persistent_bytes", "least_bytes", "most_communicator_bytes"),
+            **t.same(t.BYTES_OR_NULL, "expected_bytes", "upper_bytes"),
             **t.same(t.array_schema(t.TEXT), "communicators", "assumptions", "not_modelled"),
         }
     )
