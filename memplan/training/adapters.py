@@ -8,7 +8,7 @@ from math import prod
 
 from memplan.catalog.training_config import Adapter
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.model.inventory import Inventory, ParameterTensor
+from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 from memplan.model.tower import Tower
@@ -228,7 +228,9 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     """
     if setup.stack.kbit_floats == "fp32-but-ends":
         linear = {t.name.removesuffix(".weight") for t in inventory if t.role == "hidden_matrix"}
-        inventory = tuple(_cast_by_name(tensor, linear) for tensor in inventory)
+        parallel = setup.config.parallel
+        as_loaded = parallel.gpus > 1 and parallel.zero_stage == 3 and parallel.engine != "deepspeed"
+        inventory = tuple(_cast_by_name(tensor, linear, "bias" if as_loaded else "router") for tensor in inventory)
     if (
         setup.stack.kbit_floats == "fp32-norms"
     ):  # what of a tower is an embedding has none of the names that are cast back
@@ -254,10 +256,11 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     )
 
 
-def _cast_by_name(tensor: ParameterTensor, linear: Container[str]) -> ParameterTensor:
+def _cast_by_name(tensor: ParameterTensor, linear: Container[str], rest: Role) -> ParameterTensor:
     """Return a tensor of a vision tower in the role of what is cast with it: modules that ``norm`` is in the name of, biases and all.
 
-    Biases of ``linear`` layers that images pass through go with these, which cast them for good.
+    Biases of ``linear`` layers that images pass through go with these, which cast them for good. Others are in the role of
+    the ``rest``, which no forward casts either: what torch shards stays as it was loaded.
 
     Source:
         ``_convert_embedding_modules_dtype`` in axolotl/loaders/model.py (0.21.0).
@@ -266,7 +269,7 @@ def _cast_by_name(tensor: ParameterTensor, linear: Container[str]) -> ParameterT
         return tensor
     if tensor.used and tensor.role == "bias" and tensor.name.removesuffix(".bias") in linear:
         return tensor
-    return replace(tensor, role="norm" if "norm" in tensor.name else "router")  # which no forward casts either
+    return replace(tensor, role="norm" if "norm" in tensor.name else rest)
 
 
 def projections(model: Model) -> list[str]:

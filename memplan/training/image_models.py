@@ -13,13 +13,13 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
-from memplan.model.tower import Tower
+from memplan.model.tower import LANGUAGE, Tower
 from memplan.training.adapters import is_adapted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.image_rules import UNSAID
 
 UNWRAPPED = ("gemma3",)
-"""Families of which accelerate finds not all layers that it is to wrap, unless a file names them (SiglipTextEmbeddings)."""
+"""Families of which accelerate finds not all classes that it is to wrap, unless a file names some (SiglipTextEmbeddings)."""
 EMBEDDED_AHEAD = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 """Families whose tokens ms-swift embeds ahead of the forward (``_post_encode`` in swift/template/templates/qwen.py, 4.6.0)."""
 
@@ -35,7 +35,7 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     passed = "" if images.per_row else " that rows of text do not pass through"
     where = f"{setup.name}: model: {model.spec.name} has a vision tower{passed}:"
     if not images.per_row:
-        _refuse_idle_tower(where, model, setup)
+        _refuse_idle_tower(where, setup)
     _refuse_unfollowed_tower(where, model, setup)
     if images.per_row:
         return _with_images(model, setup)
@@ -45,11 +45,10 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{where} {setup.stack.label} puts an image of its own into a batch without any, which trains it; say images.per_row: 1, and images.pixels"
         )
-    if parallel.data > 1 and not parallel.zero_stage and any(_trains_idle(tensor, model, setup) for tensor in tower):
+    under = {0: "DistributedDataParallel", 1: "DeepSpeed's stage 1", 2: "DeepSpeed's stage 2"}.get(parallel.zero_stage)
+    if parallel.data > 1 and under and any(_trains_idle(tensor, model, setup) for tensor in tower):
         instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
-        raise CannotAnswerError(
-            f"{where} trained parameters without gradients are not modelled under DistributedDataParallel{instead}"
-        )
+        raise CannotAnswerError(f"{where} trained parameters without gradients are not modelled under {under}{instead}")
     note = (
         f"rows hold text alone: vision tower and projector ({parameter_count(tower):,} parameters) are loaded and unused; rows "
         "with images need more, for patches, the tower's activations and the tokens that images become"
@@ -58,9 +57,44 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
         note += " (images.per_row: 1 plans them)"
     if shown:
         note += "; an image of its own, of 64 x 64 pixels at most or of the tower's one size, that it puts into a batch without any is not counted"
-    if parallel.zero_stage:
-        note += "; its blocks are units that nothing gathers, as accelerate wraps a model where a file names no class to wrap"
-    return noted(model, note)
+    if parallel.engine == "deepspeed" and parallel.zero_stage:
+        model = replace(model, inventory=tuple(_told_apart(tensor, model, setup) for tensor in model.inventory))
+    return noted(model, note + (_of_units(model.spec, parallel) if parallel.zero_stage else ""))
+
+
+def _told_apart(tensor: ParameterTensor, model: Model, setup: TrainingSetup) -> ParameterTensor:
+    """Return a tensor that no row passes through as frozen where it is, since DeepSpeed steps the others nevertheless."""
+    idle = not tensor.used and not _trains_idle(tensor, model, setup)
+    return replace(tensor, frozen=True) if idle and setup.config.adapter is None else tensor
+
+
+def _of_units(spec: ModelSpec, parallel: Parallel) -> str:
+    """Return what a note says of the units that a tower is in."""
+    if parallel.engine == "deepspeed":
+        return "; DeepSpeed steps what of it trains with gradients of zeros" if parallel.zero_stage == 3 else ""
+    if wraps_blocks(spec, parallel):
+        return "; its blocks are units that nothing gathers, the rest of it is gathered with the root (parallel.tower_blocks: false where a file names layers alone to be wrapped)"
+    text = "; all of it is gathered with the root, as where a file names layers alone to be wrapped"
+    if parallel.tower_blocks is None:
+        text += f", without which accelerate stops at {spec.architecture}: it looks for classes that the model has not"
+    return text
+
+
+def wraps_blocks(spec: ModelSpec, parallel: Parallel) -> bool:
+    """Tell whether the blocks of a tower are units of torch's shards.
+
+    Source:
+        ``_no_split_modules`` in transformers' modeling files (5.23.0); ``fsdp2_prepare_auto_wrap_policy`` in
+        accelerate/utils/fsdp_utils.py (1.15.0).
+    """
+    return spec.architecture not in UNWRAPPED if parallel.tower_blocks is None else parallel.tower_blocks
+
+
+def is_in_root(tensor: ParameterTensor, tower: Tower | None, *, blocks: bool) -> bool:
+    """Tell whether a tensor, be it an adapter's, is of no unit but the root: of no layer, and of no block where ``blocks`` are units."""
+    if "{}" not in tensor.name or tower is None or tensor.name.startswith(LANGUAGE):
+        return "{}" not in tensor.name
+    return not blocks or "merger" in tensor.name
 
 
 def _as_called(model: Model, stack: Stack) -> Model:
@@ -73,7 +107,8 @@ def _as_called(model: Model, stack: Stack) -> Model:
 
 def _refuse_unfollowed_tower(where: str, model: Model, setup: TrainingSetup) -> None:
     """Raise for a tower whose way through a stack's own code was not followed."""
-    if {"qkv", "o"} & set(setup.profile.fused_adapters) and model.spec.architecture == "qwen2_5_vl":
+    fused = set(setup.profile.fused_adapters) if setup.config.adapter is not None else set()
+    if {"qkv", "o"} & fused and model.spec.architecture == "qwen2_5_vl":
         raise CannotAnswerError(
             f"{setup.name}: kernels.adapters: {setup.stack.label} stops at Qwen2.5-VL's attention, which it has no fused functions "
             "for (monkeypatch/lora_kernels.py); use composite, there lora_qkv_kernel: false and lora_o_kernel: false"
@@ -98,11 +133,12 @@ def _refuse_unfollowed_tower(where: str, model: Model, setup: TrainingSetup) -> 
         )
 
 
-def _refuse_idle_tower(where: str, model: Model, setup: TrainingSetup) -> None:
+def _refuse_idle_tower(where: str, setup: TrainingSetup) -> None:
     """Raise for a tower without images that is sharded as was not read, or has a head of scores behind it."""
     parallel = setup.config.parallel
-    plain = parallel.engine == "torch" and setup.config.adapter is None and setup.stack.sharded_units == "accelerate"
-    if parallel.zero_stage and not (plain and model.spec.architecture not in UNWRAPPED):
+    accelerated = parallel.engine == "torch" and setup.stack.sharded_units in ("accelerate", "axolotl")
+    engine = parallel.engine == "deepspeed"
+    if parallel.zero_stage and not (accelerated or engine):
         raise CannotAnswerError(f"{where} sharding it so is not modelled; replicas are (parallel.zero_stage: 0)")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")

@@ -30,6 +30,7 @@ OTHER_KEYS = (
     "flat",
     "reshard_after_forward",
     "staged_codes",
+    "tower_blocks",
 )
 """Keys of ``parallel`` that are no degree by which a model is divided."""
 
@@ -72,6 +73,7 @@ def divides_model(parallel: Parallel) -> bool:
         flat=FlatShards(),
         reshard_after_forward=True,
         staged_codes=False,
+        tower_blocks=None,
     )
     return rest != Parallel()
 

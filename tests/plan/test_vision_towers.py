@@ -126,12 +126,55 @@ def test_a_frozen_tower_stays_in_the_dtype_that_it_was_loaded_in():
         (replace(FULL, parallel=Parallel(data=8), images=Images(tower="frozen")), "without gradients"),
         (replace(LORA, parallel=Parallel(data=8)), "adapter.vision: false"),
         (replace(LORA, parallel=Parallel(data=8, zero_stage=3), images=IMAGE), "images: not modelled on several GPUs"),
-        (replace(LORA, parallel=Parallel(data=8, zero_stage=3)), "sharding"),
+        (replace(FULL, parallel=Parallel(data=8, zero_stage=3, engine="fsdp1")), "sharding"),
+        (replace(FULL, stack="llama-factory-v1", parallel=Parallel(data=8, zero_stage=3)), "sharding"),
     ],
 )
 def test_what_is_not_modelled_is_refused(config, reason):
     with pytest.raises(CannotAnswerError, match=reason):
         compiled(config)
+
+
+def sharded(model, config=FULL, **changes):
+    parallel = Parallel(data=8, zero_stage=3, **changes)
+    return compiled(replace(config, parallel=parallel), model)
+
+
+def test_a_tower_whose_layers_alone_are_named_is_gathered_with_the_root():
+    def gathered(**changes):
+        plan = sharded("qwen2.5-vl-7b", **changes)
+        instant = max(plan.evaluate(H100).instants, key=lambda pair: pair[0] == "forward")
+        return plan, instant[1]
+
+    units, apart = gathered()
+    named, together = gathered(tower_blocks=False)
+    blocks = sum(t.elements * t.count for t in units.model.inventory if "visual.blocks" in t.name)
+    assert together - apart == pytest.approx(2 * blocks, rel=1e-3)  # rows are padded to ranks
+    assert named.states == units.states
+    assert "gathered with the root" in "".join(named.model.notes)
+
+
+def test_gemma_3_has_its_tower_in_the_root_and_says_what_a_file_has_to_name():
+    default, named = (sharded("gemma-3-4b", tower_blocks=told) for told in (None, False))
+    assert default.evaluate(H100).requested_bytes == named.evaluate(H100).requested_bytes
+    assert "accelerate stops at gemma3" in "".join(default.model.notes)
+    assert "accelerate stops" not in "".join(named.model.notes)
+    assert sharded("gemma-3-4b", tower_blocks=True).evaluate(H100).requested_bytes < named.evaluate(H100).requested_bytes
+
+
+def test_shards_of_an_idle_tower_have_no_gradients_and_deepspeed_steps_it():
+    wide = replace(FULL, weights={"default": "fp32"}, optimizer=ADAMW)
+    shards, whole = sharded("qwen2.5-vl-7b", wide).states, compiled(wide).states
+    assert 8 * shards.gradient_bytes == whole.gradient_bytes
+    assert 8 * shards.weight_bytes == pytest.approx(whole.weight_bytes, rel=1e-3)
+    bf16 = replace(FULL, master_weights="fp32", optimizer={"default": "adamw-fp32"})
+    engine, frozen = (
+        sharded("qwen2.5-vl-7b", replace(bf16, stack=stack), engine="deepspeed").states for stack in ("trl", "llama-factory")
+    )
+    pieces = TOWER // 8
+    for name, width in (("gradient_bytes", 2), ("master_bytes", 4), ("state_bytes", 8)):
+        assert getattr(engine, name) - getattr(frozen, name) == pytest.approx(width * pieces, rel=1e-4)
+    assert engine.weight_bytes == frozen.weight_bytes
 
 
 def test_ms_swift_leaves_a_tower_out_of_what_it_quantises():

@@ -44,7 +44,13 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.shards": {22},
     "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
     "transformers.fsdp1-adapters.shards": {5, 19, 29, 43},
+<<<<<<< HEAD
     "transformers.towers.shards": {15},
+=======
+    "transformers.towers.shards": {15, 18},
+    "transformers.vision.shards": {16, 22},
+    "axolotl.vision.shards": {5, 9, 17, 18, 30},
+>>>>>>> 3bfa56aa (Vision-language models are planned over FSDP2 with adapters, with layers alone named, under axolotl, and under ZeRO 3)
     "transformers.zero-3.shards": {2, 14, 27},
     "transformers.deepspeed-offload.shards": {18, 30, 40},
     "transformers.no-reshard.shards": {12},
@@ -83,6 +89,8 @@ NEAR = {
     "transformers.fsdp1-offload.shards": 1.0,
     "transformers.fsdp1-adapters.shards": 0.95,
     "transformers.towers.shards": 1.0,
+    "transformers.vision.shards": 1.0,
+    "axolotl.vision.shards": 1.0,
     "torchtitan.hsdp.tensor.shards": 1.0,
     "transformers.zero-3.shards": 0.96,
     "transformers.deepspeed-offload.shards": 1.0,
@@ -222,6 +230,8 @@ ROWS = {
     "torchtitan.graphs": "CUDA graphs, torchtitan 0.3.0's default, or none",
     "torchtitan.graphs.shards": "CUDA graphs or none, FSDP2, torchtitan 0.3.0",
     "transformers.towers.shards": "FSDP2, vision towers, Trainer",
+    "transformers.vision.shards": "FSDP2, vision towers, adapters and named layers, Trainer",
+    "axolotl.vision.shards": "FSDP2, vision towers, full and adapters, axolotl 0.21",
     "transformers.no-reshard.shards": "FSDP2 and HSDP, units not resharded, Trainer",
     "torchtitan.no-reshard.shards": "FSDP2 and HSDP, units not resharded, torchtitan",
     "transformers.hsdp.shards": "HSDP, Trainer by accelerate 1.15",

@@ -122,6 +122,8 @@ class Parallel:
             its backward is done.
         staged_codes: Whether weights of 4 bits were staged on the CPU, so that axolotl's own parametrisation of a module decodes
             them, and not a layer of bitsandbytes (``cpu_ram_efficient_loading``).
+        tower_blocks: Whether blocks of a vision tower are units of torch's shards, as layers are; false where a file names layers
+            alone (``fsdp_transformer_layer_cls_to_wrap``), so that the root has them, None as transformers' own list has it.
     """
 
     data: int = 1
@@ -156,6 +158,7 @@ class Parallel:
     flat: FlatShards = FlatShards()
     reshard_after_forward: bool = True
     staged_codes: bool = False
+    tower_blocks: bool | None = None
 
     @property
     def shards(self) -> int:

@@ -17,7 +17,9 @@ from memplan.step.states.parallel_shards import Unit, gathered_setup, is_acceler
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, single_form
 from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tower.tower_settings import is_of_tower
 from memplan.training.adapters import adapter_tensors, libraries_inventory
+from memplan.training.image_models import is_in_root, wraps_blocks
 from memplan.training.resolved import TrainingSetup
 
 
@@ -243,7 +245,7 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     played = taped.played("first", inputs.recomputation)
     first, tail, rest = _ends(model.spec, inventory, setup)
     alone = unit([tensor for tensor in inventory if tensor.role == "head"], setup) if first is not tail else None
-    layers = [tensor for tensor in inventory if "{}" in tensor.name and tensor.used]
+    layers = [tensor for tensor in inventory if "{}" in tensor.name and not _is_of_tower(tensor, model.spec)]
     units = (
         unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
         for run in taped.runs
@@ -256,6 +258,10 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup), flat, own)
 
 
+def _is_of_tower(tensor: ParameterTensor, spec: ModelSpec) -> bool:
+    return spec.tower is not None and is_of_tower(tensor.name)
+
+
 def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:
     """Return the units of the embedding, of final norm and head, and of what else the root has; the first two may be one.
 
@@ -265,7 +271,8 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` and ``_find_final_norm`` in
         accelerate/utils/fsdp_utils.py (1.15.0), and the former in axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     """
-    ends, layout = [tensor for tensor in inventory if "{}" not in tensor.name], setup.stack.sharded_units
+    blocks, layout = wraps_blocks(spec, setup.config.parallel), setup.stack.sharded_units
+    ends = [tensor for tensor in inventory for _ in range(tensor.count) if is_in_root(tensor, spec.tower, blocks=blocks)]
     layout = "root" if setup.config.parallel.engine == "fsdp1" else layout
     others: list[ParameterTensor] = []
     if layout == "accelerate":
@@ -273,7 +280,7 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         others = [
             t
             for t in ends
-            if not t.used or t.name.startswith(f"{spec.names.positions}.") or (wrapped and t.role in ("norm", "bias"))
+            if _is_of_tower(t, spec) or t.name.startswith(f"{spec.names.positions}.") or (wrapped and t.role in ("norm", "bias"))
         ]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None

@@ -225,6 +225,17 @@ def trained_tensors(states: ModelStates) -> list[Named]:
     return [(name, entry) for name, entry in every if entry.trainable]
 
 
+def stepped_tensors(setup: TrainingSetup, states: ModelStates) -> list[Named]:
+    """Return the same with those of a vision tower that no row passes through: DeepSpeed keeps a gradient of zeros for each, and steps it."""
+
+    def is_idle(entry: TensorStates) -> bool:
+        own = setup.config.adapter is None or ".lora_" in entry.tensor.name
+        return own and not (entry.tensor.used or entry.tensor.frozen)
+
+    entries = tuple(replace(entry, trainable=True) if is_idle(entry) else entry for entry in states.tensors)
+    return trained_tensors(replace(states, tensors=entries))
+
+
 def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor]) -> ModelStates:
     """Return the states that one rank has of a model under a setup; its tensors are whole where an engine cuts them up.
 

@@ -292,13 +292,13 @@ def reduced_width(setup: TrainingSetup) -> int:
 
 def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
     """Return the bytes of an element of a tensor, and whether it is trained."""
+    if ADAPTER in tensor.name:
+        return FLOAT_BYTES[setup.adapter_dtype], tensor.used
     if not tensor.used:
         frozen = setup.stack.vision == "frozen-as-loaded" and setup.autocast
         return setup.compute_bytes if frozen else FLOAT_BYTES[setup.format_names[tensor.role]], False
     if setup.config.adapter is None:
         return FLOAT_BYTES[setup.format_names["hidden_matrix"]], True
-    if ADAPTER in tensor.name:
-        return FLOAT_BYTES[setup.adapter_dtype], True
     return FLOAT_BYTES[setup.format_names[tensor.role]], False
 
 
@@ -306,8 +306,9 @@ def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> 
     """Return the elements of a unit's last matrix; layers of transformers' and torchtitan's models end with a norm or a bias."""
     if setup.config.adapter is not None:
         return 0
-    matrices = [tensor.elements for tensor in tensors if len(tensor.shape) > 1]
-    layer = any("{}" in tensor.name for tensor in tensors)
+    formed = [tensor for tensor in tensors if tensor.used]
+    matrices = [tensor.elements for tensor in formed if len(tensor.shape) > 1]
+    layer = any("{}" in tensor.name for tensor in formed)
     ends_with_vector = setup.stack.model_code == "transformers" or setup.stack.sharded_units == "ends-apart"
     return matrices[-1] if matrices and not (layer and ends_with_vector) else 0
 

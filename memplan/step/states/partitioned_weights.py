@@ -17,7 +17,7 @@ from memplan.step.states.flat_partitions import (
     partition_states,
     rank_states,
     trained_groups,
-    trained_tensors,
+    stepped_tensors,
 )
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
@@ -76,7 +76,7 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
     whole = sum(ranks * ceil_div(tensor.elements, ranks) * tensor.count for tensor in small)
     groups = [
         part
-        for group in trained_groups(trained_tensors(states))
+        for group in trained_groups(stepped_tensors(setup, states))
         for part in _parts([ceil_div(tensor.elements, ranks) for _, tensor in group], zero.sub_group_size)
     ]
     stepped = [partition_states(setup, sum(part)) for part in groups]
@@ -105,8 +105,9 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
 def _offloaded(setup: TrainingSetup, states: ModelStates, retained: Partitions, subgroups: Sequence[int]) -> Partitions:
     """Return what a rank keeps on the device where it steps on the host: pieces of weights, or nothing but those that stay gathered."""
     zero, moved, ranks = setup.config.parallel.deepspeed, setup.offloads_weights, retained.ranks
-    trained = trained_groups(trained_tensors(states)) if moved else ()
-    frozen = [entry.tensor for entry in states.tensors if moved and not entry.trainable]
+    stepped = stepped_tensors(setup, states) if moved else []
+    trained, names = trained_groups(stepped), {name for name, _ in stepped}
+    frozen = [entry.tensor for entry in states.tensors if moved and not names.intersection(entry.tensor.expanded_names())]
     host = pieces_host_memory(
         subgroups,
         [sum(ceil_div(tensor.elements, ranks) for _, tensor in group) for group in trained],

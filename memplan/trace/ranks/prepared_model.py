@@ -81,6 +81,7 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
         fsdp_version=1 if flat else 2,
         auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         cpu_offload=setup.offloads_weights,
+        transformer_cls_names_to_wrap=_named_classes(trainer.model, setup),
         **(_flat_options(parallel) if flat else {"reshard_after_forward": parallel.reshard_after_forward}),
     )
     state = trainer.accelerator.state
@@ -95,6 +96,17 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
     sharding = shared or fully_shard.sharding(torch.distributed.fsdp, degrees, recorder)
     with _distributed(DistributedType.FSDP), sharding, host:
         yield
+
+
+def _named_classes(model: torch.nn.Module, setup: TrainingSetup) -> list[str] | None:
+    """Return the classes of layers, and of a tower's blocks where these are units too; None leaves that to transformers."""
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part)]
+    towers = [part for name, part in lists if name.endswith(("visual.blocks", "encoder.layers", "transformer.layers"))]
+    wraps = setup.config.parallel.tower_blocks
+    if not towers or (wraps is None and "SiglipEncoderLayer" not in {type(part[0]).__name__ for part in towers}):
+        return None
+    layers = [part for name, part in lists if name.endswith("language_model.layers")]
+    return [type(part[0]).__name__ for part in (*layers, *(towers if wraps else ()))]
 
 
 def _flat_options(parallel: Parallel) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from tests.survey.stacks.drawn_grids import (
     sharded_job,
     staged_job,
     staying_job,
+    towered_job,
 )
 from tests.survey.stacks.drawn_own_models import OWN_MODELS
 from tests.survey.stacks.drawn_stack_jobs import ALONE, LLAMA_LIKE, STACKS, StackJob, drawn_stack_job
@@ -61,6 +62,7 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
 """Flag -> what it says of itself, and what it draws; in this order."""
 SHARDED: Mapping[str, tuple[str, Draw]] = {
     "no_reshard": ("jobs whose layers stay gathered until their backward", staying_job),
+    "towers": ("jobs over shards, and whether blocks of a vision tower are units, which is drawn", towered_job),
     "staged": ("jobs of axolotl with adapters over 4-bit weights that were staged on the CPU", staged_job),
     "offload": ("jobs whose engine keeps what it can in host memory", offloaded_job),
 }

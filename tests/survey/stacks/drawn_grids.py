@@ -191,6 +191,20 @@ def staying_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(job.job.model, training))
 
 
+def towered_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job over shards, on ranks drawn where it has none, and whether blocks of its model's tower are units of torch's."""
+    rng, training = Random(f"memplan towers {seed} {number}"), dict(job.job.training)
+    if "parallel" not in training:
+        training["parallel"] = _drawn_shards(rng)
+        _in_shards(training, rng)
+    if training["parallel"].get("engine") == "deepspeed":
+        left_out = "adapter" in training and (training["parallel"]["zero_stage"] < 3 or rng.random() < 0.5)
+        training |= {"adapter": {**training["adapter"], "vision": False}} if left_out else {}
+    else:
+        training["parallel"] = {**training["parallel"], "tower_blocks": rng.choice((None, None, False, False, True))}
+    return replace(job, job=Job(job.job.model, training))
+
+
 def _drawn_shards(rng: Random) -> dict[str, int]:
     shards, groups = rng.choice((2, 3, 4, 8, 16, 64)), rng.choice((1, 1, 1, 2, 4))
     return {"data": shards * groups, "replicate": groups, "zero_stage": 3}
