@@ -159,7 +159,9 @@ def test_gemma_3_has_its_tower_in_the_root_and_says_what_a_file_has_to_name():
     assert default.evaluate(H100).requested_bytes == named.evaluate(H100).requested_bytes
     assert "accelerate stops at gemma3" in "".join(default.model.notes)
     assert "accelerate stops" not in "".join(named.model.notes)
-    assert sharded("gemma-3-4b", tower_blocks=True).evaluate(H100).requested_bytes < named.evaluate(H100).requested_bytes
+    assert (
+        sharded("gemma-3-4b", tower_blocks=True).evaluate(H100).requested_bytes < named.evaluate(H100).requested_bytes
+    )
 
 
 def test_shards_of_an_idle_tower_have_no_gradients_and_deepspeed_steps_it():
@@ -169,7 +171,8 @@ def test_shards_of_an_idle_tower_have_no_gradients_and_deepspeed_steps_it():
     assert 8 * shards.weight_bytes == pytest.approx(whole.weight_bytes, rel=1e-3)
     bf16 = replace(FULL, master_weights="fp32", optimizer={"default": "adamw-fp32"})
     engine, frozen = (
-        sharded("qwen2.5-vl-7b", replace(bf16, stack=stack), engine="deepspeed").states for stack in ("trl", "llama-factory")
+        sharded("qwen2.5-vl-7b", replace(bf16, stack=stack), engine="deepspeed").states
+        for stack in ("trl", "llama-factory")
     )
     pieces = TOWER // 8
     for name, width in (("gradient_bytes", 2), ("master_bytes", 4), ("state_bytes", 8)):

@@ -44,13 +44,9 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.shards": {22},
     "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
     "transformers.fsdp1-adapters.shards": {5, 19, 29, 43},
-<<<<<<< HEAD
     "transformers.towers.shards": {15},
-=======
-    "transformers.towers.shards": {15, 18},
     "transformers.vision.shards": {16, 22},
     "axolotl.vision.shards": {5, 9, 17, 18, 30},
->>>>>>> 3bfa56aa (Vision-language models are planned over FSDP2 with adapters, with layers alone named, under axolotl, and under ZeRO 3)
     "transformers.zero-3.shards": {2, 14, 27},
     "transformers.deepspeed-offload.shards": {18, 30, 40},
     "transformers.no-reshard.shards": {12},

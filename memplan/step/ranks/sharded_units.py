@@ -272,7 +272,9 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         accelerate/utils/fsdp_utils.py (1.15.0), and the former in axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     """
     blocks, layout = wraps_blocks(spec, setup.config.parallel), setup.stack.sharded_units
-    ends = [tensor for tensor in inventory for _ in range(tensor.count) if is_in_root(tensor, spec.tower, blocks=blocks)]
+    ends = [
+        tensor for tensor in inventory for _ in range(tensor.count) if is_in_root(tensor, spec.tower, blocks=blocks)
+    ]
     layout = "root" if setup.config.parallel.engine == "fsdp1" else layout
     others: list[ParameterTensor] = []
     if layout == "accelerate":
@@ -280,7 +282,9 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         others = [
             t
             for t in ends
-            if _is_of_tower(t, spec) or t.name.startswith(f"{spec.names.positions}.") or (wrapped and t.role in ("norm", "bias"))
+            if _is_of_tower(t, spec)
+            or t.name.startswith(f"{spec.names.positions}.")
+            or (wrapped and t.role in ("norm", "bias"))
         ]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None

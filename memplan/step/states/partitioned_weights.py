@@ -16,8 +16,8 @@ from memplan.step.states.flat_partitions import (
     flat_scratch,
     partition_states,
     rank_states,
-    trained_groups,
     stepped_tensors,
+    trained_groups,
 )
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
@@ -107,7 +107,9 @@ def _offloaded(setup: TrainingSetup, states: ModelStates, retained: Partitions, 
     zero, moved, ranks = setup.config.parallel.deepspeed, setup.offloads_weights, retained.ranks
     stepped = stepped_tensors(setup, states) if moved else []
     trained, names = trained_groups(stepped), {name for name, _ in stepped}
-    frozen = [entry.tensor for entry in states.tensors if moved and not names.intersection(entry.tensor.expanded_names())]
+    frozen = [
+        entry.tensor for entry in states.tensors if moved and not names.intersection(entry.tensor.expanded_names())
+    ]
     host = pieces_host_memory(
         subgroups,
         [sum(ceil_div(tensor.elements, ranks) for _, tensor in group) for group in trained],

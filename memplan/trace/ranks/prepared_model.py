@@ -100,7 +100,9 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
 
 def _named_classes(model: torch.nn.Module, setup: TrainingSetup) -> list[str] | None:
     """Return the classes of layers, and of a tower's blocks where these are units too; None leaves that to transformers."""
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part)]
+    lists = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part)
+    ]
     towers = [part for name, part in lists if name.endswith(("visual.blocks", "encoder.layers", "transformer.layers"))]
     wraps = setup.config.parallel.tower_blocks
     if not towers or (wraps is None and "SiglipEncoderLayer" not in {type(part[0]).__name__ for part in towers}):
