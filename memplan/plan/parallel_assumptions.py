@@ -105,7 +105,7 @@ def _engine(plan: MemoryPlan) -> str:
     )
 
 
-def _flat_units(config: TrainingConfig, *, coded: bool) -> str:
+def _flat_units(config: TrainingConfig, *, coded: bool, wraps: str) -> str:
     """Return what torch's ``FullyShardedDataParallel`` shards as one, be its matrices codes or not."""
     parallel = config.parallel
     ahead = {"none": "as it is needed", "pre": "as the one before it begins", "post": "as the one before it is done"}
@@ -121,7 +121,7 @@ def _flat_units(config: TrainingConfig, *, coded: bool) -> str:
             f"in backward a unit is gathered {ahead[parallel.flat.backward_prefetch]}"
         )
     return (
-        f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as accelerate wraps layers, the rest "
+        f"parallel.data {parallel.data}, zero_stage 3: torch's FullyShardedDataParallel ({kind}) as {wraps} wraps layers, the rest "
         f"one unit; each a flat tensor, gathered in {config.compute_dtype}, "
         f"{f'in backward {ahead[parallel.flat.backward_prefetch]}' if again else 'not resharded after forward'}; "
         f"gradients are put together in one tensor and reduced in {config.compute_dtype}; those of micro-steps before the last stay "
@@ -133,7 +133,8 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
     """Yield what torch's ``fully_shard`` shards as one, and in which dtypes units are gathered and reduced."""
     config = plan.setup.config
     if config.parallel.engine == "fsdp1":
-        yield _flat_units(config, coded=plan.setup.format_names["hidden_matrix"] not in FLOAT_BYTES)
+        wraps = "LitGPT" if plan.setup.stack.sharded_units == "lightning" else "accelerate"
+        yield _flat_units(config, coded=plan.setup.format_names["hidden_matrix"] not in FLOAT_BYTES, wraps=wraps)
         return
     units = plan.setup.stack.sharded_units
     apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings

@@ -42,6 +42,7 @@ _LOSSES = {
     "accelerate": _BY_ACCELERATE,
     "axolotl": (*_BY_ACCELERATE, "cut-cross-entropy"),
     "own-root": ("weighted-tokens",),
+    "lightning": ("fp32-pieces",),
     "ends-apart": ("bf16", "fp32", "chunked-backward"),
 }
 """Units of a stack -> losses that were followed over them; bf16 and fp32 over others."""
@@ -265,6 +266,9 @@ def _when_sharded(
     weights = formats["hidden_matrix"]
     alone = stack.shards_alone or stack.model_code == "litgpt"  # neither of which runs replicas
     instead = "use one GPU" if alone else INSTEAD
+    if stack.sharded_units == "lightning" and config.parallel.engine == "torch":
+        text = f"torch is not what {stack.name} shards by; use fsdp1, with parallel.flat: {{backward_prefetch: pre}}"
+        yield ("parallel", "engine"), text
     coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
     if coded and not (stack.sharded_units in ("accelerate", "axolotl") and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {instead}"

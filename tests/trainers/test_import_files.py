@@ -584,7 +584,8 @@ def test_litgpt():
 
 def test_litgpt_shards_and_checkpoints_on_several_gpus():
     training = read("litgpt.yaml", gpus=2)["training"]
-    assert (training["parallel"], training["activation_checkpointing"]) == ({"zero_stage": 3, "data": 2}, "full")
+    flat = {"zero_stage": 3, "data": 2, "engine": "fsdp1", "flat": {"backward_prefetch": "pre"}}
+    assert (training["parallel"], training["activation_checkpointing"]) == (flat, "full")
     assert training["gradient_accumulation_steps"] == 2
 
 

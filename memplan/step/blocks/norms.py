@@ -83,6 +83,15 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
     normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [inverse, wide], traits=traits)
     if not used:
         return builder.cast(normal, x.element_bytes)
+    with tape.alive(*((wide, normal) if builder.settings.code.names_all else ())):
+        return _scaled(builder, x, normal, norm, used, casts, rows)
+
+
+def _scaled(
+    builder: Builder, x: Value, normal: Value, norm: Norm, used: list[Weight], casts: list[Value], rows: int
+) -> Value:
+    """Return what has been divided, times the weight, in the dtype of what was given."""
+    tape = builder.tape
     if norm.unit_offset:
         narrow = used[0].element_bytes != 4
         read = [tape.make("cast weight", builder.constant(normal.width // rows, 4))] if narrow else []

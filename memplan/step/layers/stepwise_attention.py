@@ -68,11 +68,10 @@ def capped_attention(builder: Builder, given: Heads) -> Value:
             scores = builder.pointwise("scale", bounded)
         with tape.alive(scores):
             mask = own_mask(builder, own)
-            with tape.alive(mask):
-                scores = _masked(builder, scores)
-                weights = _probabilities(builder, scores, own)
-                with tape.alive(weights):
-                    return weighted_sum(builder, builder.lowered(weights), value, value.width, given.number)
+        with tape.alive(mask):
+            weights = _probabilities(builder, _masked(builder, scores), own)
+            with tape.alive(weights):
+                return weighted_sum(builder, builder.lowered(weights), value, value.width, given.number)
 
 
 def masked_in_layer(builder: Builder, heads: Heads, part: Attention) -> Value:

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 
 from memplan.step.head_instants import head_backward, tied_sum
 from memplan.step.model_on_tape import PlayedModel
-from memplan.step.ranks.sharded_forward import instant_with, leaf_kept, with_gathered
+from memplan.step.ranks.sharded_forward import instant_with, leaf_kept, rows_of_head, with_gathered
 from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import tables_of_graph
-from memplan.step.tapes.linear_forms import Form, Part, constant_form
+from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.played import Instant, Played
 
-_END = "end of backward"
+_END, LOG_BYTES = "end of backward", 4
 
 
 def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel, of: Pass) -> Iterator[Instant]:
@@ -37,11 +37,14 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
     """
     head, root = step.taped.head, step.first.gathered_bytes
     ahead = step.last.gathered_bytes if _prefetches(step, "pre") else 0
-    if ahead:
+    if ahead and step.begins_behind_loss:
+        yield from _behind_loss(step, base + played.saved, played.head.saved)
+    elif ahead:
         first = base + played.saved + played.head.saved
         yield with_gathered("loss backward", "gather of the last layer", first, root + step.last.copied_bytes)
     for instant in head_backward(step.inputs, head, played.head, base + played.saved, "first"):
-        yield instant_with(instant, root + ahead + step.below_head)
+        begun = not step.begins_behind_loss or instant.name != "loss backward"
+        yield instant_with(instant, root + ahead * begun + step.below_head)
     above = waiting = head.section.gradients or head.delayed_bytes
     saved = played.saved
     for index in reversed(range(len(step.units))):
@@ -61,6 +64,25 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
         yield instant_with(instant.around(around, _END), root)
     around += leaf_kept(step) - constant_form(Part.GRADIENTS, waiting)
     yield from _put_together(step.first, (_END, around, step.whole_of_first), root, 0, of)
+
+
+def _behind_loss(step: ShardedStep, around: Form, saved: Form) -> Iterator[Instant]:
+    """Yield the moments at which the gradient of the root's logits is there, before what bounds them runs backward and as it does.
+
+    Args:
+        around: What is there besides the head's.
+        saved: What the head has saved, log-probabilities of pieces with it.
+    """
+    logits, settings, last = step.taped.head.logits, step.taped.settings, step.last
+    assert logits is not None
+    gradient = single_form(Part.LOGITS, logits.quantity, settings.vocab_size * step.inputs.setup.compute_bytes)
+    name, root = "gather of the last layer", step.first.gathered_bytes
+    if not settings.bounded_logits:
+        yield with_gathered("head backward", name, around + rows_of_head(step) + gradient, root + last.copied_bytes)
+        return
+    left = around + saved - single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
+    yield with_gathered("loss backward", name, left + gradient, root + last.copied_bytes)
+    yield with_gathered("loss backward", "bounded logits", left + gradient * 2, root + last.gathered_bytes)
 
 
 def _prefetches(step: ShardedStep, when: str) -> bool:

@@ -23,7 +23,7 @@ from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
-from memplan.step.kept_by_loop import called_again, embedded_leaf, escaped_form, passed_on
+from memplan.step.kept_by_loop import called_again, embedded_leaf, escaped_form, held_by_loop, passed_on
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
@@ -59,10 +59,16 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     """
     step = sharded_step(model, setup, states, regime)
     inputs = step.inputs
-    candidates = tuple(step_instants(inputs, step.taped, partial(_passes, step)))
+    resident = held_by_loop(setup, step.taped)
+    candidates = tuple(
+        instant.around(resident) for instant in step_instants(inputs, step.taped, partial(_passes, step))
+    )
     if setup.config.evaluation:
         retained = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0
-        around = constant_form(Part.GRADIENTS, retained)
+        around = constant_form(Part.GRADIENTS, retained) + resident
+        if step.flat:
+            candidates += (with_gathered("evaluation", "gather of the root", around, step.first.copied_bytes),)
+        around += resident  # a loop of evaluation names its last logits too
         candidates += tuple(instant_with(instant, step.rest_bytes) for instant in evaluated(step, around))
     return StepForms(
         candidates,

@@ -166,7 +166,8 @@ def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
         gathered = resident + step.last.copied_bytes + under.buffer_bytes
         yield with_gathered("evaluation", "copy of the last layer", around + x, gathered)
-    own = dict(zip(step.taped.kinds, (unit.copied_bytes for unit in step.units), strict=True))
+    sizes = (unit.gathered_bytes if step.flat else unit.copied_bytes for unit in step.units)
+    own = dict(zip(step.taped.kinds, sizes, strict=True))
     for kind, section in enumerate(step.taped.layers):
         for moment in section.evaluated().forward:
             yield with_gathered("evaluation", moment.operation, around + moment.form, resident + own[kind])

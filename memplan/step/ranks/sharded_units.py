@@ -47,8 +47,13 @@ class ShardedStep:
 
     @property
     def loss_inside(self) -> bool:
-        """Whether the model itself forms the loss, before its root has let go of the last buffer."""
+        """Whether the model itself forms the loss, before its root has let go of the last buffer, or the root stays as it is."""
         return is_accelerated(self.inputs.setup)
+
+    @property
+    def begins_behind_loss(self) -> bool:
+        """Whether backward comes to the root, and gathers the first unit, when the gradient of its logits is there."""
+        return self.inputs.setup.stack.sharded_units == "lightning"
 
     @property
     def loss_on_both_sides(self) -> bool:

@@ -14,8 +14,8 @@ from fractions import Fraction
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Offload
-from memplan.model.inventory import Inventory, ParameterTensor
-from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces
+from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces, place_in_block
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
 from memplan.values import dataclass
@@ -34,8 +34,8 @@ def is_sharded(parallel: Parallel) -> bool:
 
 
 def is_accelerated(setup: TrainingSetup) -> bool:
-    """Tell whether accelerate prepares shards: the model forms its loss, gradients are reduced in the compute dtype, after the last micro-step."""
-    return setup.stack.sharded_units in ("accelerate", "axolotl")
+    """Tell whether gradients are reduced in the compute dtype, after the last micro-step, as accelerate and Lightning prepare shards."""
+    return setup.stack.sharded_units in ("accelerate", "axolotl", "lightning")
 
 
 def runs_engine(parallel: Parallel) -> bool:
@@ -102,7 +102,9 @@ def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventor
         tensors, width = tuple(inventory), setup.compute_bytes
         adapters = [tensor for tensor in tensors if ADAPTER in tensor.name]
         frozen = _in_floats([tensor for tensor in tensors if ADAPTER not in tensor.name], setup)
-        own = flat_pieces(frozen, parallel, width, "hidden_matrix" if setup.config.adapter is None else "norm")
+        role: Role = "hidden_matrix" if setup.config.adapter is None else "norm"
+        order = place_in_block if setup.stack.model_code == "litgpt" else None
+        own = flat_pieces(frozen, parallel, width, role, order)
         return (*own, *adapter_pieces(adapters, parallel, width))
     return tuple(t if is_whole(t, setup) else shard(t, parallel.shards) for t in _as_sharded(inventory, setup))
 

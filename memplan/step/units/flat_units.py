@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -12,6 +12,16 @@ from memplan.units import ceil_div, round_up
 
 ALIGNMENT_BYTES = 16
 """What a parameter starts at a multiple of, where parameters stay apart (``_get_aligned_numel`` in _flat_param.py, v2.13.0)."""
+
+
+_BLOCK: tuple[str | tuple[str, ...], ...] = (
+    "input_",
+    ("self_att", "attention"),
+    "post_attention",
+    "pre_feedforward",
+    "mlp",
+)
+"""What names of parameters begin with, in the order of LitGPT's ``Block``; what comes behind is last."""
 
 
 def flat_elements(tensors: Sequence[ParameterTensor], parallel: Parallel, width: int) -> int:
@@ -59,7 +69,11 @@ def adapter_pieces(adapters: Iterable[ParameterTensor], parallel: Parallel, widt
 
 
 def flat_pieces(
-    inventory: Iterable[ParameterTensor], parallel: Parallel, width: int, role: Role = "hidden_matrix"
+    inventory: Iterable[ParameterTensor],
+    parallel: Parallel,
+    width: int,
+    role: Role = "hidden_matrix",
+    order: Callable[[ParameterTensor], int] | None = None,
 ) -> Iterator[ParameterTensor]:
     """Yield what the first rank holds of a model: of each unit one tensor, or pieces of those parameters that lie in it.
 
@@ -69,8 +83,9 @@ def flat_pieces(
         parallel: Ranks, and whether parameters stay apart.
         width: Bytes of an element as it is gathered.
         role: Of the tensors that units are where parameters do not stay apart.
+        order: The place of a parameter in its unit; without, norms that a layer has itself come last.
     """
-    tensors = sorted(inventory, key=lambda tensor: (*_unit(tensor), _is_last(tensor)))
+    tensors = sorted(inventory, key=lambda tensor: (*_unit(tensor), (order or _is_last)(tensor)))
     for _, group in groupby(tensors, key=_unit):
         unit = list(group)
         left = ceil_div(flat_elements(unit, parallel, width), parallel.shards)
@@ -85,6 +100,18 @@ def flat_pieces(
             if taken:
                 yield replace(tensor, shape=(taken,))
             left -= taken
+
+
+def place_in_block(tensor: ParameterTensor) -> int:
+    """Return the place of a parameter in a unit of LitGPT, whose head comes first.
+
+    Source:
+        ``GPT`` and ``Block`` in litgpt/model.py (0.5.13).
+    """
+    name = tensor.name.partition("{}.")[2]
+    if not name:
+        return 0 if tensor.role == "head" or tensor.name.startswith("lm_head") else 1
+    return next((place for place, part in enumerate(_BLOCK) if name.startswith(part)), len(_BLOCK))
 
 
 def _is_last(tensor: ParameterTensor) -> bool:

@@ -1,4 +1,4 @@
-"""LitGPT's finetuning on one GPU: its models, and the loops of ``litgpt/finetune/`` themselves under Lightning Fabric.
+"""LitGPT's finetuning: its models, and the loops of ``litgpt/finetune/`` themselves under Lightning Fabric, or one rank of its FSDP.
 
 What stands in are the data, the tokenizer, the checkpoint and the validation before the first step. With adapters the
 whole of ``main`` in ``litgpt/finetune/lora.py`` runs, up to the end of its loop.
@@ -7,6 +7,7 @@ whole of ``main`` in ``litgpt/finetune/lora.py`` runs, up to the end of its loop
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -17,11 +18,11 @@ import torch
 from lightning.fabric import Fabric, connector
 from lightning.fabric.accelerators import CPUAccelerator
 from lightning.fabric.plugins import BitsandbytesPrecision, MixedPrecision
-from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.strategies import FSDPStrategy, SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricOptimizer
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.finetune import full, lora
-from litgpt.model import GPT
+from litgpt.model import GPT, Block
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
@@ -30,6 +31,8 @@ from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT, fill_four_bit, paged_states, quantised_tensors
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.ranks.flat_shards import flat_shards
+from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
@@ -53,18 +56,25 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run LitGPT's loop on the model that the inputs ask for."""
     setup = inputs.setup
     refuse_settings(setup, "litgpt", evaluates=True)
-    if setup.config.clip_gradients or setup.checkpointing != "none":
-        raise CannotAnswerError("litgpt's finetuning on one GPU neither clips nor checkpoints")
-    adapted = setup.config.adapter is not None
-    with cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths():
+    sharded, adapted = isinstance(recorder, ShardedRecorder), setup.config.adapter is not None
+    if setup.config.clip_gradients or setup.checkpointing != ("full" if sharded else "none"):
+        raise CannotAnswerError("litgpt's finetuning clips no gradients, and checkpoints on several GPUs alone")
+    ranks: AbstractContextManager[Any] = nullcontext()
+    if isinstance(recorder, ShardedRecorder):
+        ranks = flat_shards(setup.config.parallel, recorder)
+    with cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), ranks:
         loop = _AdaptedLoop(inputs.model, setup, recorder) if adapted else _Loop(inputs.model, setup, recorder)
         loop.train()
     kind = "finetuning of adapters" if adapted else "full fine-tuning"
-    return StackRun(f"LitGPT's {kind} on one device", inputs.model.spec.vocab_size)
+    where = "under its FSDP" if sharded else "on one device"
+    return StackRun(f"LitGPT's {kind} {where}", inputs.model.spec.vocab_size)
 
 
-def precision_of(setup: TrainingSetup) -> dict[str, Any]:
+def precision_of(setup: TrainingSetup, *, sharded: bool = False) -> dict[str, Any]:
     """Return Fabric's arguments that say the dtypes of a setup.
+
+    Args:
+        sharded: Whether its FSDP strategy makes a plugin of its own of them.
 
     Raises:
         CannotAnswerError: LitGPT has no name for them.
@@ -73,7 +83,7 @@ def precision_of(setup: TrainingSetup) -> dict[str, Any]:
     if weights in FOUR_BIT:
         return {"plugins": BitsandbytesPrecision(weights, TORCH_DTYPES[compute])}
     if (weights, compute) == ("fp32", "bf16"):
-        return {"plugins": MixedPrecision("bf16-mixed", "cuda")}
+        return {"precision": "bf16-mixed"} if sharded else {"plugins": MixedPrecision("bf16-mixed", "cuda")}
     if weights != compute or weights not in PRECISIONS:
         raise CannotAnswerError(
             f"litgpt is traced in bf16-true, 32-true and bf16-mixed, not with {weights} and {compute}"
@@ -86,6 +96,21 @@ class _NoDevice(CPUAccelerator):  # type: ignore[misc]
 
     def setup_device(self, device: torch.device) -> None:
         """Do nothing."""
+
+
+class _Shards(FSDPStrategy):  # type: ignore[misc]
+    """What ``litgpt/finetune/full.py`` shards with, on a device without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            accelerator=_NoDevice(),
+            parallel_devices=[META],
+            auto_wrap_policy={Block},
+            activation_checkpointing_policy={Block},
+            state_dict_type="full",
+            limit_all_gathers=True,
+            cpu_offload=False,
+        )
 
 
 class _Fabric(Fabric):  # type: ignore[misc]
@@ -107,9 +132,11 @@ class _Loop:
 
     def __init__(self, model: Model, setup: TrainingSetup, recorder: Recorder) -> None:
         self.model, self.setup, self.recorder, self.micro_step = model, setup, recorder, 0
-        strategy = SingleDeviceStrategy(device=META, accelerator=_NoDevice())
+        sharded = isinstance(recorder, ShardedRecorder)
+        strategy = _Shards() if sharded else SingleDeviceStrategy(device=META, accelerator=_NoDevice())
         with mock.patch.object(connector, "CUDAAccelerator", _NoDevice):  # bitsandbytes is for those alone
-            self.fabric = _Fabric(strategy=strategy, **precision_of(setup))
+            self.fabric = _Fabric(strategy=strategy, **precision_of(setup, sharded=sharded))
+        self.fabric._launched = True
         self.fabric.told, self.fabric.print = self, lambda *_, **__: None
         config = setup.config
         batch, accumulated = config.micro_batch_size, config.gradient_accumulation_steps
@@ -142,7 +169,7 @@ class _Loop:
 
     def train(self) -> None:
         """Run ``fit`` of ``litgpt/finetune/full.py``."""
-        with self.fabric.init_module(empty_init=False):
+        with self.fabric.init_module(empty_init=isinstance(self.recorder, ShardedRecorder)):
             module = GPT(config_of(self.model))
         model: Any = self.fabric.setup(module)
         optimizer = torch.optim.AdamW(model.parameters(), **self.options)

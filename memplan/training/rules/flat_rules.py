@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
@@ -15,6 +16,8 @@ from memplan.training.rules.stack_rules import FLOATS
 def flat_refusal(config: TrainingConfig, formats: Mapping[Role, str], stack: Stack) -> str:
     """Return what FullyShardedDataParallel is not modelled with, or nothing."""
     parallel = config.parallel
+    if stack.sharded_units == "lightning":
+        return _under_lightning(config, stack)
     if stack.sharded_units not in ("accelerate", "axolotl"):
         return f"(FullyShardedDataParallel) is modelled as accelerate runs it, not under {stack.name}; use --stack trl"
     if config.adapter is not None and (refused := _when_adapters_are_units(config, formats, stack)):
@@ -23,6 +26,20 @@ def flat_refusal(config: TrainingConfig, formats: Mapping[Role, str], stack: Sta
         return "as SHARD_GRAD_OP is modelled without adapters and host memory; use FULL_SHARD, or engine: torch (FSDP2)"
     if parallel.zero_stage != 3 or config.evaluation:
         return "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP) and without evaluation; use engine: torch (FSDP2)"
+    return ""
+
+
+def _under_lightning(config: TrainingConfig, stack: Stack) -> str:
+    """Return what LitGPT does not tell Lightning's FSDPStrategy, or nothing (``setup`` in litgpt/finetune/full.py, 0.5.13)."""
+    parallel = config.parallel
+    if config.adapter is not None:
+        return f"wraps every linear layer where {stack.name} trains adapters, which is not modelled; use one GPU"
+    if parallel.zero_stage != 3 or not parallel.reshard_after_forward or parallel.replicate > 1:
+        return f"is FULL_SHARD over all GPUs where {stack.name} finetunes; use zero_stage 3 alone"
+    if parallel.flat != FlatShards(backward_prefetch="pre"):
+        return f"gathers as a unit begins, and leaves parameters as they were, under {stack.name}; use parallel.flat: {{backward_prefetch: pre}}"
+    if config.activation_checkpointing != "full":
+        return f"comes with checkpointed layers where {stack.name} finetunes; use activation_checkpointing: full"
     return ""
 
 

@@ -143,7 +143,8 @@ def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
     parallel = config.parallel
     sharded = parallel.zero_stage == 3 and parallel.data > 1 and parallel.engine == "torch"
     accelerates = stack.sharded_units == "accelerate" and sharded
-    return (accelerates or is_flattened(config)) and config.compute_dtype != "fp32"
+    flattened = is_flattened(config) and stack.sharded_units != "lightning"
+    return (accelerates or flattened) and config.compute_dtype != "fp32"
 
 
 def is_flattened(config: TrainingConfig) -> bool:

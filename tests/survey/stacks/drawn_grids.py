@@ -141,6 +141,8 @@ def flat_job(job: StackJob, seed: int, number: int, *, adapted: bool = False) ->
     else:
         training |= {"weights": {"default": weights}, "optimizer": {"default": f"adamw-{weights}"}}
     training["compute_dtype"] = dtype
+    if job.stack == "litgpt":
+        return replace(job, job=Job(job.job.model, _by_lightning(training, rng)))
     flat = {"backward_prefetch": rng.choice(("none", "pre", "post")), "use_orig_params": rng.random() < 0.5}
     shards, groups = rng.choice((2, 3, 4, 7, 8, 16, 64, 256)), rng.choice((1, 1, 1, 2, 4))
     training["parallel"] = {
@@ -151,6 +153,14 @@ def flat_job(job: StackJob, seed: int, number: int, *, adapted: bool = False) ->
         "flat": flat,
     }
     return replace(job, job=Job(job.job.model, training))
+
+
+def _by_lightning(training: dict[str, Any], rng: Random) -> dict[str, Any]:
+    """Return the keys of a training config as LitGPT finetunes on several GPUs, which are drawn."""
+    flat = {"backward_prefetch": "pre", "use_orig_params": True}
+    ranks = rng.choice((2, 3, 4, 7, 8, 16, 64))
+    parallel = {"data": ranks, "zero_stage": 3, "engine": "fsdp1", "flat": flat}
+    return {**training, "activation_checkpointing": "full", "parallel": parallel}
 
 
 def adapted_job(job: StackJob, seed: int, number: int) -> StackJob:
