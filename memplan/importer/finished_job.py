@@ -49,6 +49,8 @@ def finish(job: ImportedJob) -> ImportedJob:
         if job.value(f"training.{key}") is None:
             _need(reading, key, f"no key says the {key.replace('_', ' ')}")
     _whole_groups(job, counted=gpus is not None)
+    if not job.refused:
+        job.leave_steps_open()
     return job
 
 

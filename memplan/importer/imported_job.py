@@ -61,6 +61,11 @@ class ImportedJob:
         """Whether something that is not modelled moves what is kept between steps."""
         return any(one.key not in self.mapped.step_alone for one in self.reading.refusals)
 
+    def leave_steps_open(self) -> None:
+        """Say in the training config what of a step is not modelled, where that alone is not."""
+        if unplanned := [f"{one.key}: {one.why}" for one in self.reading.refusals]:
+            self.reading.results["training.parallel.megatron.unplanned"] = Result(unplanned, STATED)
+
     def section(self, name: str) -> dict[str, Any]:
         """Return the results below a name, nested."""
         nested: dict[str, Any] = {}

@@ -204,9 +204,6 @@ def training_document(
     if mask := _uncounted_mask(job, given):
         warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = _without(job.section("training"), given)
-    if job.reading.refusals:
-        unplanned = [f"{one.key}: {one.why}" for one in job.reading.refusals]
-        data.setdefault("parallel", {}).setdefault("megatron", {})["unplanned"] = unplanned
     if (stage := STAGES[method["stage"]]) != "sft":
         said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
         data["method"] = {**said, "stage": stage}
