@@ -14,7 +14,7 @@ from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result
 from memplan.importer.referred_files import note_shipped, references, without_given
-from memplan.importer.sources.argument_vectors import CommandLine, processes
+from memplan.importer.sources.argument_vectors import CommandLine, processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
 from memplan.importer.told_trainers import Told, betrayed_version, is_told, other_kind, tell, with_new_names
@@ -244,6 +244,8 @@ def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
     counted = processes(command.launched, command.job.environment or {})
     if counted is not None:
         job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)
+    elif shown := visible_gpus(command):
+        job.reading.results["launcher.processes"] = Result(shown, DEFAULTED, "CUDA_VISIBLE_DEVICES", command.job.name)
     return command.launched if command.launcher == FLAGGED and command.launched.data else None
 
 

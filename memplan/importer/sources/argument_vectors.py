@@ -23,6 +23,8 @@ _CHOSEN = re.compile(r"[a-z_-]+[-_]checkpoint:\S+")
 _CONFIG_SCRIPT = re.compile(r"(?:.*/)?config/[^/]+\.py")
 """A file of settings in Python, as nanoGPT takes it."""
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "trl")
+"""Commands that start a process for each GPU that they see, where nothing says how many."""
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
 FILES = (".yaml", ".yml", ".json", ".toml")
 
@@ -190,6 +192,18 @@ def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int
     if count:
         return "NPROC_PER_NODE", count * (_whole(environment.get("NNODES")) or 1)
     return None
+
+
+def visible_gpus(command: CommandLine) -> int | None:
+    """Return how many GPUs a command that starts a process for each is shown; None for another, and where nothing shows them.
+
+    Source:
+        accelerate/commands/launch.py (1.15.0); llamafactory/launcher.py (0.9.5); deepspeed/launcher/runner.py (0.19.8).
+    """
+    shown = str((command.job.environment or {}).get("CUDA_VISIBLE_DEVICES", "")).strip("'\"").split(",")
+    first = command.job.words[0].rsplit("/", 1)[-1] if command.job.words else ""
+    each = first in STARTERS or command.launched.data.get("nproc_per_node") in ("gpu", "auto")
+    return len([part for part in shown if part.strip()]) or None if each else None
 
 
 def _whole(value: Any) -> int:
