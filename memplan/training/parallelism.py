@@ -173,7 +173,7 @@ def _undivided(parallel: Parallel, stack: Stack) -> Problems:
         given = getattr(parallel, name)
         if name not in (*OTHER_KEYS, *stack.divides) and given != getattr(Parallel(), name):
             text = f"{name} parallelism is not modelled here; {possible}"
-            yield ("parallel", name), f"{str(given).lower()} is not supported: {text}"
+            yield ("parallel", name), f"{str(given).lower():.60} is not supported: {text}"
 
 
 def _pipeline_problems(parallel: Parallel, stack: Stack) -> Problems:

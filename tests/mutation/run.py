@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS_PER_MUTANT = 300
+SECONDS_PER_MUTANT, TIMES_UNCHANGED = 300, 5
+"""A mutant's tests end after so many seconds, or times as long as without it, whichever is more: it loops."""
 MEMORY_BYTES = 8 * 2**30
 Mutant = tuple[int, str, int]
 """Line, operator, and which of its occurrences in the module."""
@@ -47,13 +48,15 @@ def main() -> int:
         os.chdir(name)
         _load(name, list(settings["tests"]))
         drawn = _drawn(_modules(given.names or list(settings["tests"])), settings["operators"], given)
-        passed: set[tuple[str, ...]] = set()
+        limits: dict[tuple[str, ...], int] = {}
         for module, mutants in drawn.items():
             tests = tuple(settings["tests"][max((p for p in settings["tests"] if module.startswith(p)), key=len)])
-            if tests not in passed and not _passes(tests):
-                raise SystemExit(f"{module}: its tests fail before anything is mutated: {' '.join(tests)}")
-            passed.add(tests)
-            results.append(_mutated(module, mutants, tests, until))
+            if tests not in limits:
+                began = time.monotonic()
+                if not _passes(tests, 0):
+                    raise SystemExit(f"{module}: its tests fail before anything is mutated: {' '.join(tests)}")
+                limits[tests] = max(SECONDS_PER_MUTANT, TIMES_UNCHANGED * int(time.monotonic() - began))
+            results.append(_mutated(module, mutants, (tests, limits[tests]), until))
             if given.json is not None:
                 given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     total = sum((Counter(result["outcomes"]) for result in results), Counter())
@@ -157,8 +160,8 @@ def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
                 yield start[0], name, occurrence
 
 
-def _mutated(module: str, mutants: Sequence[Mutant], tests: Sequence[str], until: float) -> dict[str, Any]:
-    """Run mutants of a module, until time is up, and say how they fared."""
+def _mutated(module: str, mutants: Sequence[Mutant], tests: tuple[Sequence[str], int], until: float) -> dict[str, Any]:
+    """Run mutants of a module, each under tests for so many seconds at most, until time is up, and say how they fared."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -170,7 +173,7 @@ def _mutated(module: str, mutants: Sequence[Mutant], tests: Sequence[str], until
             continue
         changed = mutate_code(source, get_operator(f"core/{operator}")(), occurrence)
         path.write_text(changed, encoding="utf-8")
-        outcome = "survived" if _passes(tests) else "killed"
+        outcome = "survived" if _passes(*tests) else "killed"
         path.write_text(source, encoding="utf-8")
         outcomes[outcome] += 1
         if outcome == "survived":
@@ -183,13 +186,13 @@ def _mutated(module: str, mutants: Sequence[Mutant], tests: Sequence[str], until
     return {"module": module, "outcomes": dict(outcomes), "survivors": survivors}
 
 
-def _passes(tests: Sequence[str]) -> bool:
-    """Tell whether tests pass, in a process of their own; the first that fails ends it, and so does the time limit."""
+def _passes(tests: Sequence[str], seconds: int) -> bool:
+    """Tell whether tests pass, in a process of their own; the first that fails ends it, and so does the time limit, if not 0."""
     process = os.fork()
     if not process:
         code = 70
         try:
-            signal.alarm(SECONDS_PER_MUTANT)
+            signal.alarm(seconds)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):

@@ -151,6 +151,23 @@ def test_a_mixture_under_stage_3_is_refused_with_what_is_kept():
         memplan.plan("qwen3-30b-a3b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
 
 
+def test_gradients_wait_in_host_memory_under_stage_2_with_accumulation_alone():
+    def host(stage, steps):
+        offload = {
+            "offload.optimizer_states": "cpu",
+            "gradient_accumulation_steps": steps,
+            "parallel.zero_stage": stage,
+        }
+        changed = {**ZERO, **offload}
+        plan = memplan.plan("llama-3.2-1b", gpu="h100", gpus=2, config="bf16-adamw", stack="trl", set=changed)
+        return plan.memory.host_bytes
+
+    assert host(1, 1) == host(1, 2) == host(2, 1)
+    assert (
+        0.9e9 < host(2, 2) - host(2, 1) < 1.7e9
+    )  # half of 1.24e9 parameters, of 2 bytes, and one that both ranks have
+
+
 def test_a_bucket_of_nothing_is_refused(catalog):
     parallel = Parallel(8, 2, engine="deepspeed", deepspeed=DeepSpeed(reduce_bucket_size=0))
     with pytest.raises(InvalidFileError, match="a positive number of elements"):

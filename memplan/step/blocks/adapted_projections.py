@@ -132,14 +132,17 @@ def _scaled_rows(builder: Builder, scale: Value, x: Value) -> Value:
     """Return ``scale * x``, a number for each feature, in the wider dtype."""
     wide = promoted(scale, x)
     saves = [x, *([scale] if x.needs_gradient else [])]
-    # Both products of backward are wide; that of ``x`` is cast when the other has been summed.
+    # Both products of backward are wide; that of ``x`` is cast when the other has been summed, and lies within it till then.
     cast = wide != x.element_bytes
-    workspace = [(x.quantity, 2 * x.width * wide - x.coefficient if cast else x.coefficient)]
+    size = x.width * wide
+    workspace = [(x.quantity, size), (x.quantity, size - x.coefficient)] if cast else [(x.quantity, size)]
     out = builder.fresh(x, element_bytes=wide)
     out.foreign = x.foreign and wide == 2
     ways = [(scale, NEW), (x, NEW)]
     reduces = Reduction(x.quantity, 1, x.width)
-    return builder.tape.apply("mul", ways, out, saves, traits=Traits(workspace=workspace, reduces=reduces))
+    return builder.tape.apply(
+        "mul", ways, out, saves, traits=Traits(workspace=workspace, reduces=reduces, forms_last=cast)
+    )
 
 
 def _magnitude_norm(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> _AdaptedWeight:
