@@ -230,7 +230,7 @@ class ModelSpec:
     """A decoder-only transformer, with a vision tower in front or without."""
 
     name: str  # What people call it
-    architecture: str  # Name of the family, which is that of its file in ``model/families/``
+    architecture: str  # Name of the family, which is that of its function in ``model/families/kinds``
     vocab_size: int  # Rows of the embedding, padding included
     hidden_size: int  # Width of the residual stream
     runs: tuple[LayerRun, ...]  # Layers, in order

@@ -1,8 +1,8 @@
-"""One file per family: how a released ``config.json`` becomes a :class:`ModelSpec`.
+"""One function per family: how a released ``config.json`` becomes a :class:`ModelSpec`.
 
-A family's file stands in any folder in here and is found by its name, which is the config's ``model_type``
-with ``_`` for ``-``: ``mixtures/qwen3_moe.py`` reads ``model_type: qwen3_moe``. It has one function,
-``model_spec``, which takes :class:`ConfigValues`. Files beside the folders are helpers and no families.
+A family's function stands in any module of ``kinds`` and is found by its name, which is the config's ``model_type``
+with ``_`` for ``-``: ``qwen3_moe`` in ``kinds/mixtures.py`` reads ``model_type: qwen3_moe``. It takes
+:class:`ConfigValues`. Private functions there, and the modules beside that folder, are helpers and no families.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from inspect import isfunction
 from pkgutil import iter_modules
-from typing import Any, cast
+from typing import Any
 
 from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
+from memplan.model.families import kinds
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.inventory import inventory_of, parameter_count
 from memplan.model.spec import ModelSpec
@@ -29,19 +31,20 @@ WITH_TOWERS = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qw
 
 
 @cache
-def _modules() -> dict[str, str]:
-    """Return the module of each family."""
-    folders = [module.name for module in iter_modules(__path__) if module.ispkg]
+def _builders() -> dict[str, Callable[[ConfigValues], ModelSpec]]:
+    """Return the function of each family."""
+    modules = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
     return {
-        module.name: f"{__name__}.{folder}.{module.name}"
-        for folder in folders
-        for module in iter_modules([f"{path}/{folder}" for path in __path__])
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
 
 
 def families() -> tuple[str, ...]:
-    """Return the supported values of ``model_type``, which are the names of the families' files."""
-    return tuple(sorted(_modules()))
+    """Return the supported values of ``model_type``, which are the names of the families' functions."""
+    return tuple(sorted(_builders()))
 
 
 def model_spec(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
@@ -72,8 +75,7 @@ def read_config(
     """
     family = _family(config, source)
     values = ConfigValues(config, name, source, family, locate)
-    build = cast("Callable[[ConfigValues], ModelSpec]", import_module(_modules()[family]).model_spec)
-    spec = build(values)
+    spec = _builders()[family](values)
     values.finish()
     if len(spec.runs) > MAXIMUM_RUNS:
         kinds = f"{len(spec.runs):,} changes between kinds of layers; at most {MAXIMUM_RUNS} are planned"
@@ -90,7 +92,7 @@ def _family(config: Mapping[str, Any], source: str) -> str:
     if not isinstance(given, str) or not given:
         raise InvalidFileError([f"{source}: model_type: required, the name of a model family; got {given!r:.60}"])
     family = given.lower().replace("-", "_").replace(".", "_")
-    if family in _modules():
+    if family in _builders():
         return family
     match = nearest_match(given, families())
     hint = f" (the nearest that is: {match})" if match else ""

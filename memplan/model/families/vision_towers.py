@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.model.families.config_values import MAXIMUM_LAYERS
 from memplan.model.spec import ModelSpec
@@ -59,6 +59,18 @@ class TowerParts:
         self.tensors.append(TowerTensor(f"{name}.weight", shape, role, count))
         if bias:
             self.tensors.append(TowerTensor(f"{name}.bias", shape[:1], "bias", count))
+
+    def shape(self, *, frames: int = 1, **others: Any) -> TowerShape:
+        """Return the tower's shape: its sizes and ``others``, with patches of so many ``frames``."""
+        return TowerShape(
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            blocks=self.blocks,
+            heads=self.heads,
+            patch_size=self.patch,
+            patch_values=self.channels * frames * self.patch**2,
+            **others,
+        )
 
 
 def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigValues], ModelSpec]) -> ModelSpec:

@@ -1,7 +1,4 @@
-"""Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
-
-Source: ``transformers/models/qwen3_next/modeling_qwen3_next.py`` and its configuration (v5.23.0); https://arxiv.org/abs/2412.06464.
-"""
+"""Families most of whose layers are linear attention, and the others attention with an output gate."""
 
 from __future__ import annotations
 
@@ -27,16 +24,19 @@ ROTATED = 0.25
 """Share of a head's dimensions that is rotated where a config says nothing."""
 
 
-def model_spec(config: ConfigValues) -> ModelSpec:
-    """Return the shapes of a Qwen3-Next config."""
+def qwen3_next(config: ConfigValues) -> ModelSpec:
+    """Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
+
+    Source: ``transformers/models/qwen3_next/modeling_qwen3_next.py`` and its configuration (v5.23.0); https://arxiv.org/abs/2412.06464.
+    """
     common = shape(config, heads=16, key_value_heads=2, head_dim=256)
-    sparse = experts(config, mixture(config, 512, 10, normalised=config.flag("norm_topk_prob", default=True)))
+    sparse = experts(config, _mixture(config, 512, 10, normalised=config.flag("norm_topk_prob", default=True)))
     dense = gated_mlp(config)
     parts = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
-    return hybrid(config, common, parts, joined=True)
+    return _hybrid(config, common, parts, joined=True)
 
 
-def mixture(config: ConfigValues, count: int, used: int, *, normalised: bool) -> MixtureOfExperts:
+def _mixture(config: ConfigValues, count: int, used: int, *, normalised: bool) -> MixtureOfExperts:
     """Return routed experts beside a shared one that a gate scales; ``count`` and ``used`` are what missing keys mean."""
     return MixtureOfExperts(
         num_experts=config.integer("num_experts", "num_local_experts", default=count),
@@ -49,7 +49,7 @@ def mixture(config: ConfigValues, count: int, used: int, *, normalised: bool) ->
     )
 
 
-def hybrid(config: ConfigValues, common: Shape, parts: Sequence[Mlp | MixtureOfExperts], *, joined: bool) -> ModelSpec:
+def _hybrid(config: ConfigValues, common: Shape, parts: Sequence[Mlp | MixtureOfExperts], *, joined: bool) -> ModelSpec:
     """Return a model whose layers are gated delta networks, and attention every so many.
 
     Args:
@@ -100,3 +100,26 @@ def _delta(config: ConfigValues, *, joined: bool) -> GatedDeltaNet:
         joined=joined,
         epsilon=rms_norm(config).epsilon,
     )
+
+
+def qwen3_5_text(config: ConfigValues) -> ModelSpec:
+    """Qwen3.5 and 3.6, dense, text: Qwen3-Next's layers with a projection each for query, key and value, gate, decay and correction.
+
+    Source: ``transformers/models/qwen3_5/modeling_qwen3_5.py`` and its configuration (v5.23.0).
+    """
+    common = shape(config, heads=16, key_value_heads=4, head_dim=256, vocab_size=248_320)
+    return _hybrid(config, common, [gated_mlp(config)] * common.num_hidden_layers, joined=False)
+
+
+def qwen3_5_moe_text(config: ConfigValues) -> ModelSpec:
+    """Qwen3.5 and 3.6 with experts, text: Qwen3.5's layers with routed experts beside a shared one in each.
+
+    Source: ``transformers/models/qwen3_5_moe/modeling_qwen3_5_moe.py`` and its configuration (v5.23.0).
+    """
+    common = shape(config, heads=16, key_value_heads=2, head_dim=256, vocab_size=248_320)
+    config.only("norm_topk_prob", True)
+    config.only("decoder_sparse_step", 1)
+    config.integers("mlp_only_layers")  # released, and read by nothing in transformers; so is the next
+    config.integer("intermediate_size", default=1)
+    part = experts(config, _mixture(config, 256, 8, normalised=True))
+    return _hybrid(config, common, [part] * common.num_hidden_layers, joined=False)

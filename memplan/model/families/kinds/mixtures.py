@@ -1,0 +1,279 @@
+"""Families with routed experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log
+
+from memplan.model.families.common_parts import (
+    Shape,
+    attention,
+    even_rotary,
+    experts,
+    gated_mlp,
+    model,
+    rms_norm,
+    rotary_dim,
+    shape,
+    sliding_window,
+    sparse_layers,
+)
+from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
+from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec, Norm, TensorNames
+
+
+def mixtral(config: ConfigValues) -> ModelSpec:
+    """Mixtral: Mistral with routed experts in every layer.
+
+    Source: ``transformers/models/mixtral/modeling_mixtral.py``; https://arxiv.org/abs/2401.04088.
+    """
+    common = shape(config, key_value_heads=8)
+    window = sliding_window(config, common.num_hidden_layers)
+    config.only("router_jitter_noise", 0.0)
+    config.only("norm_topk_prob", True)
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_local_experts", "num_experts", default=8),
+        experts_per_token=config.integer("num_experts_per_tok", default=2),
+        intermediate_size=config.integer("intermediate_size"),
+        activation=config.activation("hidden_act"),
+        fp32_scores=True,
+    )
+    layer = Layer(attention(config, common), experts(config, mixture), rms_norm(config, 1e-5))
+    return model(config, common, layer, **window)
+
+
+def qwen2_moe(config: ConfigValues) -> ModelSpec:
+    """Qwen1.5-MoE and Qwen2-MoE: routed experts beside shared ones, which a learned gate scales.
+
+    Source: ``transformers/models/qwen2_moe/modeling_qwen2_moe.py``; https://arxiv.org/abs/2407.10671.
+    """
+    common = shape(config)
+    window = sliding_window(config, common.num_hidden_layers)
+    heads = attention(config, common, qkv_bias=config.flag("qkv_bias", default=True))
+    dense = Layer(heads, gated_mlp(config), rms_norm(config))
+    sparse = Layer(heads, experts(config, _qwen2_mixture(config)), rms_norm(config))
+    layers = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
+    return model(config, common, layers, names=TensorNames(shared_experts="shared_expert"), **window)
+
+
+def _qwen2_mixture(config: ConfigValues) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        num_experts=config.integer("num_experts", "num_local_experts", default=60),
+        experts_per_token=config.integer("num_experts_per_tok", default=4),
+        intermediate_size=config.integer("moe_intermediate_size", default=1408),
+        activation=config.activation("hidden_act"),
+        normalised=config.flag("norm_topk_prob"),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size", default=5632),
+        shared_gate=True,
+    )
+
+
+def qwen3_moe(config: ConfigValues) -> ModelSpec:
+    """Qwen3-MoE: Qwen3's attention with routed experts and no shared one.
+
+    Source: ``transformers/models/qwen3_moe/modeling_qwen3_moe.py``; https://arxiv.org/abs/2505.09388.
+    """
+    common = shape(config, key_value_heads=4)
+    bias = config.flag("attention_bias")
+    window = sliding_window(config, common.num_hidden_layers)
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=rms_norm(config))
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_experts", "num_local_experts", default=128),
+        experts_per_token=config.integer("num_experts_per_tok", default=8),
+        intermediate_size=config.integer("moe_intermediate_size", default=768),
+        activation=config.activation("hidden_act"),
+        normalised=config.flag("norm_topk_prob"),
+    )
+    dense = Layer(heads, gated_mlp(config), rms_norm(config))
+    sparse = Layer(heads, experts(config, mixture), rms_norm(config))
+    layers = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
+    return model(config, common, layers, **window)
+
+
+def gpt_oss(config: ConfigValues) -> ModelSpec:
+    """gpt-oss: attention sinks, biases, and experts stored (experts, in, out).
+
+    Source: ``transformers/models/gpt_oss/modeling_gpt_oss.py``; https://arxiv.org/abs/2508.10925.
+    """
+    common = shape(config, key_value_heads=8, head_dim=64)
+    bias = config.flag("attention_bias", default=True)
+    window = sliding_window(config, common.num_hidden_layers)
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias, sinks=True)
+    config.activation("hidden_act")
+    config.only("swiglu_limit", 7.0)
+    config.only("swiglu_alpha", 1.702)
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_local_experts", "num_experts", default=128),
+        experts_per_token=config.integer("num_experts_per_tok", "experts_per_token", default=4),
+        intermediate_size=config.integer("intermediate_size"),
+        activation="clamped-swiglu",
+        transposed=True,
+        router_bias=True,
+        expert_bias=True,
+        softmax_of_chosen=True,
+    )
+    layer = Layer(heads, experts(config, mixture), rms_norm(config, 1e-5))
+    return model(config, common, layer, names=TensorNames(router="router"), **window)
+
+
+def deepseek_v2(config: ConfigValues) -> ModelSpec:
+    """DeepSeek-V2: latent attention, a few dense layers, then routed experts beside shared ones.
+
+    Source: ``transformers/models/deepseek_v2/modeling_deepseek_v2.py``; https://arxiv.org/abs/2405.04434.
+    """
+    inner = config.integer("moe_intermediate_size", default=1407)
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("n_routed_experts", "num_experts", default=64),
+        experts_per_token=config.integer("num_experts_per_tok"),
+        intermediate_size=inner,
+        activation=config.activation("hidden_act"),
+        shared_intermediate_size=inner * config.integer("n_shared_experts", default=2),
+        normalised=False,
+        fp32_router=True,
+        fp32_scores=True,
+    )
+    config.only("scoring_func", "softmax")
+    config.only("topk_method", "greedy", "group_limited_greedy")
+    limited = _grouped(config, mixture)  # read in any case: without the method the groups mean nothing
+    if config.text("topk_method", default="greedy") == "group_limited_greedy":
+        mixture = limited
+    return _deepseek(config, mixture, dense=0, scale=1.0)
+
+
+def _deepseek(config: ConfigValues, mixture: MixtureOfExperts, dense: int, scale: float) -> ModelSpec:
+    """Return the shapes of a DeepSeek config whose layers past the dense ones hold ``mixture``.
+
+    Args:
+        mixture: Feed-forward part of the later layers.
+        dense: What a missing ``first_k_dense_replace`` means.
+        scale: What a missing ``routed_scaling_factor`` means.
+    """
+    layers = config.integer("num_hidden_layers", maximum=MAXIMUM_LAYERS)
+    first = config.integer("first_k_dense_replace", default=dense, minimum=0, maximum=MAXIMUM_LAYERS)
+    heads = _latent_attention(config)
+    common = Shape(
+        config.integer("hidden_size"),
+        layers,
+        heads.num_heads,
+        heads.num_heads,
+        heads.qk_head_dim,
+        config.integer("vocab_size"),
+    )
+    norm = rms_norm(config)
+    mixture = replace(mixture, score_scale=config.number("routed_scaling_factor", default=scale, maximum=1e6))
+    front, rest = Layer(heads, gated_mlp(config), norm), Layer(heads, experts(config, mixture), norm)
+    return model(config, common, [front if index < first else rest for index in range(layers)])
+
+
+def _grouped(config: ConfigValues, mixture: MixtureOfExperts, groups: int = 1, used: int = 1) -> MixtureOfExperts:
+    """Return ``mixture`` with its groups of experts; ``groups`` and ``used`` are what missing keys mean.
+
+    Where experts do not divide into as many groups, transformers' default cannot run: there are none then.
+    """
+    count = config.integer("n_group", default=1 if mixture.num_experts % groups else groups)
+    config.divides("n_group", count, "n_routed_experts", mixture.num_experts)
+    return replace(
+        mixture, groups=count, groups_per_token=config.integer("topk_group", default=min(used, count), maximum=count)
+    )
+
+
+def _score_scale(config: ConfigValues, width: int) -> float:
+    """Return the factor of attention scores, which YaRN enlarges.
+
+    Formula:
+        ``width ** -0.5 * (0.1 * mscale_all_dim * ln(factor) + 1) ** 2``
+
+    Source:
+        ``yarn_apply_mscale`` in transformers 5, ``models/deepseek_v3/modeling_deepseek_v3.py``.
+    """
+    rotary = config.mapping("rope_parameters", "rope_scaling")
+    kind, factor, all_dim = (
+        rotary.get("rope_type", rotary.get("type")),
+        rotary.get("factor"),
+        rotary.get("mscale_all_dim"),
+    )
+    if kind in (None, "default") or not isinstance(factor, int | float) or not isinstance(all_dim, int | float):
+        return float(width**-0.5)
+    stretched = 0.1 * all_dim * log(factor) + 1 if all_dim and factor > 1 else 1.0
+    return float(width**-0.5 * stretched**2)
+
+
+def _latent_attention(config: ConfigValues) -> LatentAttention:
+    heads = config.integer("num_attention_heads")
+    config.expect("num_key_value_heads", heads)
+    config.integer("head_dim", default=0)  # restates qk_rope_head_dim or qk_head_dim; transformers overwrites it
+    unrotated = config.integer("qk_nope_head_dim", default=128)
+    rotated = even_rotary(config, config.integer("qk_rope_head_dim", default=64))
+    return LatentAttention(
+        num_heads=heads,
+        q_lora_rank=config.integer("q_lora_rank", default=0 if config.has("q_lora_rank") else 1536),
+        kv_lora_rank=config.integer("kv_lora_rank", default=512),
+        qk_nope_head_dim=unrotated,
+        qk_rope_head_dim=rotated,
+        v_head_dim=config.integer("v_head_dim", default=128),
+        norm=Norm(epsilon=1e-6),
+        bias=config.flag("attention_bias"),
+        scale=_score_scale(config, unrotated + rotated),
+    )
+
+
+def deepseek_v3(config: ConfigValues) -> ModelSpec:
+    """DeepSeek-V3 and R1: DeepSeek-V2's layers with a learned offset that steers the choice of experts.
+
+    The offset, ``e_score_correction_bias``, is a buffer: it is not trained by gradients, and
+    neither transformers nor the inventory counts it. Multi-token prediction modules are left out.
+
+    Source: ``transformers/models/deepseek_v3/modeling_deepseek_v3.py``; https://arxiv.org/abs/2412.19437.
+    """
+    inner = config.integer("moe_intermediate_size", default=2048)
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("n_routed_experts", "num_local_experts", "num_experts", default=256),
+        experts_per_token=config.integer("num_experts_per_tok", default=8),
+        intermediate_size=inner,
+        activation=config.activation("hidden_act"),
+        shared_intermediate_size=inner * config.integer("n_shared_experts", default=1),
+        score_correction=True,
+        normalised=config.flag("norm_topk_prob", default=True),
+        fp32_router=True,
+        fp32_scores=True,
+    )
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    return _deepseek(config, _grouped(config, mixture, groups=8, used=4), dense=3, scale=2.5)
+
+
+def glm4_moe(config: ConfigValues) -> ModelSpec:
+    """GLM-4.5 to 4.7 and Air: grouped queries, half of a head rotated, a few dense layers, then DeepSeek-V3's experts.
+
+    Multi-token prediction modules are left out, as transformers leaves them out.
+
+    Source: ``transformers/models/glm4_moe/modeling_glm4_moe.py``; https://arxiv.org/abs/2508.06471.
+    """
+    common, norm = shape(config, key_value_heads=8), rms_norm(config, 1e-5)
+    heads = attention(
+        config,
+        common,
+        rotary_dim(config, common.head_dim, default=0.5),
+        qkv_bias=config.flag("attention_bias"),
+        query_key_norm=norm if config.flag("use_qk_norm") else None,
+    )
+    front = Layer(heads, gated_mlp(config), norm)
+    rest = replace(front, feed_forward=experts(config, _grouped(config, _glm4_mixture(config))))
+    first = config.integer("first_k_dense_replace", default=1, minimum=0, maximum=MAXIMUM_LAYERS)
+    return model(config, common, [front if index < first else rest for index in range(common.num_hidden_layers)])
+
+
+def _glm4_mixture(config: ConfigValues) -> MixtureOfExperts:
+    inner = config.integer("moe_intermediate_size", default=1408)
+    return MixtureOfExperts(
+        num_experts=config.integer("n_routed_experts", "num_local_experts", default=128),
+        experts_per_token=config.integer("num_experts_per_tok", default=8),
+        intermediate_size=inner,
+        activation=config.activation("hidden_act"),
+        shared_intermediate_size=inner * config.integer("n_shared_experts", default=1),
+        score_correction=True,
+        score_scale=config.number("routed_scaling_factor", default=1.0, maximum=1e6),
+        normalised=config.flag("norm_topk_prob", default=True),
+        fp32_router=True,
+        fp32_scores=True,
+    )

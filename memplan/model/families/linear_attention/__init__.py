@@ -1,1 +1,0 @@
-"""Families most of whose layers are linear attention, and the others attention with an output gate."""

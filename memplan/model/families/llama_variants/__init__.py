@@ -1,1 +1,0 @@
-"""Families with Llama's layers but for a factor, a norm, or another feed-forward part."""

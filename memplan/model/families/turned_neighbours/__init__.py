@@ -1,1 +1,0 @@
-"""Families whose rotary positions turn neighbouring dimensions of a head, and not its halves."""

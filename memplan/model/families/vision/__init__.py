@@ -1,1 +1,0 @@
-"""Vision-language models: a vision tower, a projector, and a text model of another family."""
