@@ -125,13 +125,7 @@ def parallel_refusals(
     """
     parallel = config.parallel
     yield from _undivided(parallel, stack)
-    sharded = parallel.zero_stage == 3 and parallel.engine == "torch"
-    if parallel.staged_codes and not (sharded and stack.stages_codes):
-        text = "counts where axolotl's own code, newer than 0.19, shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
-        yield ("parallel", "staged_codes"), text
-    if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
-        text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
-        yield ("parallel", "unused_parameters"), text
+    yield from _misplaced(parallel, stack)
     yield from _pipeline_problems(parallel, stack)
     if config.offload != Offload() and parallel.gpus > 1 and not steps_beside(parallel):
         yield ("offload",), "replicas that keep anything in host memory are not modelled; use parallel.zero_stage: 3"
@@ -174,6 +168,17 @@ def _undivided(parallel: Parallel, stack: Stack) -> Problems:
         if name not in (*OTHER_KEYS, *stack.divides) and given != getattr(Parallel(), name):
             text = f"{name} parallelism is not modelled here; {possible}"
             yield ("parallel", name), f"{str(given).lower():.60} is not supported: {text}"
+
+
+def _misplaced(parallel: Parallel, stack: Stack) -> Problems:
+    """Yield keys that count with other stacks, or with another sharding, alone."""
+    sharded = parallel.zero_stage == 3 and parallel.engine == "torch"
+    if parallel.staged_codes and not (sharded and stack.stages_codes):
+        text = "counts where axolotl's own code, newer than 0.19, shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
+        yield ("parallel", "staged_codes"), text
+    if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
+        text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
+        yield ("parallel", "unused_parameters"), text
 
 
 def _pipeline_problems(parallel: Parallel, stack: Stack) -> Problems:

@@ -123,18 +123,8 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
     fixed = keys_set(inputs)
     divided = ("parallel", "zero_stage") in fixed
     setup = inputs.setup(known, gpus=inputs.gpus if divided else 1)
-    if setup.stack.not_modelled:
-        raise CannotAnswerError(setup.unmodelled[0])
+    _refuse_unsearched(setup)
     base = setup.config
-    if base.parallel.tensor > 1 or base.parallel.pipeline > 1:
-        raise CannotAnswerError("parallel: suggest does not search divided models yet; memplan fit plans one")
-    if base.parallel.engine == "deepspeed":
-        raise CannotAnswerError(
-            "parallel.engine: suggest does not search settings under DeepSpeed yet; memplan fit plans one, and without --stack "
-            "and --config its stages are among the layouts"
-        )
-    if base.compile != "none":
-        raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
     own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
     host = options.get("host_memory")
     request = Request(
@@ -152,6 +142,22 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
     )
     search = suggestions(known, request, device, inputs.catalog)
     return Suggested(replace(search, rows=_shown(search.rows, strict=request.strict)), inputs.catalog)
+
+
+def _refuse_unsearched(setup: TrainingSetup) -> None:
+    """Raise for a setup among whose settings nothing is searched."""
+    base = setup.config
+    if setup.stack.not_modelled:
+        raise CannotAnswerError(setup.unmodelled[0])
+    if base.parallel.tensor > 1 or base.parallel.pipeline > 1:
+        raise CannotAnswerError("parallel: suggest does not search divided models yet; memplan fit plans one")
+    if base.parallel.engine == "deepspeed":
+        raise CannotAnswerError(
+            "parallel.engine: suggest does not search settings under DeepSpeed yet; memplan fit plans one, and without --stack "
+            "and --config its stages are among the layouts"
+        )
+    if base.compile != "none":
+        raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
 
 
 def cluster_asked(device: Device, catalog: Catalog, options: SearchOptions) -> Cluster:

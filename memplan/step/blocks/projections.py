@@ -49,7 +49,7 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
             packs=x.needs_gradient or weight.trainable,
             product=True,
             matrices=bias is None,
-            stores_first=bias is not None and copy is None and not keeps,
+            stores_weights_first=bias is not None and copy is None and not keeps,
             custom=keeps,
             reduces=bias_sum(x, bias),
         ),
@@ -125,7 +125,13 @@ def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows:
     workspace = [(ONE, weight.rows * weight.columns * width)]
     resident = (x,) if x.needs_gradient else ()
     traits = Traits(
-        False, (), workspace, product=True, custom=True, forms_last=True, own_workspace=True, attributes=resident
+        packs=False,
+        workspace=workspace,
+        product=True,
+        custom=True,
+        forms_last=True,
+        own_workspace=True,
+        attributes=resident,
     )
     tape.apply(f"linear {name}", [(x, NEW)], out, traits=traits)
     tape.touch(*formed, *coded)

@@ -299,7 +299,7 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
                 packs=not weight.coded or weight.trainable,
                 reduces=bias_sum(x, bias[0] if bias else None),
                 product=True,
-                stores_first=bool(bias) and copy is None,
+                stores_weights_first=bool(bias) and copy is None,
             ),
         )
         if weight.coded and biases:

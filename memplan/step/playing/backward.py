@@ -190,12 +190,12 @@ class _Backward:
         if again:
             self.live.release_all(arrived)
             self.player.mark_unsaved(node)
-        if not node.traits.stores_first:
+        if not node.traits.stores_weights_first:
             self._accumulate_all(node, formed)
-        for weight, gradient in reversed(trained) if node.traits.stores_first else trained:
+        for weight, gradient in reversed(trained) if node.traits.stores_weights_first else trained:
             if not weight.coded:
                 self.store(node, weight, gradient)
-        if node.traits.stores_first:
+        if node.traits.stores_weights_first:
             self._accumulate_all(node, formed)
 
     def _accumulate_all(self, node: Node, formed: Sequence[tuple[Value, int]]) -> None:

@@ -78,7 +78,7 @@ class Traits(NamedTuple):
     # that store, and then the one recorded last, where the weight is transposed after the input has been flattened; it is
     # before that without a bias (``_flatten_nd_linear`` in aten/src/ATen/native/Linear.cpp, ``CompareNodeTaskTime`` in
     # torch/csrc/autograd/engine.h, v2.13.0).
-    stores_first: bool = False
+    stores_weights_first: bool = False
     batched: bool = False  # Whether it is products of stacked matrices (``aten.bmm``)
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
     # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.

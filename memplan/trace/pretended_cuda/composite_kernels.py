@@ -63,7 +63,7 @@ def _attention(compute_capability: str) -> Callable[..., Tensor]:
         call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
         kernel = chosen_kernel(call, compute_capability, _allowed())
         mask = _additive(attn_mask, query.dtype)
-        return _KERNELS[kernel](query, key, value, mask, call, is_causal, scale, enable_gqa)
+        return _attended(kernel, query, key, value, mask, call, is_causal, scale, enable_gqa)
 
     return scaled_dot_product_attention
 
@@ -125,9 +125,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, _: Any, call: AttentionCall, causal: bool, scale: float | None, __: bool
-) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, causal: bool, scale: float | None) -> Tensor:
     width = query.shape[-1]
     padded = round_up(width, 8)
     parts = [part if width == padded else F.pad(part, (0, padded - width)) for part in (query, key, value)]
@@ -136,44 +134,8 @@ def _flash(
     return out if width == padded else out[..., :width]
 
 
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    call: AttentionCall,
-    causal: bool,
-    scale: float | None,
-    _: bool,
-) -> Tensor:
-    if mask is not None:
-        columns = mask.shape[-1]
-        if columns % MASK_COLUMNS:
-            mask = F.pad(mask, (0, round_up(columns, MASK_COLUMNS) - columns))[..., :columns]
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    out: Tensor = aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, call.trained, call.dropout, causal, scale=scale
-    )[0]
-    return out
-
-
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    call: AttentionCall,
-    causal: bool,
-    scale: float | None,
-    _: bool,
-) -> Tensor:
-    out: Tensor = aten._scaled_dot_product_cudnn_attention(
-        query, key, value, mask, call.trained, call.dropout, causal, False, scale=scale
-    )[0]
-    return out
-
-
-def _math(
+def _attended(
+    kernel: ChosenKernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,18 +145,28 @@ def _math(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    out: Tensor = aten._scaled_dot_product_attention_math(
-        query, key, value, mask, call.dropout, causal, scale=scale, enable_gqa=grouped
-    )[0]
+    """Return attention by a kernel."""
+    out: Tensor
+    if kernel == "flash":
+        return _flash(query, key, value, call, causal, scale)
+    if kernel == "math":
+        out = aten._scaled_dot_product_attention_math(
+            query, key, value, mask, call.dropout, causal, scale=scale, enable_gqa=grouped
+        )[0]
+    elif kernel == "cudnn":
+        out = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, call.trained, call.dropout, causal, False, scale=scale
+        )[0]
+    else:
+        if mask is not None:
+            columns = mask.shape[-1]
+            if columns % MASK_COLUMNS:
+                mask = F.pad(mask, (0, round_up(columns, MASK_COLUMNS) - columns))[..., :columns]
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        out = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, call.trained, call.dropout, causal, scale=scale
+        )[0]
     return out
-
-
-_KERNELS: dict[ChosenKernel, Callable[..., Tensor]] = {
-    "flash": _flash,
-    "efficient": _efficient,
-    "cudnn": _cudnn,
-    "math": _math,
-}
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

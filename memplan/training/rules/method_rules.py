@@ -151,6 +151,15 @@ def _beside_values(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path,
         yield ("evaluation",), f"{values} is not modelled as it evaluates; use evaluation: false"
 
 
+def _another_way(stage: str, stack: Stack, catalog: Catalog) -> str:
+    """Return the stack that runs a stage which this one does not, or nothing."""
+    if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
+        who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
+        return f"; {who}: --stack trl"
+    runs = stage in catalog.stack("transformers").stages
+    return "; as transformers' Trainer runs it: --stack transformers" if runs else ""
+
+
 def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's method the formula does not follow.
 
@@ -173,14 +182,8 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
     if stage == "reward" and stack.loop.value_head:
         yield from _beside_values(config, stack)
     if stage not in stack.stages:
-        way = ""
-        if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
-            who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
-            way = f"; {who}: --stack trl"
-        elif stage in catalog.stack("transformers").stages:
-            way = "; as transformers' Trainer runs it: --stack transformers"
-        planned = f"planned of it are {', '.join(stack.stages)}"
-        yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}{way}"
+        planned = f"planned of it are {', '.join(stack.stages)}{_another_way(stage, stack, catalog)}"
+        yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}"
     elif whole and config.kernels.loss not in (None, "log-probabilities"):
         keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
         there = f", there {', '.join(keys)}" if keys else ""
