@@ -19,8 +19,7 @@ DTYPES = frozenset(("fp32", "bf16", "fp16"))
 OWNERS = {
     "catalog/entries.py": "the fields of an entry and what they mean",
     "cli/training_options.py": "--qlora, --lora and --full, which stand for a config",
-    "step/states/update_algorithms.py": "the forms of scratch memory, by name",
-    "step/events/published_updates.py": "the events of these forms, by name",
+    "step/states/update_algorithms.py": "the forms of scratch memory and their events, by name",
     "library/runs/served_model.py": "dtypes of a cache of keys and values, as serving engines name them",
     "trace/reference/run_options.py": "names of dtypes -> torch's",
     "trace/pretended_cuda/bitsandbytes_layers.py": "names of formats -> bitsandbytes' own",

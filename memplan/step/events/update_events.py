@@ -10,7 +10,6 @@ from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_
 from memplan.step.events import bundled_events
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
-from memplan.step.events.published_updates import RULES, kinds
 from memplan.step.states.muon_batches import ALONE, alike, muon_batches
 from memplan.step.states.optimizer_scratch import (
     FOREACH_CHUNK_ELEMENTS,
@@ -20,7 +19,7 @@ from memplan.step.states.optimizer_scratch import (
     stored_names,
 )
 from memplan.step.states.single_tensors import Named
-from memplan.step.states.update_algorithms import scratch_of
+from memplan.step.states.update_algorithms import RULES, kinds, makes_nothing, scratch_of
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tensors.state_slots import is_exempt, slot_bytes
 from memplan.step.tensors.tensor_states import TensorStates
@@ -174,12 +173,12 @@ class Updates:
         masters = self._masters(group)
         name, kind = self._setup.config.master_weights, group[0][1].stepper or ""
         entries = [entry if name == "none" else master_of(entry, name) for _, entry in group]
-        make = partial(self._make_state, group) if first else _nothing
+        make = partial(self._make_state, group) if first else makes_nothing
         rule = RULES.get(UPDATE_CLASSES[kind].form) if kind in UPDATE_CLASSES else None
         if kind == BUNDLED:
             self._bundled(group, entries, gradients)
         elif rule is not None:
-            rule(self._stream, entries, self._setup.profile.optimizer, make)
+            rule.write(self._stream, entries, self._setup.profile.optimizer, make)
         else:
             self._stated(group, entries, make)
         self._stream.free_all(masters)
@@ -213,11 +212,6 @@ class Updates:
                     bundled_events.updated(self._stream, self._setup, entry)
             if own.tensor.name in self._stored and name in gradients:
                 self._stream.free(gradients.pop(name))
-
-
-def _nothing(place: int) -> None:
-    """Make no states."""
-    del place
 
 
 def _shares(entry: TensorStates) -> bool:

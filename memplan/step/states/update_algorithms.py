@@ -1,14 +1,16 @@
-"""Scratch memory of updates as they are published, each told in the order in which its code allocates.
+"""Scratch memory of updates as they are published, each told once, in the order in which its code allocates and frees.
 
-A rule goes through the tensors as the code does. Python keeps what a variable of its loop names until the next
-tensor replaces it, so what is left of one tensor counts while the next is updated.
+A rule goes through the tensors as the code does, and calls what makes the states of one in the first step where its code
+does. Python keeps what a variable of its loop names until the next tensor replaces it, so what is left of one tensor counts
+while the next is updated. Written to a stream, a rule gives the events of an update; counted, the most that it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
+from typing import NamedTuple, Protocol
 
 from memplan.catalog.entries import Form, Optimizer, UpdateScratch
 from memplan.catalog.kernel_profiles import OptimizerKernel
@@ -21,8 +23,71 @@ from memplan.training.resolved import FLOAT_BYTES
 Scratch = tuple[int, str]
 """Bytes, and how they come about."""
 
-Rule = Callable[[list[TensorStates], OptimizerKernel], Scratch]
-"""Takes tensors of torch's own dtypes that are updated together, and the kernel that a config asks for."""
+MakeStates = Callable[[int], None]
+"""Makes the states of the tensor of that place, where it has none."""
+
+
+class Storages(Protocol):
+    """Takes what an update allocates and frees."""
+
+    def allocate(self, size: int, /) -> int:
+        """Allocate so many bytes; return the storage's name."""
+
+    def allocate_all(self, sizes: Iterable[int], /) -> list[int]:
+        """Allocate several storages, in order."""
+
+    def free(self, storage: int, /) -> None:
+        """Free a storage."""
+
+    def free_all(self, storages: Iterable[int], /) -> None:
+        """Free several storages."""
+
+    def passing(self, *sizes: int) -> None:
+        """Allocate storages one after the other, then free them."""
+
+
+class _Most:
+    """Counts what is allocated, and the most of it at once."""
+
+    def __init__(self) -> None:
+        self.most = self._live = 0
+        self._sizes: list[int] = []
+
+    def allocate(self, size: int) -> int:
+        self._sizes.append(size)
+        self._live += size
+        self.most = max(self.most, self._live)
+        return len(self._sizes) - 1
+
+    def allocate_all(self, sizes: Iterable[int]) -> list[int]:
+        return [self.allocate(size) for size in sizes]
+
+    def free(self, storage: int) -> None:
+        self._live -= self._sizes[storage]
+
+    def free_all(self, storages: Iterable[int]) -> None:
+        self._live -= sum(self._sizes[storage] for storage in storages)
+
+    def passing(self, *sizes: int) -> None:
+        self.most = max(self.most, self._live + sum(sizes))
+
+
+class _Variables:
+    """Variables of a loop: each keeps its storage until another is assigned to it."""
+
+    def __init__(self, stream: Storages) -> None:
+        self._stream = stream
+        self._storages: dict[str, int] = {}
+
+    def assign(self, name: str, storage: int) -> None:
+        """Let a variable name a storage, and let go of the one that it named."""
+        if name in self._storages:
+            self._stream.free(self._storages[name])
+        self._storages[name] = storage
+
+    def end(self) -> None:
+        """Let go of all, the first that was named first."""
+        self._stream.free_all(self._storages.values())
 
 
 def run_of(entry: TensorStates) -> tuple[int, int]:
@@ -30,136 +95,173 @@ def run_of(entry: TensorStates) -> tuple[int, int]:
     return (entry.tensor.first, entry.tensor.count)
 
 
-def _in_order(group: list[TensorStates]) -> Iterator[TensorStates]:
-    """Yield tensors layer by layer; of many equal layers two show what all do."""
+def _in_order(group: list[TensorStates], *, whole: bool) -> Iterator[TensorStates]:
+    """Yield tensors layer by layer; of many equal layers two show what all do one after the other."""
     for (_, count), run in groupby(group, key=run_of):
-        yield from [*run] * min(count, 2)
+        yield from [*run] * (count if whole else min(count, 2))
 
 
 def _bytes(entry: TensorStates) -> int:
     return entry.tensor.elements * FLOAT_BYTES[entry.format_name]
 
 
-def in_place(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return nothing: the update's kernels write where the states and the weights are.
+def kinds(entries: Sequence[TensorStates]) -> list[TensorStates]:
+    """Return the first of the tensors that are alike."""
+    return list({(entry.tensor.role, entry.tensor.shape): entry for entry in reversed(entries)}.values())[::-1]
+
+
+def _made(entries: Sequence[TensorStates], make: MakeStates) -> None:
+    """Make the states of all tensors, as optimizers do that gather a group before they update it."""
+    for place in range(len(entries)):
+        make(place)
+
+
+def _in_place(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
+    """Write nothing but states: the update's kernels write where the states and the weights are.
 
     Source:
         torch/optim/sgd.py (v2.13.0), ``_multi_tensor_sgd`` and ``_single_tensor_sgd`` without weight decay;
         csrc/kernels.cu of bitsandbytes 0.50.2, ``kOptimizerStatic8bit2StateBlockwise`` and ``kOptimizer32bit2State``.
     """
-    del group, kernel
-    return 0, "0: in place"
+    del stream, kernel
+    _made(entries, make)
 
 
-def untraced(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return nothing, as the optimizer's entry says that its update is not modelled."""
-    del group, kernel
-    return 0, "not counted: the update is not traced"
-
-
-def adamw(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return torch.optim.AdamW's scratch memory.
+def _adamw(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
+    """Write the square roots of torch.optim.AdamW.
 
     Source:
         torch/optim/adam.py (v2.13.0): ``_multi_tensor_adam`` holds the square roots of all second
         moments at once, ``_single_tensor_adam`` one square root and one quotient at a time, while
         the quotient of the tensor before is still there.
     """
-    if kernel == "fused":
-        return in_place(group, kernel)
+    _made(entries, make)
     if kernel == "foreach":
-        total = sum(_bytes(entry) * entry.tensor.count for entry in group)
-        return total, "one square root of every second moment (foreach)"
-    most = before = 0
-    for entry in _in_order(group):
-        most, before = max(most, before + 2 * _bytes(entry)), _bytes(entry)
-    return most, "square root and quotient of a tensor, and the quotient of the one before"
+        stream.passing(*map(_bytes, entries))
+    elif kernel == "for-loop":
+        variables = _Variables(stream)
+        for entry in entries:
+            root, quotient = stream.allocate_all([_bytes(entry)] * 2)
+            stream.free(root)
+            variables.assign("denom", quotient)
+        variables.end()
 
 
-def adafactor(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return torch.optim.Adafactor's scratch memory; unless told otherwise it goes tensor by tensor.
-
-    Source:
-        torch/optim/_adafactor.py (v2.13.0), ``_single_tensor_adafactor``.
-    """
-    del kernel
-    most = update = means = squared = 0
-    for entry in _in_order(group):
-        size, shape, one = _bytes(entry), entry.tensor.shape, FLOAT_BYTES[entry.format_name]
-        if len(shape) > 1:
-            own = size // shape[-1] + size // shape[-2]  # row_mean, col_mean
-            most = max(most, update + means + squared + size // shape[-1])
-            means, estimate = own, size + one * prod(shape[:-2])  # var_estimate, and the mean of row_var
-        else:
-            most = max(most, update + means + squared + size)
-            squared, estimate = size, size
-        most = max(most, update + means + squared + estimate, means + squared + size + one)
-        update = size
-    return most, "update and variance estimate of a tensor, with what is left of the one before"
-
-
-def lion(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return the scratch memory of Lion: a copy of the momentum, and its sum with the gradient.
-
-    Source:
-        lion_pytorch/lion_pytorch.py (0.2.5), ``update_fn``.
-    """
-    del kernel
-    return 2 * max(map(_bytes, group)), "2 x largest tensor (scaled momentum and update)"
-
-
-def adam_mini(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return Adam-mini's scratch memory.
-
-    Source:
-        adam_mini/adam_mini.py (1.1.1), ``Adam_mini.step``: the squared gradient, later the update and its
-        negative, beside one number per row in ``tmp_lr``, ``h`` and ``stepsize``.
-    """
-    del kernel
-    most = before = before_rows = 0
-    for entry in _in_order(group):
-        size = _bytes(entry)
-        rows = size // entry.tensor.shape[-1]
-        squared, product, negative = (
-            before + 3 * before_rows + rows + size,
-            before + 3 * rows + size,
-            2 * size + 3 * rows,
-        )
-        most = max(most, squared, product, negative)
-        before, before_rows = size, rows
-    return most, "2 x largest tensor (update and its negative), 3 numbers per row"
-
-
-def torch_muon(group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return torch.optim.Muon's scratch memory, the larger side of a matrix being ``n`` and the smaller ``m``.
+def _torch_muon(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
+    """Write what torch.optim.Muon takes for each matrix.
 
     Source:
         torch/optim/_muon.py (v2.13.0), ``_zeropower_via_newtonschulz``: the update, its bf16 copy where it is not
         bf16 itself, the next iterate, and two Gram matrices.
     """
     del kernel
-    most: Scratch = (0, "0")
-    for entry in group:
+    _made(entries, make)
+    for entry in kinds(entries):
         m, n = sorted(entry.tensor.shape)
-        width = 4 + FLOAT_BYTES[entry.format_name]
-        most = max(most, (width * m * n + 4 * m * m, f"{width} m n + 4 m^2, m = {m}, n = {n}"))
-    return most
+        stream.passing(FLOAT_BYTES[entry.format_name] * m * n, *[2 * m * n] * 2, *[2 * m * m] * 2)
 
+
+def _lion(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
+    """Write the copy of each momentum, and its sum with the gradient (lion_pytorch/lion_pytorch.py, 0.2.5, ``update_fn``)."""
+    del kernel
+    for place, entry in enumerate(entries):
+        make(place)
+        copy, total = stream.allocate_all([_bytes(entry)] * 2)
+        stream.free_all([copy, total])
+
+
+def _adafactor(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
+    """Write what torch.optim.Adafactor takes; unless told otherwise it goes tensor by tensor.
+
+    Source:
+        torch/optim/_adafactor.py (v2.13.0), ``_single_tensor_adafactor``.
+    """
+    del kernel
+    _made(entries, make)
+    variables = _Variables(stream)
+    for entry in entries:
+        size, shape, one = _bytes(entry), entry.tensor.shape, FLOAT_BYTES[entry.format_name]
+        stream.passing(one)  # the weight's norm
+        if len(shape) > 1:
+            variables.assign("row_mean", stream.allocate(size // shape[-1]))
+            variables.assign("col_mean", stream.allocate(size // shape[-2]))
+            estimate = stream.allocate(size)
+            stream.passing(one * prod(shape[:-2]))  # the mean of row_var
+        else:
+            variables.assign("grad_squared", stream.allocate(size))
+            estimate = stream.allocate(size)
+        variables.assign("update", estimate)  # which is the estimate itself
+        stream.passing(one)  # its norm
+    variables.end()
+
+
+def _adam_mini(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
+    """Write what Adam-mini takes.
+
+    Source:
+        adam_mini/adam_mini.py (1.1.1), ``Adam_mini.step``: the squared gradient, later the update and its
+        negative, beside one number per row in ``tmp_lr``, ``h`` and ``stepsize``.
+    """
+    del kernel
+    variables = _Variables(stream)
+    for place, entry in enumerate(entries):
+        make(place)
+        size, shape = _bytes(entry), entry.tensor.shape
+        rows = size // shape[-1]
+        square, squared = stream.allocate_all([size, rows])
+        stream.free(square)
+        variables.assign("squared", squared)
+        if len(shape) == 1:
+            variables.assign("squared", stream.allocate(rows))
+        for name in ("divisor", "stepsize"):
+            passing, result = stream.allocate_all([rows] * 2)
+            stream.free(passing)
+            variables.assign(name, result)
+        variables.assign("update", stream.allocate(size))
+        stream.passing(size)
+    variables.end()
+
+
+class Rule(NamedTuple):
+    """How an update takes scratch memory: its events, and what formulas say of the most of it."""
+
+    write: Callable[[Storages, Sequence[TensorStates], OptimizerKernel, MakeStates], None]
+    text: Callable[[list[TensorStates], OptimizerKernel], str]
+
+
+def _adamw_text(_: list[TensorStates], kernel: OptimizerKernel) -> str:
+    if kernel == "fused":
+        return IN_PLACE
+    if kernel == "foreach":
+        return "one square root of every second moment (foreach)"
+    return "square root and quotient of a tensor, and the quotient of the one before"
+
+
+def _muon_text(group: list[TensorStates], _: OptimizerKernel) -> str:
+    """Return the formula of the largest matrix, whose larger side is ``n`` and the smaller ``m``."""
+    shapes = [(4 + FLOAT_BYTES[entry.format_name], *sorted(entry.tensor.shape)) for entry in group]
+    width, m, n = max(shapes, key=lambda shape: shape[0] * shape[1] * shape[2] + 4 * shape[1] ** 2)
+    return f"{width} m n + 4 m^2, m = {m}, n = {n}"
+
+
+IN_PLACE = "0: in place"
 
 RULES: Mapping[Form, Rule] = {
-    "adafactor": adafactor,
-    "adam-mini": adam_mini,
-    "adamw": adamw,
-    "in-place": in_place,
-    "lion": lion,
-    "torch-muon": torch_muon,
-    "untraced": untraced,
+    "adafactor": Rule(
+        _adafactor, lambda *_: "update and variance estimate of a tensor, with what is left of the one before"
+    ),
+    "adam-mini": Rule(_adam_mini, lambda *_: "2 x largest tensor (update and its negative), 3 numbers per row"),
+    "adamw": Rule(_adamw, _adamw_text),
+    "in-place": Rule(_in_place, lambda *_: IN_PLACE),
+    "lion": Rule(_lion, lambda *_: "2 x largest tensor (scaled momentum and update)"),
+    "torch-muon": Rule(_torch_muon, _muon_text),
+    "untraced": Rule(_in_place, lambda *_: "not counted: the update is not traced"),
 }
 """Every form but ``copies``, and the bundled optimizer's ``chunks`` in :mod:`memplan.step.states.optimizer_scratch`."""
 
 
 def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:
-    """Return the scratch memory of the class that updates a group of tensors.
+    """Return the scratch memory of the class that updates a group of tensors of torch's own dtypes together.
 
     Args:
         entry: What the tensors' optimizer is in the catalog.
@@ -174,7 +276,14 @@ def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kerne
         return copies(entry.scratch, group)
     if form not in RULES:
         raise CannotAnswerError(f"the scratch memory of {kind} is of form {form}, which nothing here tells")
-    return RULES[form](group, kernel)
+    rule, stream = RULES[form], _Most()
+    whole = form == "adamw" and kernel == "foreach"  # of all tensors at once
+    rule.write(stream, [*_in_order(group, whole=whole)], kernel, makes_nothing)
+    return stream.most, rule.text(group, kernel)
+
+
+def makes_nothing(_: int) -> None:
+    """Make no states."""
 
 
 def copies(scratch: UpdateScratch, group: list[TensorStates]) -> Scratch:
