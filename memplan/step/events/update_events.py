@@ -11,6 +11,7 @@ from memplan.step.events import bundled_events
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.states.muon_batches import ALONE, alike, muon_batches
+from memplan.step.states.muon_scratch import state_pieces
 from memplan.step.states.optimizer_scratch import (
     FOREACH_CHUNK_ELEMENTS,
     handed_over,
@@ -158,9 +159,7 @@ class Updates:
             and (slot.device == "device" or (slot.device == "device-if-fused" and fused))
         ]
         bundled = entry.stepper == BUNDLED
-        return [
-            piece for slot, size in sizes for piece in (bundled_events.state_pieces(slot, size) if bundled else [size])
-        ]
+        return [piece for slot, size in sizes for piece in (state_pieces(slot, size) if bundled else [size])]
 
     # ---------------------------------------------------------------- what an update takes for itself
     def _update(self, group: Sequence[Named], gradients: dict[str, int], *, first: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from memplan.step.states.muon_scratch import COLUMN_CHUNK, index_bytes
+from memplan.step.states.muon_scratch import MuonPhases, index_bytes, newton_schulz_sizes
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.values import dataclass
@@ -45,7 +45,7 @@ def muon_batches(
             firsts.setdefault(alike(entry), entry)
     batches = {}
     for kind, entry in firsts.items():
-        most = setup.profile.muon_batch_bytes // batch_bytes(setup, entry, 1)
+        most = setup.profile.muon_batch_bytes // batch_phases(setup, entry, 1).bytes
         if min(most, counts[kind]) > 1:
             batches[kind] = MuonBatch(min(most, counts[kind]), counts[kind] % most == 1)
     return batches
@@ -64,30 +64,14 @@ def _can_share(setup: TrainingSetup, entry: TensorStates) -> bool:
     return plain and entry.tensor.elements % entry.optimizer.slots[0].block_elements == 0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPhases:
-    """Bytes of the tensors that updating a batch allocates, in order; each phase gives all of its own back."""
-
-    update: int  # What is orthogonalised, in bf16; it lives through all phases
-    # Codes of all; their codec's scratch; gradients in fp32; values in fp32 of a bf16 momentum.
-    momentum: tuple[int, ...]
-    norms: tuple[int, ...]  # Of rows, in bf16 and in fp32, and of matrices
-    workspace: tuple[int, ...]  # Of Newton-Schulz
-    weights: tuple[int, ...]  # Updates in fp32, and weights that are not fp32
-
-
-def batch_phases(setup: TrainingSetup, entry: TensorStates, count: int) -> BatchPhases:
+def batch_phases(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonPhases:
     """Return what updating ``count`` matrices like ``entry`` together allocates."""
-    rows, columns = entry.tensor.shape
-    m, n = min(rows, columns), max(rows, columns)
-    elements = count * entry.tensor.elements
-    square, chunk = 2 * count * m * m, 2 * count * m * min(COLUMN_CHUNK, n)
-    fast = setup.profile.newton_schulz == "fast"
-    return BatchPhases(
+    rows, elements = entry.tensor.shape[0], count * entry.tensor.elements
+    return MuonPhases(
         update=2 * elements,
         momentum=_momentum(entry, elements),
         norms=(2 * count * rows, 4 * count * rows, 4 * count),
-        workspace=(square, square, chunk) if fast else (square, chunk, chunk),
+        workspace=newton_schulz_sizes(setup, entry, count),
         weights=(4 * elements,) if entry.format_name == "fp32" else (4 * elements, 4 * elements),
     )
 
@@ -102,13 +86,3 @@ def _momentum(entry: TensorStates, elements: int) -> tuple[int, ...]:
     boundaries = max(slot.codebook_bytes - 4, 0) // 2  # of 2 n - 1 numbers, n - 1
     scratch = (slot.codebook_bytes - boundaries, 4 * elements, 4 * blocks, index, boundaries)
     return tuple(size for size in (*codes, *scratch, 4 * elements) if size)
-
-
-def batch_bytes(setup: TrainingSetup, entry: TensorStates, count: int) -> int:
-    """Return the most that updating ``count`` matrices like ``entry`` together allocates.
-
-    Formula:
-        ``count * 2 * elements + max(momentum, norms, Newton-Schulz, weights)`` of :class:`BatchPhases`.
-    """
-    phases = batch_phases(setup, entry, count)
-    return phases.update + max(map(sum, (phases.momentum, phases.norms, phases.workspace, phases.weights)))

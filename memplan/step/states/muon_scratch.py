@@ -1,27 +1,24 @@
-"""What the bundled optimizer takes for one chunk of a tensor, and the tables of coded weights."""
+"""What the bundled optimizer takes for one tensor, allocation by allocation, and the tables of coded weights.
+
+Every turn of a loop over chunks takes and gives back the same memory, so that the first stands for all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
-from memplan.step.tensors.state_slots import slot_bytes
+from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import TensorStates
-from memplan.units import round_up
+from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div, round_up
+from memplan.values import dataclass
 
 CHUNK_ELEMENTS = 2**20
 """Elements that the bundled optimizer takes at a time (memplan/muon, ``chunk_elements``)."""
 
 COLUMN_CHUNK = 512
 """Columns that streamed Newton-Schulz takes at a time (memplan/muon, ``ns_chunk_columns``)."""
-
-
-def moment_chunk_bytes(entry: TensorStates) -> int:
-    """Return what updating a momentum takes for one chunk: fp32 numbers, and codes being formed."""
-    slot = entry.optimizer.slots[0]
-    block = slot.block_elements
-    k = chunk_elements(entry.tensor.elements, block)
-    if block == 1:
-        return 4 * k + (0 if slot.block_bytes == 4 else 4 * k)
-    return 4 * k + 4 * k + 4 * k // block + index_bytes(slot) * k + slot.codebook_bytes
 
 
 def index_bytes(slot: StateSlot) -> int:
@@ -35,39 +32,147 @@ def index_bytes(slot: StateSlot) -> int:
     return 1 if slot.block_bytes - slot.scale_bytes < slot.block_elements else 0
 
 
-def staged_bytes(entry: TensorStates, k: int) -> int:
-    """Return the buffers through which a state in host memory passes: two stretches of k elements that take turns.
-
-    Formula:
-        ``ceil(min(2 k, n) / block_elements) * block_bytes``, summed over the state's slots.
-
-    Source:
-        memplan/muon/updates/offload.py and ``_staged_bytes`` in memplan/muon/byte_model.py, measured.
-    """
-    optimizer, elements = entry.optimizer, entry.tensor.elements
-    slots = optimizer.exempt_slots if elements < optimizer.exempt_below else optimizer.slots
-    resident = (min(2 * k, elements),)
-    return sum(slot_bytes(slot, resident, entry.element_bytes) for slot in slots if slot.layout == "elementwise")
-
-
 def weight_block(entry: TensorStates) -> int:
     """Return the elements of a block of a weight, where chunks of it begin and end."""
     return 1 if entry.coded_as is None else entry.coded_as.block_elements
 
 
-def weight_scratch_bytes(entry: TensorStates, k: int) -> int:
-    """Return what writing k updated elements of a weight takes: an fp32 copy of all but fp32, and codes being formed."""
-    if entry.coded_as is not None:
-        scratch = codec_scratch(entry.coded_as)
-        blocks = min(k, entry.tensor.elements) // entry.coded_as.block_elements
-        return 4 * k + scratch.coding_bytes * min(blocks, scratch.blocks_at_once)
-    return 0 if entry.format_name == "fp32" else 4 * k
+@dataclass(frozen=True, slots=True)
+class MuonPhases:
+    """Bytes of the tensors that an update by Muon allocates, in order; each phase gives all of its own back."""
+
+    update: int  # What is orthogonalised, in bf16; it lives through all phases. 0 where the gradient serves
+    # Codes of all; their codec's scratch; gradients in fp32; values in fp32 of a bf16 momentum.
+    momentum: tuple[int, ...]
+    norms: tuple[int, ...]  # Of rows, in bf16 and in fp32, and of matrices
+    workspace: tuple[int, ...]  # Of Newton-Schulz
+    weights: tuple[int, ...]  # Updates in fp32, and weights that are not fp32
+    coding: tuple[int, ...] = ()  # What coding weights again takes beside these
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The most that is there besides the update while momentum or weights are changed."""
+        return max(sum(self.momentum), sum(self.weights) + sum(self.coding))
+
+    @property
+    def bytes(self) -> int:
+        """The most that is there at once."""
+        return self.update + max(self.chunk_bytes, sum(self.norms), sum(self.workspace))
 
 
-def weight_chunk_bytes(entry: TensorStates) -> int:
-    """Return what updating a weight takes for one chunk: an update in fp32, and what writing it takes."""
-    k = chunk_elements(entry.tensor.elements, weight_block(entry))
-    return 4 * k + weight_scratch_bytes(entry, k)
+def muon_phases(setup: TrainingSetup, entry: TensorStates) -> MuonPhases:
+    """Return what Muon takes for one matrix, the larger side being ``n`` and the smaller ``m``.
+
+    Formula:
+        Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
+        where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
+        ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
+        chunk includes two stretches of a momentum in host memory.
+
+    Source:
+        memplan/muon/updates/steps.py, memplan/muon/orthogonalisation/newton_schulz.py, measured.
+    """
+    elements, rows, slots = entry.tensor.elements, entry.tensor.shape[-2], _moments(entry)
+    k = chunk_elements(elements, slots[0].block_elements)
+    block = chunk_elements(elements, weight_block(entry))
+    return MuonPhases(
+        update=0 if entry.gradient_name == "bf16" else 2 * elements,
+        momentum=(*_codec_sizes(slots[0], k), 4 * k, *_staged_sizes(setup, entry, k)),
+        norms=(2 * rows, 4 * rows, 4),
+        workspace=newton_schulz_sizes(setup, entry),
+        weights=(4 * block, *_weight_sizes(entry, block)),
+        coding=_coding_sizes(entry, block),
+    )
+
+
+def newton_schulz_sizes(setup: TrainingSetup, entry: TensorStates, count: int = 1) -> tuple[int, ...]:
+    """Return the workspace of orthogonalising ``count`` matrices like one together."""
+    m, n = sorted(entry.tensor.shape[-2:])
+    square, chunk = 2 * count * m * m, 2 * count * m * min(COLUMN_CHUNK, n)
+    return (square, square, chunk) if setup.profile.newton_schulz == "fast" else (square, chunk, chunk)
+
+
+def adamw_sizes(setup: TrainingSetup, entry: TensorStates) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return what the bundled AdamW takes, which goes through a tensor in chunks of k elements.
+
+    Returns:
+        k, a number of whole blocks of moments and weight; scratch of both moments' codecs, a chunk of the gradient, the
+        weight's and two stretches of moments in host memory; and what coding the weight again takes besides.
+
+    Source:
+        memplan/muon/updates/steps.py, measured.
+    """
+    slots = _moments(entry)
+    k = chunk_elements(entry.tensor.elements, max(slots[0].block_elements, weight_block(entry)))
+    codecs = [size for slot in slots for size in _codec_sizes(slot, k)]
+    own = (*codecs, 4 * k, *_weight_sizes(entry, k), *_staged_sizes(setup, entry, k))
+    return k, own, _coding_sizes(entry, k)
+
+
+def state_pieces(slot: StateSlot, size: int) -> list[int]:
+    """Return the tensors that hold a state of ``size`` bytes: codes and scales are two."""
+    if slot.block_elements == 1:
+        return [size]
+    scales = size // slot.block_bytes * slot.scale_bytes
+    return [size - scales, scales]
+
+
+def _moments(entry: TensorStates) -> list[StateSlot]:
+    """Return the states of a tensor that have an element for each of its own."""
+    optimizer = entry.optimizer
+    slots = optimizer.exempt_slots if is_exempt(optimizer, entry.tensor.shape) else optimizer.slots
+    return [slot for slot in slots if slot.layout == "elementwise"]
+
+
+def _codec_sizes(slot: StateSlot, k: int) -> list[int]:
+    """Return the scratch of a codec for k elements: codes being formed, values, scales and a codebook of n levels.
+
+    Floats need nothing for fp32, and values for bf16.
+    """
+    if slot.block_elements == 1:
+        return [] if slot.block_bytes == 4 else [4 * k]
+    codes, values = index_bytes(slot) * k, [4 * k, 4 * (k // slot.block_elements)]
+    if not slot.codebook_bytes:
+        return [codes, *values] if codes else values
+    boundaries = (slot.codebook_bytes - 4) // 2  # of 2 n - 1 numbers, n - 1
+    return [slot.codebook_bytes - boundaries, *values, codes, boundaries]
+
+
+def _weight_sizes(entry: TensorStates, k: int) -> list[int]:
+    """Return the exact copy of k elements of a weight that is not fp32."""
+    return [] if entry.coded_as is None and entry.format_name == "fp32" else [4 * k]
+
+
+def _coding_sizes(entry: TensorStates, k: int) -> tuple[int, ...]:
+    """Return what coding k elements again takes: two tables as wide as powers of two, and what is narrow beside them.
+
+    Source:
+        ``TEMPORARIES`` in memplan/muon/weights/weight_formats.py, with stochastic rounding.
+    """
+    if entry.coded_as is None:
+        return ()
+    scratch = codec_scratch(entry.coded_as)
+    blocks = min(min(k, entry.tensor.elements) // entry.coded_as.block_elements, scratch.blocks_at_once)
+    table = 2 ** (scratch.coding_bytes.bit_length() - 2) if scratch.coding_bytes > 1 else 0
+    return (table * blocks, table * blocks, (scratch.coding_bytes - 2 * table) * blocks)
+
+
+def _staged_sizes(setup: TrainingSetup, entry: TensorStates, k: int) -> list[int]:
+    """Return the buffers that states in host memory pass through: two stretches of k elements, of a short state less."""
+    if not setup.offloads_states:
+        return []
+    elements = entry.tensor.elements
+    stretches = [min(k, elements), min(k, elements - k)][: min(2, ceil_div(elements, k))]
+    return [size for stretch in stretches for size in _stretch_sizes(_moments(entry), stretch)]
+
+
+def _stretch_sizes(slots: Iterable[StateSlot], elements: int) -> list[int]:
+    """Return the tensors of a stretch of states."""
+    return [
+        size
+        for slot in slots
+        for size in state_pieces(slot, ceil_div(elements, slot.block_elements) * slot.block_bytes)
+    ]
 
 
 def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:

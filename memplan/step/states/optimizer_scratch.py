@@ -7,19 +7,9 @@ from dataclasses import replace
 
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
 from memplan.model.inventory import Role
-from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_bytes, muon_batches
-from memplan.step.states.muon_scratch import (
-    CHUNK_ELEMENTS,
-    COLUMN_CHUNK,
-    chunk_elements,
-    moment_chunk_bytes,
-    staged_bytes,
-    weight_block,
-    weight_chunk_bytes,
-    weight_scratch_bytes,
-)
+from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches
+from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, muon_phases
 from memplan.step.states.update_algorithms import run_of, scratch_of
-from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
@@ -206,7 +196,7 @@ def _bundled(setup: TrainingSetup, entry: TensorStates, batches: Mapping[Alike, 
     alone = _muon(setup, entry) if batch.some_alone else NOTHING
     if batch.together == 1:
         return alone
-    size = batch_bytes(setup, entry, batch.together)
+    size = batch_phases(setup, entry, batch.together).bytes
     text = f"{batch.together} matrices of {' x '.join(map(str, entry.tensor.shape))} at a time (muon_batch_bytes)"
     return max(alone, Temporaries(size, text), key=_size)
 
@@ -235,55 +225,23 @@ def master_of(entry: TensorStates, name: str) -> TensorStates:
 
 
 def _muon(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
-    """Return Muon's scratch memory for one matrix, the larger side being ``n`` and the smaller ``m``.
-
-    Formula:
-        Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
-        where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
-        ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
-        chunk includes two stretches of a momentum in host memory.
-
-    Source:
-        memplan/muon/byte_model.py, measured.
-    """
-    rows, columns = entry.tensor.shape[-2:]
-    m, n = min(rows, columns), max(rows, columns)
-    c = min(COLUMN_CHUNK, n)
-    kind = setup.profile.newton_schulz
-    own = 0 if entry.gradient_name == "bf16" else 2 * entry.tensor.elements
-    extra = f" + {own:,} for the update" if own else ""
-    squares, chunks = (2, 1) if kind == "fast" else (1, 2)
-    newton_schulz = 2 * squares * m * m + 2 * chunks * m * c
-    k = chunk_elements(entry.tensor.elements, entry.optimizer.slots[0].block_elements)
-    staged = staged_bytes(entry, k) if setup.offloads_states else 0
-    chunk = max(moment_chunk_bytes(entry) + staged, weight_chunk_bytes(entry))
-    if chunk > newton_schulz:
-        return Temporaries(own + chunk, f"momentum and weight in chunks of {CHUNK_ELEMENTS:,} elements{extra}")
-    text = f"{2 * squares} m^2 + {2 * chunks} m c{extra}, m = {m}, n = {n}, c = {c}"
-    return Temporaries(own + newton_schulz, text)
+    """Return Muon's scratch memory for one matrix."""
+    phases = muon_phases(setup, entry)
+    extra = f" + {phases.update:,} for the update" if phases.update else ""
+    if phases.chunk_bytes > sum(phases.workspace):
+        return Temporaries(phases.bytes, f"momentum and weight in chunks of {CHUNK_ELEMENTS:,} elements{extra}")
+    m, n = sorted(entry.tensor.shape[-2:])
+    squares, chunks = (4, 2) if setup.profile.newton_schulz == "fast" else (2, 4)
+    text = f"{squares} m^2 + {chunks} m c{extra}, m = {m}, n = {n}, c = {min(COLUMN_CHUNK, n)}"
+    return Temporaries(phases.bytes, text)
 
 
 def _chunked(setup: TrainingSetup, entry: TensorStates) -> Temporaries:
-    """Return the scratch memory of the bundled AdamW, which goes through a tensor in chunks of k elements.
-
-    Formula:
-        fp32 moments 4 k, bf16 moments 12 k, 8-bit moments 12 k + k / 32, and 4 k more for weights that are
-        not fp32; k is a number of whole blocks of both. Moments in host memory: two stretches of k elements of each
-        besides.
-
-    Source:
-        memplan/muon/byte_model.py, measured.
-    """
-    slots = [s for s in entry.optimizer.slots if s.layout == "elementwise"]
-    exempt = is_exempt(entry.optimizer, entry.tensor.shape)
-    block = 1 if exempt else max(slot.block_elements for slot in slots)
-    width = 4 if exempt else slots[0].block_bytes
-    k = chunk_elements(entry.tensor.elements, max(block, weight_block(entry)))
-    moments = 4 * k if width == 4 and block == 1 else 12 * k + (k // 32 if block > 1 else 0)
-    weight = weight_scratch_bytes(entry, k)
-    staged = staged_bytes(entry, k) if setup.offloads_states else 0
+    """Return the scratch memory of the bundled AdamW."""
+    k, own, coding = adamw_sizes(setup, entry)
     text = f"the largest tensor in chunks of {k:,} elements"
-    return Temporaries(moments + weight + staged, f"{text}, and two stretches of its states" if staged else text)
+    staged = ", and two stretches of its states" if setup.offloads_states else ""
+    return Temporaries(sum(own) + sum(coding), f"{text}{staged}")
 
 
 def average_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
