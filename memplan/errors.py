@@ -88,15 +88,24 @@ def first_lines(lines: Sequence[str]) -> tuple[str, ...]:
     return (*lines[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
 
 
+LEAST_BEGINNING = 4
+"""Characters of a name that others are taken to begin with."""
+
+
 def nearest_match(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to ``name``, or None when nothing is close.
+    """Return the known name closest to ``name``, one that begins with it before others, or None when nothing is close.
 
     Separators and case do not count, as everywhere where memplan looks up names.
+
+    Example:
+        >>> nearest_match("llama3.1", ["llama-3.2-1b", "llama-3.1-405b", "llama-3.1-8b"])
+        'llama-3.1-8b'
     """
     from difflib import get_close_matches
 
-    by_key = {normalised_name(candidate): candidate for candidate in known}
-    matches = get_close_matches(normalised_name(name), by_key, n=1, cutoff=0.6)
+    key, by_key = normalised_name(name), {normalised_name(candidate): candidate for candidate in known}
+    longer = [one for one in by_key if one.startswith(key)] if len(key) >= LEAST_BEGINNING else []
+    matches = get_close_matches(key, longer, n=1, cutoff=0) or get_close_matches(key, by_key, n=1, cutoff=0.6)
     return by_key[matches[0]] if matches else None
 
 
