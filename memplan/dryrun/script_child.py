@@ -188,6 +188,8 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
         )
     if any(words in f"{kind}: {text}" for words in _FETCHES):
         return "refused", f"{own}: {FETCHED_NOTHING} ({kind})"
+    if _NESTED in text:
+        return "refused", f"{own}: rows of unequal lengths in one tensor (torch.nested) are not known here"
     if kind in _OF_THE_COMPILER:
         if "No module named 'triton'" in str(error):
             return (
@@ -207,6 +209,8 @@ FETCHED_NOTHING = (
     "it names a model, a tokenizer or rows of the hub that are not in this machine's cache, and nothing is fetched here: "
     "fetch them once beforehand, or name a folder (of a model its config.json is enough)"
 )
+_NESTED = "self.shape_env must not be None"
+"""What a fake tensor of torch's says where a nested one is made of it (torch/_subclasses/fake_tensor.py)."""
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
 _OF_THE_COMPILER = ("BackendCompilerFailed", "InternalTorchDynamoError", "FailOnRecompileLimitHit")

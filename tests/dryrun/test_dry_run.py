@@ -300,6 +300,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
 @pytest.mark.parametrize(
     ("name", "updates"),
     [
+        ("actor_critic", 3),
         ("attention_accumulated", 3),
         ("averaged_weights", 3),
         ("custom_function", 3),
@@ -307,12 +308,16 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("adapters_by_hand", 3),
         ("bundled_muon", 6),
         ("chosen_labels", 3),
+        ("clipped_per_example", 3),
         ("contrastive_pairs", 3),
         ("distilled", 3),
         ("evaluated_epochs", 3),
         ("gradient_penalty", 3),
+        ("packed_rows", 3),
         ("recipe_class", 3),
+        ("resumed_training", 3),
         ("stepped_in_backward", 18),  # one optimizer for each of six weights
+        ("two_networks", 5),  # the generator's third, and the critic's second
         ("vision_language", 3),
     ],
 )
@@ -327,6 +332,31 @@ def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp
     outcome = run_script(Request(script, Card("none", "9.0", 2**36, 2**36), kernels="cpu"), quiet=True)
     assert outcome.ending == "done", outcome.message
     assert abs(max(outcome.peaks) - peak) <= peak / 1000
+
+
+@pytest.mark.slow
+def test_a_captured_step_is_replayed_and_keeps_its_pool():
+    ran = memplan.run(SCRIPTS / "captured_steps.py", gpu="h100", quiet=True)
+    weights, rows, hidden = 4 * (2 * 1024 * 4096 + 1024 + 4096), 2048 * 1024 * 4, 2048 * 4096 * 4
+    assert ran.outcome.steps == 3 + 1 + 3
+    assert "graph" not in ran.outcome.message
+    # Weights, gradients and two states; rows, targets, output and two of what is made of it in forward; hidden states three times.
+    assert ran.requested_bytes < 4 * weights + 6 * rows + 4 * hidden
+    private = {turn.pool for turn in ran.trace.turns} - {0}
+    assert len(private) == 1
+    assert (
+        ran.to_spare.reserved_peak_bytes > ran.requested_bytes + 2 * hidden
+    )  # a replay uses them beside what is eager
+
+
+@pytest.mark.slow
+def test_a_script_that_takes_smaller_batches_is_told_where_it_ran_out():
+    ran = memplan.run(SCRIPTS / "smaller_batches.py", gpu_memory="2GiB", quiet=True)
+    assert ran.fits
+    assert ran.outcome.steps == 3
+    assert len(ran.outcome.handled) == len([note for note in ran.outcome.notes if "ran out of memory" in note]) > 0
+    assert all(failed.line.startswith("scripts/smaller_batches.py:") for failed in ran.outcome.handled)
+    assert ran.to_spare.reserved_peak_bytes + ran.context_bytes <= 2 * 2**30
 
 
 @pytest.mark.slow

@@ -213,3 +213,30 @@ def test_modules_made_without_memory_are_made_on_the_gpu():
             layers = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
         layers.to_empty(device="cuda")
         assert all(parameter.is_cuda and parameter.requires_grad for parameter in layers.parameters())
+
+
+def test_parameters_without_a_shape_yet_go_to_the_gpu_when_they_have_one():
+    with machine():
+        layers = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyLinear(2)).cuda()
+        layers(torch.ones(4, 16, device="cuda")).sum().backward()
+        assert [tuple(parameter.shape) for parameter in layers.parameters()] == [(8, 16), (8,), (2, 8), (2,)]
+        assert all(parameter.grad.is_cuda for parameter in layers.parameters())
+
+
+def test_older_scripts_make_tensors_by_classes():
+    with machine():
+        assert torch.cuda.FloatTensor(2, 3).is_cuda
+        assert torch.cuda.LongTensor([1, 2]).tolist() == [1, 2]
+        assert isinstance(torch.ones(2).type(torch.cuda.HalfTensor), torch.cuda.HalfTensor)
+        assert torch.ones(2).type("torch.cuda.DoubleTensor").type() == "torch.cuda.DoubleTensor"
+        assert not isinstance(torch.ones(2), torch.cuda.FloatTensor)
+
+
+def test_packed_rows_have_the_shapes_of_real_ones():
+    lengths, rows = torch.tensor([4, 2, 1]), torch.ones(3, 4, 5)
+    pack = torch.nn.utils.rnn.pack_padded_sequence
+    real = pack(rows, lengths, batch_first=True)
+    with machine():
+        made = pack(rows.cuda(), lengths, batch_first=True)
+        assert made.data.shape == real.data.shape
+        assert made.batch_sizes.tolist() == real.batch_sizes.tolist()

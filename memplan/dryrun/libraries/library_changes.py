@@ -78,9 +78,27 @@ def known_libraries(
             ),
             "trl.trainer.utils": lambda module: stack.enter_context(replaced(module, {"_use_triton": lambda _: True})),
         }
+        stack.enter_context(replaced(torch.backends.mha, {"get_fastpath_enabled": _slow_path(notes)}))
         stack.enter_context(flash_attn_installed(compute_capability, notes))
         stack.enter_context(changed_when_imported(changes))
         yield
+
+
+SLOW_PATH_NOTE = (
+    "evaluation of torch's transformer layers runs operator by operator: their fused path (torch.backends.mha), which keeps less, "
+    "is not known here"
+)
+
+
+def _slow_path(notes: list[str]) -> Callable[[], bool]:
+    """Return what tells that transformer layers have no fused path; where they would take it, that is noted."""
+
+    def enabled() -> bool:
+        if not torch.is_grad_enabled() and SLOW_PATH_NOTE not in notes:
+            notes.append(SLOW_PATH_NOTE)
+        return False
+
+    return enabled
 
 
 def _refused_extension(*_: Any, **__: Any) -> Any:
@@ -102,6 +120,13 @@ def _without_weights(module: Any, stack: ExitStack) -> None:
 
     stack.enter_context(replaced(model_class, {"_load_pretrained_model": staticmethod(loaded)}))
     stack.enter_context(replaced(module, {"_get_resolved_checkpoint_files": lambda *_, **__: ([NO_FILE], None)}))
+    read = module.load_state_dict
+
+    def of_a_file(file: Any, *args: Any, **options: Any) -> Any:
+        # Whose first weight tells the dtype where the config does not: fp32, as checkpoints have that are older than the key.
+        return {"weight": torch.empty(1, device="meta")} if file == NO_FILE else read(file, *args, **options)
+
+    stack.enter_context(replaced(module, {"load_state_dict": of_a_file}))
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

@@ -82,6 +82,63 @@ class _Device(metaclass=_AnyDevice):
 _DEVICE = torch.device
 
 
+_DTYPES = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16, "Long": torch.int64,
+    "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+}  # fmt: skip
+"""Dtypes of the classes that older scripts make tensors by: ``torch.cuda.FloatTensor`` and others."""
+
+
+class _TypedTensor(type):
+    """Makes the classes of tensors on the GPU: called with sizes or data, they return a tensor there."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> Tensor:
+        if all(isinstance(size, int) for size in args):
+            return torch.empty(args, dtype=cls.dtype, device="cuda")
+        return torch.as_tensor(args[0], dtype=cls.dtype).to("cuda")
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_cuda and value.dtype == cls.dtype
+
+
+def _typed_tensors() -> dict[str, _TypedTensor]:
+    """Return stand-ins for ``torch.cuda.FloatTensor`` and the like."""
+    return {f"{name}Tensor": _TypedTensor(f"{name}Tensor", (), {"dtype": dtype}) for name, dtype in _DTYPES.items()}
+
+
+def _of_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``Tensor.type``, to which a class of tensors on the GPU may be given, or its name."""
+    names = {f"torch.cuda.{name}Tensor": dtype for name, dtype in _DTYPES.items()}
+
+    def typed(tensor: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
+        wanted = (
+            dtype.dtype if isinstance(dtype, _TypedTensor) else names.get(dtype) if isinstance(dtype, str) else None
+        )
+        if wanted is not None:
+            return tensor.to(inner_device("cuda"), wanted)
+        if dtype is None and tensor.is_cuda:
+            return next((name for name, kind in names.items() if kind == tensor.dtype), function(tensor))
+        return function(tensor, *(() if dtype is None else (dtype,)), *args, **options)
+
+    return typed
+
+
+def _default_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.set_default_tensor_type``, to which a class of tensors on the GPU may be given, or its name."""
+
+    def default(kind: Any) -> None:
+        name = kind.__name__ if isinstance(kind, _TypedTensor) else str(kind).removeprefix("torch.cuda.")
+        if not isinstance(kind, _TypedTensor) and not str(kind).startswith("torch.cuda."):
+            function(kind)
+            return
+        torch.set_default_dtype(_DTYPES[name.removesuffix("Tensor")])
+        torch.set_default_device("cuda")
+
+    return default
+
+
 @contextmanager
 def named_devices(index: int = 0) -> Iterator[None]:
     """Let tensors be moved to CUDA, and be there, while what is inside runs.
@@ -103,10 +160,13 @@ def named_devices(index: int = 0) -> Iterator[None]:
             {
                 "to": _first_a_device(_with_inner_devices(Tensor.to)),
                 "cuda": to_cuda,
+                "type": _of_type(Tensor.type),
                 "_make_subclass": staticmethod(_subclassed(Tensor._make_subclass)),
             },
         ),
         (torch.nn.Module, {"to": _first_a_device(torch.nn.Module.to)}),
+        (torch.cuda, {**_typed_tensors()}),
+        (torch, {"set_default_tensor_type": _default_type(torch.set_default_tensor_type)}),
         (torch, {"device": _Device}),
         (torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
     ]

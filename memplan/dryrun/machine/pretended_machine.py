@@ -12,6 +12,8 @@ import torch.optim.optimizer as optimizer
 import torch.utils._foreach_utils as foreach
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime
@@ -217,6 +219,8 @@ def _moved_modules() -> Iterator[None]:
         for name, parameter in own.items():
             if isinstance(parameter, FakeTensor):
                 _move(parameter, function)
+            elif is_lazy(parameter):
+                module._moves_later = function
             elif type(parameter) is torch.nn.Parameter and parameter.is_meta:  # torch, too, makes another of it
                 with torch.no_grad():
                     own[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
@@ -231,7 +235,14 @@ def _moved_modules() -> Iterator[None]:
             module._parameters = own
             future.set_swap_module_params_on_conversion(before)
 
-    with replaced(torch.nn.Module, {"_apply": applied}):
+    infer: Any = LazyModuleMixin._infer_parameters
+
+    def inferred(lazy: Any, module: Any, *args: Any, **options: Any) -> Any:
+        infer(lazy, module, *args, **options)
+        if "_moves_later" in vars(module):  # its parameters have a shape now
+            module._apply(vars(module).pop("_moves_later"))
+
+    with replaced(torch.nn.Module, {"_apply": applied}), replaced(LazyModuleMixin, {"_infer_parameters": inferred}):
         yield
 
 

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memplan.dryrun.terms.outcome import StepsDoneError
@@ -226,6 +227,8 @@ class WatchedSteps:
     def _mark_weights(self) -> None:
         for model in self._models:
             for name, parameter in model.named_parameters():
+                if is_lazy(parameter):
+                    continue
                 self.recorder.mark(parameter, "weights", name)
                 if parameter.requires_grad and not hasattr(parameter, HOOKED):
                     setattr(parameter, HOOKED, True)

@@ -222,13 +222,13 @@ class _Autocast(ContextDecorator):
         cache_enabled: bool | None = None,
     ) -> None:
         self.device, self.fast_dtype, self._enabled = device_type, dtype or _REGION.dtype, enabled
-        self._caches = _REGION.caches if cache_enabled is None else cache_enabled
+        self._cache_enabled = _REGION.caches if cache_enabled is None else cache_enabled
         self._before: list[tuple[bool, torch.dtype, bool]] = []
 
     def __enter__(self) -> _Autocast:
         self._before.append((_REGION.enabled, _REGION.dtype, _REGION.caches))
         _REGION.nesting += 1
-        _REGION.dtype, _REGION.caches = self.fast_dtype, self._caches
+        _REGION.dtype, _REGION.caches = self.fast_dtype, self._cache_enabled
         _REGION.switch(self._enabled)
         return self
 
