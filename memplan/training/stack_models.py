@@ -105,9 +105,10 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
             "modelled; use lora over bf16"
         )
     if setup.autocast and setup.config.parallel.engine == "fsdp1" and spec.final_norm.kind == "layer":
+        other = f"weights in {narrow}" if stack.sharded_units == "lightning" else "engine: torch (FSDP2)"
         yield (
             f"parallel.engine: fsdp1 runs {spec.name}'s layer norms by autocast, in fp32 beside what is gathered in 16 bits, "
-            "which is not modelled; use engine: torch (FSDP2)"
+            f"which is not modelled; use {other}"
         )
 
 
