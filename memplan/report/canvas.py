@@ -43,6 +43,7 @@ class Canvas:
         if columns <= 0:
             return ""
         used, maybe, free, left, right = tuple("█▒·├┤" if self.unicode else "#+.||")
+        worst = max(expected, worst)
         scale = max(worst, usable, 1)
         cells = [_rounded(size * columns, scale) for size in (expected, worst, usable or scale - worst)]
         track = (used * cells[0]).ljust(cells[1], maybe).ljust(cells[2], free)

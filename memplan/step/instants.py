@@ -36,6 +36,7 @@ from memplan.step.kept_by_loop import (
     held_graph,
     leaf_apart,
     left_stretch,
+    let_go,
     named_embeddings,
     named_input,
     passed_on,
@@ -240,7 +241,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         below = (played.layers[kind].saved * count for kind, count in place.below.items())
         gone = sum((played.layers[kind].escaped * count for kind, count in place.below.items()), ZERO)
         above = escaped - gone - played.layers[place.kind[0]].escaped
-        gone = ZERO if place.tables else passed
+        gone = let_go(inputs, place.layer) if place.tables else passed
         above += handed_back(taped.tower, place.layer)
         return sum(below, bare + above - gone + constant_form(Part.GRADIENTS, place.formed))
 

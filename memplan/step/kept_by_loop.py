@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.layer_arguments import other_mask
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.step_inputs import StepInputs, kept_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -122,3 +123,10 @@ def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
 def passed_on(inputs: StepInputs) -> Form:
     """Return what layers have been called with that the graph of the loss has, as long as one of them needs it."""
     return kept_arguments(inputs) + tables_of_graph(inputs)
+
+
+def let_go(inputs: StepInputs, layer: int) -> Form:
+    """Return what of :func:`passed_on` is gone in the backward of a layer, since checkpointing lets go of what it has called again."""
+    if inputs.setup.checkpointing == "none" or inputs.setup.stack.checkpointing.reentrant:
+        return ZERO
+    return other_mask(inputs.spec, inputs.setup, layer)

@@ -64,6 +64,14 @@ def test_a_plan_runs_nothing_that_is_recorded(record_folder, tmp_path, monkeypat
     assert result.stderr.count("is recorded") == len(list(folder.glob("*.json")))
 
 
+def test_a_profile_whose_greatest_context_is_no_such_thing_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**PROFILE, "context_bytes": 10**17}), encoding="utf-8")
+    refused = run("explain", "gpt2", "--config", "bf16-adamw", "--gpu", "h100", "--profile", str(path)).exception
+    assert isinstance(refused, InvalidFileError)
+    assert "upper_context_bytes: expected at least context_bytes" in str(refused)
+
+
 def test_calibration_is_a_profile_that_plans_take_and_name(record_folder, tmp_path):
     cuda_record(record_folder / "cpu" / SAMPLE, tmp_path / "record.json")
     profile = tmp_path / "profile.json"

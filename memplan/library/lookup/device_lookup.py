@@ -106,6 +106,8 @@ def _profile(path: Path) -> MachineProfile:
             problems.append(
                 f"{name}: {item.name}: expected {'text' if text else 'whole bytes'}, got {printable(repr(value), 60)}"
             )
+    if not problems and data["upper_context_bytes"] < data["context_bytes"]:
+        problems.append(f"{name}: upper_context_bytes: expected at least context_bytes, of which it is the greatest")
     if problems:
         raise InvalidFileError(problems)
     return MachineProfile(**{item.name: data[item.name] for item in fields(MachineProfile)})

@@ -44,6 +44,16 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained:
     return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.residual_bytes)
 
 
+def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
+    """Return the mask of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
+    kinds = [number in spec.full_layers for number in range(spec.num_hidden_layers)]
+    if len(set(kinds)) == len(set(kinds[:layer])):
+        return ZERO
+    code = family_code(setup.stack.model_code, spec.architecture)
+    one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.residual_bytes)
+    return one if _masks(spec, setup, code, retained=True) == one + one else ZERO
+
+
 def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
     """Return the numbers of the positions: three of each token where rows hold images, which no layer is given, unless the batch has them."""
     if has_images(spec, setup) and not is_pooled(spec, setup):

@@ -23,7 +23,7 @@ from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
-from memplan.step.kept_by_loop import called_again, embedded_leaf, escaped_form, held_by_loop, passed_on
+from memplan.step.kept_by_loop import called_again, embedded_leaf, escaped_form, held_by_loop, let_go, passed_on
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
@@ -209,6 +209,7 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
             gradients = constant_form(Part.GRADIENTS, above + each * (run.count - position))
             over = escaped + part.escaped * (run.count - position)
             around = base + rest + over + part.saved * (position - 1) + gradients
+            around -= let_go(step.inputs, run.first + position)
             yield from _layer_unit(step, (index, position), around, part, of)
         above += each * run.count
         saved, escaped = rest, escaped + part.escaped * run.count
@@ -249,7 +250,8 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and name != step.end_instant:
-        name, around = step.end_instant, around + leaf_kept(step) + called_again(step.inputs) - passed_on(step.inputs)
+        gone = passed_on(step.inputs) - called_again(step.inputs) - let_go(step.inputs, 1)
+        name, around = step.end_instant, around + leaf_kept(step) - gone
         resident = root + waiting + own.gathered_bytes + next_gathered
         yield with_gathered(name, "gradients of the first layer", around + arrived + gradients, resident)
     if not of.reduces:
