@@ -15,7 +15,7 @@ from memplan.allocator.pools import Turn  # noqa: E402
 from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
-from memplan.dryrun.terms.outcome import Card, StepsDoneError  # noqa: E402
+from memplan.dryrun.terms.outcome import Card, RefusedError, StepsDoneError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
 from memplan.dryrun.watching.watched_steps import WatchedSteps  # noqa: E402
@@ -67,6 +67,8 @@ def test_graphs_are_captured_beside_the_main_stream_and_replayed_without_a_reque
         with torch.cuda.graph(graph):
             assert torch.cuda.is_current_stream_capturing()
             out = weight * 2 + 1
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                out[0].item()
         requests = len(recorder.records)
         graph.replay()
         assert len(recorder.records) == requests
@@ -240,3 +242,15 @@ def test_packed_rows_have_the_shapes_of_real_ones():
         made = pack(rows.cuda(), lengths, batch_first=True)
         assert made.data.shape == real.data.shape
         assert made.batch_sizes.tolist() == real.batch_sizes.tolist()
+
+
+def test_a_script_that_spawns_its_processes_is_one_of_them():
+    def worker(rank, world_size):
+        ran.append((rank, world_size))
+
+    ran = []
+    with machine():
+        torch.multiprocessing.spawn(worker, args=(1,), nprocs=1)
+        with pytest.raises(RefusedError, match=r"spawns 8 processes; .* --gpus"):
+            torch.multiprocessing.spawn(worker, args=(8,), nprocs=8)
+    assert ran == [(0, 1)]

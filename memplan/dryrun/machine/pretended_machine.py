@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -57,6 +57,7 @@ def pretended_machine(
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
         stack.enter_context(_processes(ranks, recorder))
+        stack.enter_context(replaced(torch.multiprocessing, {"spawn": _spawned(ranks)}))
         if kernels == "cuda":
             for owner in (foreach, optimizer):
                 stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
@@ -196,6 +197,19 @@ def _no_group() -> Iterator[None]:
         for module in (torch.distributed, device_mesh):
             stack.enter_context(replaced(module, {"init_process_group": _refused_group}))
         yield
+
+
+def _spawned(ranks: Ranks | None) -> Callable[..., None]:
+    """Return ``torch.multiprocessing.spawn``, which runs its function here, as the one process of the job that is judged."""
+
+    def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        if ranks is None and nprocs > 1:
+            raise RefusedError(
+                f"the script spawns {nprocs} processes; say how many there are, one of which runs (see: --gpus)"
+            )
+        fn(ranks.local_rank if ranks else 0, *args)
+
+    return spawn
 
 
 def _refused_group(*_: Any, **__: Any) -> Any:

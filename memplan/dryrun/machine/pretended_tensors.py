@@ -66,6 +66,8 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             if not _is_pretended(func, tensors, args, options):
                 return func(*args, **options)
         elif func is aten._local_scalar_dense.default:
+            if torch.cuda.is_current_stream_capturing():  # as CUDA says of whatever waits for the GPU
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
             return self.values.number(args[0])
         elif func is aten._to_copy.default and str(options.get("device")) == "cpu":
             return self._on_the_cpu(args[0], options.get("dtype") or args[0].dtype)
