@@ -62,6 +62,7 @@ class MegatronJob:
     gated: bool = True
     sparse: tuple[int, ...] = ()
     layout: str | None = None
+    predicted: int = 0
 
 
 def drawn(seed: int) -> MegatronJob:
@@ -198,16 +199,19 @@ def wrapped_chunk(job: MegatronJob, stage: int, virtual: int):  # pragma: no cov
     """Return one chunk of a rank's model in 16 bits, in Megatron-LM's ``DistributedDataParallel``."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer.module import Float16Module
 
     config = _config(job)
+    config.mtp_num_layers = job.predicted or None
     chunk = virtual if job.virtual > 1 else None
     spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=chunk)
+    ends = (stage, virtual) == (job.pipeline - 1, job.virtual - 1)
+    behind = get_gpt_mtp_block_spec(config, spec, False, vp_stage=chunk) if job.predicted and ends else None
     rows = job.multiple * job.tensor
     model = GPTModel(
         config, spec, vocab_size=-(-job.vocabulary // rows) * rows, max_sequence_length=128,
-        pre_process=(stage, virtual) == (0, 0), post_process=(stage, virtual) == (job.pipeline - 1, job.virtual - 1),
+        pre_process=(stage, virtual) == (0, 0), post_process=ends, mtp_block_spec=behind,
         position_embedding_type="learned_absolute" if job.kind == "gpt" else "rope",
         share_embeddings_and_output_weights=job.tied, vp_stage=chunk,
     )  # fmt: skip
@@ -287,6 +291,7 @@ def main() -> None:  # pragma: no cover - needs megatron-core
     parser.add_argument(
         "--wide", action="store_true", help="up to 1,024 ranks, experts anywhere, stages laid out by hand"
     )
+    parser.add_argument("--predicted", type=int, default=0, help="layers of multi-token prediction")
     given = parser.parse_args()
     without_cuda(given.folder)
     draw = drawn_wide if given.wide else drawn
@@ -294,7 +299,7 @@ def main() -> None:  # pragma: no cover - needs megatron-core
 
     rows, wrong, refused = [], 0, 0
     for seed in range(given.seed, given.seed + given.count):
-        job = draw(seed)
+        job = replace(draw(seed), predicted=given.predicted)
         try:
             real = held(job)
         except ZeroDivisionError:

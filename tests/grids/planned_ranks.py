@@ -53,7 +53,7 @@ def grid_of_job(job) -> Grid:
 
 def split_of(job) -> StageSplit:
     """Return what a drawn job says of stages."""
-    return StageSplit(job.first, job.last, job.embedding, job.loss, job.layout)
+    return StageSplit(job.first, job.last, job.embedding, job.loss, layout=job.layout)
 
 
 def planned(job) -> list[list[dict]]:
@@ -67,11 +67,11 @@ def planned(job) -> list[list[dict]]:
 
 
 def _chunk(job, grid, stage, virtual, chunk) -> dict:
-    tensors = chunk_tensors(spec_of(job), grid, chunk, MegatronBuild("local", job.multiple))
+    tensors = chunk_tensors(spec_of(job), grid, chunk, MegatronBuild("local", job.multiple, job.predicted))
     bucket = job.bucket if stage == 0 and virtual == 0 else 0
     groups = ("dense", False, grid.shards), ("experts", True, grid.expert_shards)
     found = {"tensors": [[tensor.name, list(tensor.shape)] for tensor in tensors]}
-    found["buffers"] = expert_bias_bytes(spec_of(job), chunk)
+    found["buffers"] = expert_bias_bytes(spec_of(job), chunk, job.predicted)
     for name, expert, ranks in groups:
         own = [tensor for tensor in tensors if tensor.expert is expert]
         buffer = flat_buffer(own, Bucketing(ranks, job.sharded, bucket))

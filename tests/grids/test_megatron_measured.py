@@ -57,3 +57,13 @@ def test_what_is_kept_is_answered_where_a_step_is_not_modelled(cli, tmp_path):
     ran = answered(cli, tmp_path, large, "rtx3060")
     assert (ran.exit_code, ran.data["verdict"], ran.data["upper_bytes"]) == (1, "no", None)
     assert answered(cli, tmp_path, {**flags, "attention-output-gate": True}).exit_code == 3
+
+
+def test_layers_that_predict_one_more_token_are_kept_too(cli, tmp_path):
+    (test,) = RECORD["states_alone"].values()
+    ran = answered(cli, tmp_path, test["flags"])
+    below = test["allocated"] - ran.data["stages"][-1]["persistent_bytes"]
+    assert ran.exit_code == 3
+    assert 0 < below - SET_WORKSPACES < 0.08 * test["allocated"]  # what stays of a step, and workspaces of streams
+    without = answered(cli, tmp_path, {**test["flags"], "mtp-num-layers": 0})
+    assert "expected E, 16 t and L in this order" in without.err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import InvalidFileError
 from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
@@ -29,7 +29,7 @@ def test_states_are_the_sum_over_chunks():
     own = [(job, held) for job, held in JOBS if not job.bucket]  # whose buffers are one bucket, the default
     assert len(own) > 20
     for job, held in own:
-        build = MegatronBuild("local", job.multiple)
+        build = MegatronBuild("local", job.multiple, job.predicted)
         settings = MegatronSettings(split_of(job), build)
         for stage, chunks in zip(megatron_states(spec_of(job), grid_of_job(job), settings), held, strict=True):
             assert stage.parameters == sum(chunk["tensors"][1] for chunk in chunks)
@@ -52,10 +52,15 @@ def test_stages_laid_out_by_hand():
     for layout, message in (
         ("Ettt|tttL", "2 chunks are not those of 2 stages with 2 each"),
         ("Ett|t|t|tL", "expected E, 6 t and L"),
-        ("Ettt|t|tt|mL", "multi-token prediction"),
+        ("Ettt|t|tt|mL", "expected E, 6 t and L"),
     ):
-        with pytest.raises((InvalidFileError, CannotAnswerError), match=message):
+        with pytest.raises(InvalidFileError, match=message):
             chunks_of(6, Grid(2, pipeline=2, virtual=2), StageSplit(layout=layout))
+    behind = StageSplit(predicted=2, layout="Ettt|t|tt|mmL")
+    assert chunks_of(6, Grid(2, pipeline=2, virtual=2), behind)[1][1].count == 0
+    for layout in ("Ettt|t|ttm|mL", "Ettt|t|tt|mL"):
+        with pytest.raises(InvalidFileError, match="expected E, 6 t, 2 m and L"):
+            chunks_of(6, Grid(2, pipeline=2, virtual=2), StageSplit(predicted=2, layout=layout))
 
 
 def test_layers_that_do_not_divide_name_the_nearest():

@@ -74,6 +74,7 @@ class MegatronFlags:
         fused_rotation: Whether one kernel rotates queries and keys (``--no-rope-fusion`` not given).
         micro_batch_group: Micro-batches that pass a chunk of a stage's layers before its next chunk is run; None is as many as there are
             stages (``--microbatch-group-size-per-virtual-pipeline-stage``).
+        predicted_tokens: Layers that predict one more token each (``--mtp-num-layers``); what they keep is answered, and no step.
         unplanned: What of a step is not modelled; with any of it what is kept between steps is answered, and no step.
     """
 
@@ -82,6 +83,7 @@ class MegatronFlags:
     fused_gradients: bool = True
     fused_rotation: bool = True
     micro_batch_group: int | None = None
+    predicted_tokens: int = 0
     unplanned: tuple[str, ...] = ()
 
 

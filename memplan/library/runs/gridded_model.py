@@ -133,6 +133,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not config.parallel.precision_aware
     copies = [stage.fullest.master_weights * copied for stage in stages]
     unplanned = config.parallel.megatron.unplanned
+    if config.parallel.megatron.predicted_tokens and not unplanned:
+        unplanned = ("parallel.megatron.predicted_tokens: multi-token prediction",)
     steps = (StepInterval(0, 0, 0),) * len(stages) if unplanned else step_intervals(sizes, chunks, copies)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
     outside = outside_of(grid, device, tables, share)
@@ -209,9 +211,10 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
         parallel.last_stage_layers,
         parallel.embedding_as_layer,
         parallel.loss_as_layer,
+        parallel.megatron.predicted_tokens,
         parallel.stage_layout,
     )
-    build = MegatronBuild(parallel.transformer_impl, parallel.vocabulary_multiple)
+    build = MegatronBuild(parallel.transformer_impl, parallel.vocabulary_multiple, parallel.megatron.predicted_tokens)
     return MegatronSettings(split, build, _precision(config, catalog), parallel.overlap_gradients)
 
 

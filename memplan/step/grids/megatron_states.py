@@ -81,7 +81,7 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
     for virtual, chunk in enumerate(chunks):
         tensors = chunk_tensors(spec, grid, chunk, settings.build)
         parameters += sum(tensor.elements for tensor in tensors)
-        biases += expert_bias_bytes(spec, chunk)
+        biases += expert_bias_bytes(spec, chunk, settings.build.predicted)
         dense, experts = _buffers(tensors, grid, settings, bucketed=index == 0 and virtual == 0)
         resident += dense.elements + experts.elements
         dense_updated = list(map(add, dense_updated, dense.updated))

@@ -50,6 +50,7 @@ class MegatronBuild:
 
     implementation: TransformerImplementation = "transformer_engine"  # ``--transformer-impl``
     vocabulary_multiple: int = VOCABULARY_MULTIPLE  # ``--make-vocab-size-divisible-by``
+    predicted: int = 0  # ``--mtp-num-layers``: layers that predict one more token each, behind the last one
 
 
 def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuild) -> tuple[RankTensor, ...]:
@@ -67,8 +68,10 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
     shared = spec.tie_word_embeddings and grid.pipeline > 1
     table = (rows, spec.hidden_size)
     tensors: list[RankTensor] = []
-    if chunk.embeds:
-        tensors.append(RankTensor("embedding.word_embeddings.weight", table, shared=shared))
+    predicts = chunk.ends and build.predicted
+    if chunk.embeds or predicts:
+        again = shared or (build.predicted > 0 and grid.pipeline > 1)
+        tensors.append(RankTensor("embedding.word_embeddings.weight", table, shared=again))
         if spec.learned_positions:
             shape = (spec.learned_positions, spec.hidden_size)
             tensors.append(RankTensor("embedding.position_embeddings.weight", shape))
@@ -78,12 +81,30 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
             tensors.append(RankTensor(name, tensor.shape, tensor.expert))
     if chunk.ends:
         tensors += _norm("decoder.final_layernorm.", spec.final_norm, spec.hidden_size)
+        for index in range(build.predicted):
+            for tensor in _predicting(spec, grid, build):
+                tensors.append(RankTensor(f"mtp.layers.{index}.{tensor.name}", tensor.shape, tensor.expert))
         if not (spec.tie_word_embeddings and chunk.embeds):
-            tensors.append(RankTensor("output_layer.weight", table, shared=shared))
+            tensors.append(RankTensor("output_layer.weight", table, shared=shared and not predicts))
     return tuple(tensors)
 
 
-def expert_bias_bytes(spec: ModelSpec, chunk: Chunk) -> int:
+def _predicting(spec: ModelSpec, grid: Grid, build: MegatronBuild) -> Iterator[RankTensor]:
+    """Yield what predicts one more token: norms of an embedding and of hidden states, the projection of both, a layer as the last one is.
+
+    Source:
+        ``MultiTokenPredictionLayer`` in megatron/core/transformer/multi_token_prediction.py (0.16.1)
+    """
+    layer, hidden = spec.runs[-1].layer, spec.hidden_size
+    yield from _norm("enorm.", layer.norm, hidden)
+    yield from _norm("hnorm.", layer.norm, hidden)
+    yield from _columns("eh_proj.", hidden, 2 * hidden, grid.tensor, False)
+    for tensor in layer_tensors(spec, layer, grid, build):
+        yield RankTensor(f"transformer_layer.{tensor.name}", tensor.shape, tensor.expert)
+    yield from _norm("final_layernorm.", layer.norm, hidden)
+
+
+def expert_bias_bytes(spec: ModelSpec, chunk: Chunk, predicted: int = 0) -> int:
     """Return the bytes of what steers the choice of experts, which is no parameter.
 
     Formula:
@@ -93,6 +114,7 @@ def expert_bias_bytes(spec: ModelSpec, chunk: Chunk) -> int:
         ``TopKRouter`` in megatron/core/transformer/moe/router.py (0.16.1)
     """
     parts = [layer.feed_forward for layer in layers_of_chunk(spec, chunk)]
+    parts += [spec.runs[-1].layer.feed_forward] * (predicted * chunk.ends)
     return sum(6 * part.num_experts for part in parts if isinstance(part, MixtureOfExperts) and part.score_correction)
 
 

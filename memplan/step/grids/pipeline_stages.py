@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import InvalidFileError
 from memplan.step.grids.grid import Grid
 from memplan.values import dataclass
 
@@ -22,7 +22,8 @@ class StageSplit:
     last: int | None = None  # Layers of the last stage; None for as many as of the others
     embedding: bool = False  # The embedding counts as a layer of the first stage
     loss: bool = False  # The loss counts as a layer of the last stage
-    # Every chunk's layers one by one, over all stages: ``E`` the embedding, ``t`` a layer, ``L`` the head and loss,
+    predicted: int = 0  # Layers of multi-token prediction, which the last chunk has
+    # Every chunk's layers one by one, over all stages: ``E`` the embedding, ``t`` a layer, ``m`` one of those, ``L`` the head and loss,
     # ``|`` between chunks, ``*`` repeats; None where the rest says it.
     layout: str | None = None
 
@@ -68,18 +69,14 @@ def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[
 
 def _laid_out(layers: int, grid: Grid, split: StageSplit) -> tuple[tuple[Chunk, ...], ...]:
     """Return the chunks of every stage as a layout says them: those of the first chunks of all stages, then of the second ones."""
-    if split != StageSplit(layout=split.layout):
+    if split != StageSplit(predicted=split.predicted, layout=split.layout):
         raise InvalidFileError(["parallel.stage_layout: it says every chunk, and other keys about stages exclude it"])
     parts = chunks_of_layout(split.layout or "")
     given = "".join(parts)
-    if "m" in given:
-        raise CannotAnswerError("parallel.stage_layout: multi-token prediction (m) is not modelled under Megatron-LM")
-    if given != f"E{'t' * layers}L":
-        raise InvalidFileError(
-            [
-                f"parallel.stage_layout: expected E, {layers} t and L in this order, with | between chunks, got {given[:60]!r}"
-            ]
-        )
+    predicted = f", {split.predicted} m" * bool(split.predicted)
+    if given != f"E{'t' * layers}{'m' * split.predicted}L" or parts[-1].count("m") != split.predicted:
+        text = f"expected E, {layers} t{predicted} and L in this order, with | between chunks, got {given[:60]!r}"
+        raise InvalidFileError([f"parallel.stage_layout: {text}"])
     if len(parts) != grid.pipeline * grid.virtual:
         raise InvalidFileError(
             [
