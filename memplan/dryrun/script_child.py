@@ -5,6 +5,7 @@ The script runs as ``python`` would run it: by its own name, with its own argume
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -54,6 +55,7 @@ def main() -> None:
 def run_here(request: Request) -> Outcome:
     """Run a script in this process, and return what came of it."""
     started = time.monotonic()
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # tells of every error that it raises besides
     script = request.script if request.is_module else str(Path(request.script).resolve())
     lines = ScriptLines(script, _package_folder(script) if request.is_module else "")
     values = KnownValues(lines, "worst" if request.worst else "balanced")
