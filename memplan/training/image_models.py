@@ -45,7 +45,9 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
         raise CannotAnswerError(
             f"{where} {setup.stack.label} puts an image of its own into a batch without any, which trains it; say images.per_row: 1, and images.pixels"
         )
-    under = {0: "DistributedDataParallel", 1: "DeepSpeed's stage 1", 2: "DeepSpeed's stage 2"}.get(parallel.zero_stage)
+    under = {0: "DistributedDataParallel"}.get(parallel.zero_stage)
+    if setup.config.offload.optimizer_states == "cpu" and parallel.zero_stage in (1, 2):
+        under = "DeepSpeed's stages 1 and 2 that step in host memory"
     if parallel.data > 1 and under and any(_trains_idle(tensor, model, setup) for tensor in tower):
         instead = "; adapter.vision: false leaves it out" if setup.config.adapter else ""
         raise CannotAnswerError(f"{where} trained parameters without gradients are not modelled under {under}{instead}")

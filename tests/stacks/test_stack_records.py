@@ -46,6 +46,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.fsdp1-adapters.shards": {5, 19, 29, 43},
     "transformers.towers.shards": {15},
     "transformers.vision.shards": {22},
+    "transformers.vision-zero-3.shards": {18},
     "transformers.zero-3.shards": {2, 14, 27},
     "transformers.deepspeed-offload.shards": {18, 30, 40},
     "transformers.no-reshard.shards": {12},
@@ -85,6 +86,8 @@ NEAR = {
     "transformers.fsdp1-adapters.shards": 0.95,
     "transformers.towers.shards": 1.0,
     "transformers.vision.shards": 1.0,
+    "transformers.vision-zero-3.shards": 1.0,
+    "transformers.vision-deepspeed.shards": 1.0,
     "axolotl.vision.shards": 1.0,
     "torchtitan.hsdp.tensor.shards": 1.0,
     "transformers.zero-3.shards": 0.96,
@@ -242,6 +245,8 @@ ROWS = {
     "torchtitan.pipeline.shards": "pipelines, FSDP2 and tensor parallelism, torchtitan",
     "transformers.deepspeed": "DeepSpeed 0.19.8, ZeRO 1 and 2, Trainer",
     "transformers.zero-3.shards": "DeepSpeed 0.19.8, ZeRO 3, Trainer",
+    "transformers.vision-deepspeed.shards": "DeepSpeed 0.19.8, ZeRO 1 and 2, vision towers, Trainer",
+    "transformers.vision-zero-3.shards": "DeepSpeed 0.19.8, ZeRO 3, vision towers, Trainer",
     "transformers.deepspeed-offload.shards": "DeepSpeed 0.19.8, ZeRO 1 to 3 offloaded, Trainer",
 }
 """Record -> its row in docs/accuracy.md."""

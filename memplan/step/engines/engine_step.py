@@ -22,7 +22,7 @@ from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, WITHOUT_MOMENT, Mark, Recomputation
 from memplan.step.playing.section import Section
-from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, trained_tensors
+from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, stepped_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import reduced_elements
 from memplan.step.states.single_tensors import numbered
@@ -302,7 +302,7 @@ def compile_engine_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     Raises:
         CannotAnswerError: A loss whose gradients leave otherwise.
     """
-    groups = flat_groups(inputs.setup, trained_tensors(inputs.states))
+    groups = flat_groups(inputs.setup, stepped_tensors(inputs.setup, inputs.states))
     shares = rank_shares(inputs.setup, groups)
     update = max(share.step_bytes for share in shares) - inputs.gradient_bytes
     inputs = replace(inputs, optimizer=Temporaries(update, FORMULA), clipping_bytes=0)

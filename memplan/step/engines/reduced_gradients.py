@@ -104,13 +104,14 @@ class Buckets:
         self._shares, self._lingers, self._copies, self._leaves = shares, lingers, copies, leaves
         self._size, self._width, self._bucket_bytes = size, width, size * width * count
         self._names: list[str] = []
-        self._elements = self._waiting = self._whole = self._before = self._lingering = 0
+        self._elements = self._waiting = self._whole = self._lingering = 0
+        self._before, self._zeros = [0] * len(shares), [0] * len(shares)
         self._own: dict[int, int] = {} if leaves is None else dict.fromkeys(range(len(shares)), 0)
         self.held = Held(0, 0)
 
     def with_own(self) -> Buckets:
         """Return the same where ranks have gradients of micro-steps before, as many as of this one."""
-        self._before = max(share.gradient_bytes for share in self._shares)
+        self._before = [share.gradient_bytes + share.zeros_bytes for share in self._shares]
         self.held = self._now()
         return self
 
@@ -122,11 +123,8 @@ class Buckets:
 
     def _now(self, *, buckets: bool = False) -> Held:
         """Return what is there: on the rank that has the most."""
-        own = max(self._own.values(), default=0)
-        own = max(
-            self._before,
-            own + (max((self._shares[r].gradient_bytes for r in self._own), default=0) if self._before else 0),
-        )
+        resident = zip(range(len(self._shares)), self._before, self._zeros, strict=True)
+        own = max(before + zeros + self._own.get(rank, 0) for rank, before, zeros in resident)
         gradients = self._whole + self._waiting + self._lingering + own
         return Held(self._bucket_bytes if buckets else 0, gradients)
 
@@ -145,11 +143,12 @@ class Buckets:
         return most
 
     def end(self) -> Held:
-        """Reduce what is left; the buckets go."""
+        """Reduce what is left, and make zeros of what has no gradient; the buckets go."""
         most = self._reduce()
         self._lingering = 0
+        self._zeros = [share.zeros_bytes for share in self._shares]
         self.held = self._now()
-        return most
+        return max(most, self._now(buckets=True), key=lambda resident: resident.bytes)
 
     def _reduce(self) -> Held:
         """Return the most that is there: with a copy of the gradients, or with those that ranks have copied for themselves."""

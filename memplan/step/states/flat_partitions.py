@@ -12,7 +12,7 @@ Source:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
@@ -38,9 +38,12 @@ ALIGNMENT = 2
 Single = tuple[str, ParameterTensor]
 """A single tensor and its name."""
 
-NORMS_IN_LAYERS = {"model": 1, "gpt_neox": -1}
+NORMS_IN_LAYERS = {"model": 1, "model.language_model": 1, "gpt_neox": -1}
 """Where a model's layers register the norms that they have themselves: behind their attention and feed-forward part, or
 before (``LlamaDecoderLayer`` and ``GPTNeoXLayer`` of transformers 5.23.0)."""
+
+PLAIN_NORMS = (".norm1.weight", ".norm2.weight", ".ln_q.weight", ".ln_pre.weight")
+"""What norms of towers are called that Trainer takes for none where they have no bias: no ``LayerNorm`` of torch, and not called one."""
 
 Piece = tuple[int, int]
 """A rank and the elements of a parameter that lie in its partition."""
@@ -53,6 +56,7 @@ class FlatGroup:
     names: tuple[str, ...]  # The parameters, in the order in which they lie there
     sizes: tuple[int, ...]  # Their elements
     ranks: int  # Ranks that share it
+    idle: frozenset[str] = frozenset()  # Those that no row passes through
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -100,8 +104,16 @@ def flat_groups(setup: TrainingSetup, trained: Iterable[Named]) -> tuple[FlatGro
     ranks, (decayed, rest) = parallel.data, trained_groups(trained)
     if parallel.deepspeed.round_robin_gradients:
         decayed, rest = _dealt(decayed, ranks), _dealt(rest, ranks)
-    groups = ((tuple(name for name, _ in group), tuple(t.elements for _, t in group)) for group in (decayed, rest))
-    return tuple(FlatGroup(names, sizes, ranks) for names, sizes in groups if names)
+    return tuple(
+        FlatGroup(
+            tuple(name for name, _ in group),
+            tuple(tensor.elements for _, tensor in group),
+            ranks,
+            frozenset(name for name, tensor in group if not tensor.used),
+        )
+        for group in (decayed, rest)
+        if group
+    )
 
 
 def _registered(rest: Sequence[Single]) -> list[Single]:
@@ -116,16 +128,18 @@ def _norm_place(name: str) -> int:
     return NORMS_IN_LAYERS.get(stem, 0) if inside.count(".") == 2 else 0
 
 
-def _decays(name: str, tensor: ParameterTensor) -> bool:
+def _decays(name: str, tensor: ParameterTensor, names: Container[str]) -> bool:
     """Tell whether a parameter lies in Trainer's first group (``get_decay_parameter_names`` in transformers/trainer.py, 5.23.0)."""
-    return tensor.role != "norm" and "bias" not in name
+    plain = name.endswith(PLAIN_NORMS) and not tensor.used and name.replace("weight", "bias") not in names
+    return (tensor.role != "norm" or plain) and "bias" not in name
 
 
 def trained_groups(trained: Iterable[Named]) -> tuple[list[Single], list[Single]]:
     """Return the parameters of an optimizer's groups, in order: with weight decay, and without."""
     named = [(name, entry.tensor) for name, entry in trained]
-    decayed = [item for item in named if _decays(*item)]
-    return _result_first(decayed), _registered([item for item in named if not _decays(*item)])
+    names = {name for name, _ in named}
+    decayed = [item for item in named if _decays(*item, names)]
+    return _result_first(decayed), _registered([item for item in named if not _decays(*item, names)])
 
 
 def _result_first(decayed: list[Single]) -> list[Single]:
@@ -149,6 +163,7 @@ class RankShare:
     gradient_bytes: int  # The buffer that its parameters' gradients are copied into, each of them whole
     names: frozenset[str]
     step_bytes: int  # Most that its step takes besides what stays, that buffer included
+    zeros_bytes: int = 0  # Gradients of zeros, whole, which are made for what no row passes through as backward ends
 
 
 def gradient_width(setup: TrainingSetup) -> int:
@@ -170,7 +185,9 @@ def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[Rank
     scratch = tuple([flat_scratch(setup, group.partition).bytes for group in groups])
     shares = _shares(tuple(groups), width, scratch)
     return (
-        tuple([replace(share, gradient_bytes=0, step_bytes=0) for share in shares]) if setup.steps_on_host else shares
+        tuple([replace(share, gradient_bytes=0, step_bytes=0, zeros_bytes=0) for share in shares])
+        if setup.steps_on_host
+        else shares
     )
 
 
@@ -185,16 +202,23 @@ def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence
     pieces = [[group.piece(place, rank) for place in places] for group, places in zip(groups, owned, strict=True)]
     paddings = [width * (group.partition - sum(sizes)) for group, sizes in zip(groups, pieces, strict=True)]
     needs = [8 * max((size for sizes in pieces for size in sizes), default=0)]
-    resident, last = whole + sum(paddings), max((i for i, sizes in enumerate(pieces) if sizes), default=-1)
+    zeros = [
+        width * sum(group.sizes[place] for place in places if group.names[place] in group.idle)
+        for group, places in zip(groups, owned, strict=True)
+    ]
+    names = frozenset(group.names[place] for group, places in zip(groups, owned, strict=True) for place in places)
+    whole *= not names <= frozenset().union(*(group.idle for group in groups))
+    resident, last = whole + sum(zeros) + sum(paddings), max((i for i, sizes in enumerate(pieces) if sizes), default=-1)
     most = resident + needs[0]
     for index, group in enumerate(groups):
         joined = width * group.partition if len(pieces[index]) + (paddings[index] > 0) > 1 else 0
         cast = 4 * group.partition if width < 4 else 0
         most = max(most, resident + joined + cast)
-        resident -= paddings[index] + (whole if index == last and (cast or joined) else 0)
+        resident -= (
+            paddings[index] + zeros[index] * bool(cast or joined) + (whole if index == last and (cast or joined) else 0)
+        )
         most = max(most, resident + (cast or joined) + scratch[index])
-    names = frozenset(group.names[place] for group, places in zip(groups, owned, strict=True) for place in places)
-    return RankShare(whole, names, most)
+    return RankShare(whole, names, most, sum(zeros))
 
 
 def flat_scratch(setup: TrainingSetup, elements: int) -> Temporaries:
@@ -245,7 +269,7 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
     states = model_states(setup, inventory, adapters)
     if not is_flat(setup.config.parallel):
         return states
-    trained = trained_tensors(states)
+    trained = stepped_tensors(setup, states)
     if setup.config.parallel.deepspeed.round_robin_gradients and any(e.tensor.role == "router" for _, e in trained):
         raise CannotAnswerError(
             f"{setup.name}: parallel.deepspeed.round_robin_gradients: the order in which a mixture's modules have their "
@@ -260,7 +284,7 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
         states,
         weight_bytes=_weight_bytes(setup, states, groups),
         master_bytes=sum(piece.weight_bytes for piece in pieces),
-        gradient_bytes=max(share.gradient_bytes for share in rank_shares(setup, groups)),
+        gradient_bytes=max(share.gradient_bytes + share.zeros_bytes for share in rank_shares(setup, groups)),
         state_bytes=shared + sum(piece.state_bytes for piece in pieces),
         host_bytes=sum(piece.host_bytes for piece in pieces),
     )
@@ -268,7 +292,12 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
 
 def _weight_bytes(setup: TrainingSetup, states: ModelStates, groups: Iterable[FlatGroup]) -> int:
     """Return the bytes of whole weights: flat tensors, and what is frozen."""
-    frozen = sum(entry.weight_bytes * entry.tensor.count for entry in states.tensors if not entry.trainable)
+    stepped = {name for group in groups for name in group.names}
+    frozen = sum(
+        entry.weight_bytes * entry.tensor.count
+        for entry in states.tensors
+        if stepped.isdisjoint(entry.tensor.expanded_names())
+    )
     return frozen + FLOAT_BYTES[setup.config.compute_dtype] * sum(group.padded for group in groups)
 
 

@@ -106,6 +106,8 @@ def told(trainer: Any, recorder: Recorder) -> None:
     def stepping(*args: Any, **options: Any) -> Any:
         if engine.is_gradient_accumulation_boundary():
             recorder.instant("optimizer step")
+            for gradient in _of_zeros(optimizer):
+                recorder.mark(gradient, "gradients")
             summed = getattr(optimizer, "accumulated_grads_in_cpu", {}).values()
             for gradient in (*summed, *(part.grad for part in partitions if part.grad is not None)):
                 recorder.book_apart(gradient, "gradients")
@@ -123,6 +125,13 @@ def told(trainer: Any, recorder: Recorder) -> None:
                 recorder.mark(optimizer.grads_in_partition, "gradients")
 
         optimizer.copy_grads_in_partition = copied
+
+
+def _of_zeros(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the gradients of a rank's partition, those of zeros among them, that are no padding."""
+    if hasattr(optimizer, "grads_in_partition"):
+        for group in optimizer.averaged_gradients.values():
+            yield from (gradient for gradient in group or () if not getattr(gradient, "_zero_padding", False))
 
 
 def _pieces(engine: Any, recorder: Recorder) -> None:

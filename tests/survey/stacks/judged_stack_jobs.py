@@ -14,7 +14,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.step.engines.engine_step import EngineStep
 from memplan.step.instants import regime_of, step_on_tape
-from memplan.step.states.flat_partitions import flat_groups, rank_shares, trained_tensors
+from memplan.step.states.flat_partitions import flat_groups, rank_shares, stepped_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
@@ -95,7 +95,7 @@ def with_fullest(job: StackJob, number: int, catalog: Catalog) -> StackJob:
 def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
     """Return the ranks of DeepSpeed that have the most gradients, and the most at each instant, by the formula for each alone."""
     plan = CompiledPlan(model, setup)
-    groups = flat_groups(setup, trained_tensors(plan.states))
+    groups = flat_groups(setup, stepped_tensors(setup, plan.states))
     shares = rank_shares(setup, groups)
     regime = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)
     inputs, taped = step_on_tape(plan.model, setup, plan.states, regime)
@@ -103,7 +103,7 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
 
     def sizes(rank: int) -> dict[str, int]:
         alone = [
-            share if other == rank else replace(share, gradient_bytes=0, names=frozenset())
+            share if other == rank else replace(share, gradient_bytes=0, zeros_bytes=0, names=frozenset())
             for other, share in enumerate(shares)
         ]
         update = Temporaries(shares[rank].step_bytes - shares[rank].gradient_bytes, "")
@@ -115,7 +115,11 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
 
     by_rank = [sizes(rank) for rank in range(len(shares))]
     fullest = [max(range(len(shares)), key=lambda rank: by_rank[rank][name]) for name in by_rank[0]]
-    return list(dict.fromkeys((max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes), *fullest)))
+    return list(
+        dict.fromkeys(
+            (max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes + shares[rank].zeros_bytes), *fullest)
+        )
+    )
 
 
 def fullest_of(traces: Sequence[Trace]) -> Trace:
