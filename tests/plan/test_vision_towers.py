@@ -9,7 +9,7 @@ import pytest
 from memplan.catalog.config_keys.method_keys import Images, Method
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.catalog.training_config import Adapter, TrainingConfig
+from memplan.catalog.training_config import Adapter, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import parameter_count
@@ -178,6 +178,26 @@ def test_shards_of_an_idle_tower_have_no_gradients_and_deepspeed_steps_it():
     for name, width in (("gradient_bytes", 2), ("master_bytes", 4), ("state_bytes", 8)):
         assert getattr(engine, name) - getattr(frozen, name) == pytest.approx(width * pieces, rel=1e-4)
     assert engine.weight_bytes == frozen.weight_bytes
+
+
+def test_a_rank_of_zero_2_has_whole_zeros_for_its_piece_of_an_idle_tower():
+    bf16 = replace(FULL, master_weights="fp32", optimizer=ADAMW)
+
+    def states(stack):
+        parallel = Parallel(data=8, zero_stage=2, engine="deepspeed")
+        return compiled(replace(bf16, stack=stack, parallel=parallel)).states
+
+    whole, frozen = states("trl"), states("llama-factory")
+    assert whole.master_bytes - frozen.master_bytes == pytest.approx(4 * TOWER / 8, rel=1e-4)
+    assert whole.weight_bytes == pytest.approx(frozen.weight_bytes)
+
+
+def test_an_idle_tower_is_not_stepped_in_host_memory_by_stages_1_and_2():
+    parallel = Parallel(data=8, zero_stage=2, engine="deepspeed")
+    offload = Offload(optimizer_states="cpu")
+    config = replace(FULL, master_weights="fp32", optimizer=ADAMW, parallel=parallel, offload=offload)
+    with pytest.raises(CannotAnswerError, match="host memory"):
+        compiled(config)
 
 
 def test_ms_swift_leaves_a_tower_out_of_what_it_quantises():

@@ -175,8 +175,8 @@ class EngineStep:
         self.inputs, self.taped, self.groups, self.shares = inputs, taped, groups, shares
         self._pass = engine_pass(inputs, taped)
         self._width = setup.compute_bytes
-        sizes = (pair for group in self.groups for pair in zip(group.names, group.sizes, strict=True))
-        self._sizes = {name: elements * self._width for name, elements in sizes}
+        sizes = ((group.idle, pair) for group in self.groups for pair in zip(group.names, group.sizes, strict=True))
+        self._sizes = {name: elements * self._width for idle, (name, elements) in sizes if name not in idle}
         zero = setup.config.parallel.deepspeed
         self._size = reduced_elements(setup.config.parallel, inputs.spec.hidden_size)
         self._copies = zero.reduce_scatter
@@ -219,7 +219,7 @@ class EngineStep:
     def _reduced_at_the_end(self) -> Instant:
         """Return the fullest moment of reducing gradients that have stayed whole, in the order of the model."""
         buckets = self._buckets().with_whole(sum(self._sizes.values()))
-        moments = [buckets.arrive(name) for group in self.groups for name in group.names] + [buckets.end()]
+        moments = [*map(buckets.arrive, self._sizes), buckets.end()]
         root = root_form(self.inputs, self.taped.settings)
         form = graph_of_loss(self.inputs, self.taped) + root
         return besides(
