@@ -141,7 +141,13 @@ def _refuse_idle_tower(where: str, setup: TrainingSetup) -> None:
     accelerated = parallel.engine == "torch" and setup.stack.sharded_units in ("accelerate", "axolotl")
     engine = parallel.engine == "deepspeed"
     if parallel.zero_stage and not (accelerated or engine):
-        raise CannotAnswerError(f"{where} sharding it so is not modelled; replicas are (parallel.zero_stage: 0)")
+        other = (
+            "FSDP2 is (parallel.engine: torch)"
+            if parallel.engine == "fsdp1"
+            else "replicas are (parallel.zero_stage: 0)"
+        )
+        other = "one GPU is (--gpus 1)" if setup.stack.shards_alone else other
+        raise CannotAnswerError(f"{where} sharding it so is not modelled; {other}")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
 
