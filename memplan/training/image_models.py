@@ -146,7 +146,6 @@ def _refuse_idle_tower(where: str, setup: TrainingSetup) -> None:
             if parallel.engine == "fsdp1"
             else "replicas are (parallel.zero_stage: 0)"
         )
-        other = "one GPU is (--gpus 1)" if setup.stack.shards_alone else other
         raise CannotAnswerError(f"{where} sharding it so is not modelled; {other}")
     if setup.scores:
         raise CannotAnswerError(f"{where} a head of one number behind it is not modelled")
