@@ -1083,6 +1083,16 @@ def test_units_of_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, 
         memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher])
 
 
+@pytest.mark.parametrize(
+    ("classes", "blocks"), [("Qwen2_5_VLDecoderLayer", False), ("'Qwen3_5DecoderLayer,Qwen3_5VisionBlock'", True)]
+)
+def test_blocks_of_a_tower_are_units_where_a_launcher_names_them_beside_layers(tmp_path, classes, blocks):
+    keys = f"fsdp_version: 2, {LAYERS}, fsdp_transformer_layer_cls_to_wrap: {classes}"
+    launcher = written(tmp_path, f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {{{keys}}}\n", "launch.yaml")
+    answer = memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
+    assert answer["training"]["parallel"]["tower_blocks"] is blocks
+
+
 def test_layers_that_a_launcher_names_are_units(tmp_path):
     keys = f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"
     launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", keys), "launch.yaml")
