@@ -251,8 +251,8 @@ class Stack:
     # Family -> what names of the projector's parameters begin with, where the stack calls less of it so.
     projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # What the library, or the command that starts it, makes of torch's allocator where PYTORCH_CUDA_ALLOC_CONF is not set:
-    # ``expandable`` segments always, or only where it starts several processes itself.
-    allocator: Literal["native", "expandable", "expandable-of-several"] = "native"
+    # ``expandable`` segments always, only where it starts several processes itself, or only on NVIDIA's cards.
+    allocator: Literal["native", "expandable", "expandable-of-several", "expandable-on-nvidia"] = "native"
     quantised_towers: bool = True  # Whether a vision tower and its projector are quantised with the text model
     name: str = ""  # Its name, put in where it is looked up
     version: str = ""  # The version of the library that is described, put in likewise

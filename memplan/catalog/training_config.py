@@ -17,6 +17,7 @@ MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
 Place = Literal["none", "cpu"]
+Allocator = Literal["native", "expandable"]
 """Where something is moved: nowhere, or to host memory."""
 
 MAXIMUM_TOKENS = 2**40
@@ -227,7 +228,7 @@ class TrainingConfig:
     evaluation_batch_size: int | None = None
     save_checkpoint: bool = False
     reserve: str = "0 MiB"
-    allocator: Literal["native", "expandable"] | None = None
+    allocator: Allocator | None = None
     compile: Literal["none", "layers", "model"] = "none"
 
     @property

@@ -27,7 +27,7 @@ VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,4}", re.ASCII)
 FLAGGED = "accelerate"
 """The launcher whose flags are keys of its file too, and name others."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables of the environment that set the caching allocator."""
+"""Variables of the environment that set the caching allocator; torch reads the first that is set (c10/cuda/CUDAAllocatorConfig.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,9 @@ def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLi
         follow(reading, mapped.rules, main.keys, STATED)
         return job
     flags = None if command is None else _launched(job, command)
-    said = {name: str(environment[name]).lower() for name in ALLOCATOR if name in environment}
-    if said:
-        kind = "expandable" if any("expandable_segments:true" in text for text in said.values()) else "native"
-        reading.results["training.allocator"] = Result(kind, OVERRIDDEN, next(iter(said)), main.keys.name)
+    if said := next((name for name in ALLOCATOR if name in environment), ""):
+        kind = "expandable" if "expandable_segments:true" in str(environment[said]).lower() else "native"
+        reading.results["training.allocator"] = Result(kind, OVERRIDDEN, said, main.keys.name)
     _follow_all(job, jobs, launchers, flags, question)
     if reading.problems:
         raise InvalidFileError(reading.problems)

@@ -66,7 +66,7 @@ def _doubt(plan: MemoryPlan) -> str:
 
 def _step(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of every step."""
-    config, profile, allowances = plan.setup.config, plan.setup.profile, plan.allowances
+    config, profile = plan.setup.config, plan.setup.profile
     yield (
         f"kernels ({plan.setup.stack.name}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
@@ -92,17 +92,25 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
             "beyond the peak"
         )
     yield "a steady-state step: optimizer states exist, every sequence has the full length"
+    yield _allocator(plan)
+
+
+def _allocator(plan: MemoryPlan) -> str:
+    """Return whose allocator's reserve is planned, and how."""
+    kind: str = plan.setup.config.allocator or "native"
+    if kind == "expandable" and plan.setup.stack.allocator != "native":
+        kind += f" ({plan.setup.stack.name}'s own PYTORCH_CUDA_ALLOC_CONF)"
     if not plan.reserve_by_share:
-        yield (
-            f"allocator: {config.allocator}, simulated from the first weight through three steps; what remains in the interval "
+        return (
+            f"allocator: {kind}, simulated from the first weight through three steps; what remains in the interval "
             "is the device context, the addresses that the driver chooses, and how far the allocator releases its cache"
         )
-        return
     expected, upper = (
-        format_fraction(share * 100) for share in (allowances.reserve_fraction, allowances.upper_reserve_fraction)
+        format_fraction(share * 100)
+        for share in (plan.allowances.reserve_fraction, plan.allowances.upper_reserve_fraction)
     )
-    yield (
-        f"allocator: {config.allocator}; a reserve of {expected} % of the allocated bytes, the smallest with which a step "
+    return (
+        f"allocator: {kind}; a reserve of {expected} % of the allocated bytes, the smallest with which a step "
         f"still runs; {upper} % at the upper end; not simulated: {plan.reserve_by_share}"
     )
 

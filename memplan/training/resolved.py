@@ -43,7 +43,7 @@ class TrainingSetup:
     optimizers: Mapping[Role, Optimizer]  # Optimizer of each role
     compute_bytes: int  # Bytes of an element in matrix products
     reserve_bytes: int  # Memory of the device to leave free
-    reserve_share: ReserveShare  # What the allocator needs beyond what it hands out
+    reserve_shares: Mapping[str, ReserveShare]  # Allocator -> what it needs beyond what it hands out
     hardware: HardwareTables  # What cards can do, and what is taken on them
     changed: bool = False  # Whether settings were changed on top of it
     # Families whose own code in the stack's library saves more than the stack says.
@@ -237,6 +237,11 @@ class TrainingSetup:
     def leaves_gradients(self) -> bool:
         """Whether a step leaves gradients: filled with zeros, or those that no optimizer has."""
         return self.config.zero_gradients == "fill" or self.stable_embedding
+
+    @property
+    def reserve_share(self) -> ReserveShare:
+        """What the allocator needs beyond what it hands out."""
+        return self.reserve_shares[self.config.allocator or "native"]
 
     @property
     def captures_step(self) -> bool:

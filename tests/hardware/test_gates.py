@@ -119,6 +119,12 @@ def test_metal_is_not_told_to_set_cudas_allocator():
     assert {row.plan.setup.config.allocator for row in answer.search.rows} == {"native"}
 
 
+def test_metal_has_not_the_allocator_that_a_library_asks_for():
+    setup = memplan.plan("gpt2", gpu="m3-max-128gb", config="bf16-adamw", set={"stack": "axolotl"}).memory.setup
+    assert setup.reserve_share.allocator == setup.config.allocator == "native"
+    assert any("not for Metal's" in note for note in setup.card_notes)
+
+
 @pytest.mark.parametrize(
     ("gpu", "bf16", "fp16", "fp32"),
     [

@@ -33,6 +33,13 @@ def test_inputs_of_layers_wait_in_host_memory_but_for_four_tensors_of_their_size
     assert at_last_layer(full) - at_last_layer(own) == (LAYERS - kept) * stream_bytes(2, 2048)
 
 
+@pytest.mark.parametrize(("gpu", "allocator"), [("rtx4090", "expandable"), ("mi300x", "native")])
+def test_expandable_segments_are_asked_for_on_nvidias_cards_alone(gpu, allocator):
+    plan = planned(gpu=gpu)
+    assert plan.setup.config.allocator == allocator
+    assert plan.setup.reserve_share.allocator == allocator
+
+
 def test_inputs_of_no_more_than_2_mib_stay_on_the_card():
     assert stream_bytes(1, 256) == 2 * 1024**2
     assert planned(1, 256).requested_bytes == planned(1, 256, activation_checkpointing="full").requested_bytes

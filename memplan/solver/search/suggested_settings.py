@@ -19,6 +19,7 @@ from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.cluster import Cluster
 from memplan.solver.search.pareto_front import Class, Combination, best_few, no_worse, ranked, thinned
 from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
+from memplan.step.kernels.on_card import without_expandable
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.rules.stack_defaults import default_allocator
@@ -114,6 +115,8 @@ def _on_device(space: Space, device: Device, catalog: Catalog) -> Space:
     tables = hardware_tables(catalog.root)
     if not is_native(device.gpu, "expandable-segments", tables):
         space = replace(space, allocators=space.allocators[:1])
+    if without_expandable(catalog.stack(space.base.stack), device.gpu, tables):
+        space = replace(space, allocators=("native",))
     return space if is_native(device.gpu, "bf16", tables) else without_bf16(space)
 
 
@@ -168,7 +171,7 @@ def _settings(
     stage = f"-zero{config.parallel.zero_stage}" if config.parallel.data > 1 else ""
     name = f"suggested-{rank}-{combination.state.weights.dtype}-{optimizer}{stage}"
     plan = CompiledPlan(model, resolve(config, catalog, name)).evaluate(device)
-    gives_up = filter(None, (lost, *given_up(combination, catalog)))
+    gives_up = filter(None, (lost, *given_up(combination, catalog), _unset(combination, space.base)))
     return Settings(combination, plan, "; ".join(gives_up) or "nothing")
 
 
@@ -214,8 +217,14 @@ def given_up(combination: Combination, catalog: Catalog) -> Iterator[str]:
         yield f"{again} once more"
     if way.loss == "chunked":
         yield "the head's product runs once more"
-    if way.allocator == "expandable" != default_allocator(combination.plan.setup.config, combination.plan.setup.stack):
-        yield "needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def _unset(combination: Combination, base: TrainingConfig) -> str:
+    """Return what has to be asked of torch's allocator, where neither the job's own config nor its stack does."""
+    own = base.allocator or default_allocator(base, combination.plan.setup.stack)
+    return (
+        "needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" if combination.way.allocator != own == "native" else ""
+    )
 
 
 def spaces_by_layout(space: Space, parallels: Sequence[Parallel]) -> Iterator[Space]:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from memplan.catalog.entries import Gpu
 from memplan.catalog.hardware.capabilities import capability_of, is_native
+from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.catalog.kernel_profiles import AttentionKernel
+from memplan.catalog.stacks import Stack
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
@@ -46,6 +48,9 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
         in unsloth/utils/attention_dispatch.py (2026.10.9).
     """
     notes = (*_notes(setup, gpu), *_scaler_notes(setup))
+    if setup.config.allocator == "expandable" and (why := without_expandable(setup.stack, gpu, setup.hardware)):
+        setup = replace(setup, config=replace(setup.config, allocator="native"))
+        notes = (*notes, f"allocator: native on {card_label(gpu)}: {why}")
     kernel, reason = _attention(setup, model, gpu)
     if (
         setup.stack.model_code == "unsloth"
@@ -79,6 +84,16 @@ def refuse_unable(setup: TrainingSetup, gpu: Gpu) -> None:
     """
     for _ in _notes(setup, gpu):
         pass
+
+
+def without_expandable(stack: Stack, gpu: Gpu, tables: HardwareTables) -> str:
+    """Return why the expandable segments that a stack asks for are not had on a card; nothing where they are, or it asks for none."""
+    if stack.allocator == "native":
+        return ""
+    if stack.allocator == "expandable-on-nvidia" and gpu.vendor != "nvidia":
+        return f"{stack.name} asks for expandable ones on NVIDIA's alone"
+    row = capability_of(gpu, "expandable-segments", tables)
+    return row.text if row.answer == "absent" else ""
 
 
 def card_label(gpu: Gpu) -> str:
@@ -140,7 +155,7 @@ def _entry_needs(setup: TrainingSetup) -> Iterator[Need]:
 
 def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
     """Yield what the allocator and kernels of libraries around transformers' models need; torch's own run everywhere."""
-    if setup.config.allocator == "expandable" != setup.stack.allocator:
+    if setup.config.allocator == "expandable" and setup.stack.allocator == "native":
         yield "allocator", "expandable", "expandable-segments"
     profile = setup.profile
     if setup.stack.model_code != "transformers":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -11,7 +12,7 @@ from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import Allocator, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ROLES
 from memplan.training.learning import recipe_of, with_learning
@@ -74,7 +75,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
-        reserve_share=catalog.tables.reserve_share(config.allocator, recipe.coded),
+        reserve_shares={name: catalog.tables.reserve_share(name, recipe.coded) for name in get_args(Allocator)},
         hardware=hardware_tables(catalog.root),
         family_gaps=_family_gaps(stack, catalog),
         unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),

@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from memplan.catalog.config_keys.method_keys import Images
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Checkpointing, Offload, TrainingConfig
+from memplan.catalog.training_config import Allocator, Checkpointing, Offload, TrainingConfig
 from memplan.training.rules.method_rules import GENERATING, REFERRED, UNREFERRED, with_reference
 from memplan.training.rules.stack_rules import FLOATS, Floats, beside_codes, casts_trained, is_flattened
 
@@ -40,7 +40,7 @@ def with_stack_defaults(config: TrainingConfig, stack: Stack, hidden: str) -> Tr
     )
 
 
-def default_allocator(config: TrainingConfig, stack: Stack) -> Literal["native", "expandable"]:
+def default_allocator(config: TrainingConfig, stack: Stack) -> Allocator:
     """Return what a stack makes of torch's allocator where a config does not say."""
     own = "native" if config.parallel.gpus == 1 and stack.allocator == "expandable-of-several" else stack.allocator
     return "native" if own == "native" else "expandable"
