@@ -190,6 +190,11 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
         )
     if any(words in f"{kind}: {text}" for words in _FETCHES):
         return "refused", f"{own}: {FETCHED_NOTHING} ({kind})"
+    if any(words in str(error) for words in _OF_CUDA):
+        return "refused", (
+            f"{own}: tensors of a class of their own (torchao's quantised states and weights, say) and compiled steps of optimizers "
+            "are not known on the pretended GPU; run it without"
+        )
     if _NESTED in text:
         return "refused", f"{own}: rows of unequal lengths in one tensor (torch.nested) are not known here"
     if kind in _OF_THE_COMPILER:
@@ -211,6 +216,8 @@ FETCHED_NOTHING = (
     "it names a model, a tokenizer or rows of the hub that are not in this machine's cache, and nothing is fetched here: "
     "fetch them once beforehand, or name a folder (of a model its config.json is enough)"
 )
+_OF_CUDA = ("not linked with support for cuda devices", "arguments from the 'CUDA' backend")
+"""What a build of torch without CUDA says of a tensor that its own C++ takes for one of CUDA's."""
 _NESTED = "self.shape_env must not be None"
 """What a fake tensor of torch's says where a nested one is made of it (torch/_subclasses/fake_tensor.py)."""
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
