@@ -10,6 +10,7 @@ from memplan.plan.in_short import kept_decoded
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole
+from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import format_bytes
 
@@ -37,13 +38,24 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
         tokens = plan.micro_batch_size * plan.sequence_length
         sent = format_bytes(divided_sent_bytes(plan.setup, plan.model.spec, tokens))
         yield f"each GPU sends {sent} at least to those that it shares matrices with in one forward and backward"
-    stream = plan.allowances.stream_bytes
-    keeps = (
-        f", and {format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
-        if stream
-        else ""
-    )
-    yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{keeps}"
+    stream, shards = plan.allowances.stream_bytes, _shards_apart(plan)
+    apart = f"{format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
+    yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{f', and {apart}' if stream else ''}"
+    if shards:
+        yield (
+            "shards of gradients come from the memory of the reductions' stream, which serves nothing else while there is memory to "
+            f"spare: nvidia-smi may then show up to {format_bytes(shards)} more, which the allocator gives back where it runs short"
+        )
+
+
+def _shards_apart(plan: MemoryPlan) -> int:
+    """Return the shards of gradients that are not there at the peak, and whose memory no other stream uses meanwhile.
+
+    Source:
+        ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and ``_reduce_grad`` in
+        torch/distributed/fsdp/_runtime_utils.py (v2.13.0) allocate them within the stream of their reductions.
+    """
+    return max(0, sum(plan.forms.unit_gradients) - plan.parts[Part.GRADIENTS])
 
 
 def _reduces_last(setup: TrainingSetup) -> bool:

@@ -23,8 +23,9 @@ from memplan.report.plans.plan_answer import plan_data
 from memplan.step.divided.sent_bytes import sent_bytes
 from memplan.step.states.model_states import model_states
 from memplan.step.states.parallel_shards import gathered_setup, held, shard, unit
+from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolution.resolve_config import resolve
-from memplan.units import MIB
+from memplan.units import MIB, format_bytes
 
 MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
 SHAPE = st.tuples(st.integers(1, 5000), st.integers(1, 64))
@@ -188,6 +189,18 @@ def test_nccl_is_a_line_of_its_own_with_an_interval(catalog, model, device):
     )
     assert plan.allowances.stream_bytes > 0
     assert alone.allowances.nccl_bytes == alone.allowances.stream_bytes == 0
+
+
+def test_shards_of_gradients_that_are_not_there_at_the_peak_are_said_to_stay_reserved(catalog, model, device):
+    long = {"micro_batch_size": 8, "sequence_length": 8192}
+    plan = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, Parallel(8, 3), **long)).evaluate(device)
+    shards = sum(plan.forms.unit_gradients)
+    assert plan.peak.name == "loss backward"
+    assert shards > plan.parts[Part.GRADIENTS] == 0
+    assert any(f"may then show up to {format_bytes(shards)} more" in line for line in plan.assumptions)
+    short = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, Parallel(2, 3))).evaluate(device, 1, 1)
+    assert short.parts[Part.GRADIENTS] > 0
+    assert not any("shards of gradients come from" in line for line in short.assumptions)
 
 
 def test_the_json_says_how_many_gpus_and_gives_the_bytes_of_one(catalog, model, device):
