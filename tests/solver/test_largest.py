@@ -138,3 +138,17 @@ def test_a_sequence_that_ranks_share_is_a_multiple_of_them():
     )
     assert answer.rows[0].fits.value % 4 == 0
     assert answer.rows[0].plan.verdict == "fits"
+
+
+@pytest.mark.parametrize("keys", [{}, {"parallel.zero_stage": 3}])
+def test_gpus_share_a_job_whose_largest_values_are_sought_as_one_that_is_planned(keys):
+    options = {"gpu": "rtx4090", "gpus": 2, "config": "bf16-adamw", "stack": "trl", "set": keys}
+    (row,) = memplan.largest("gpt2", of="batch", **options).rows
+    most = row.fits.value
+    verdicts = [memplan.plan("gpt2", micro_batch_size=batch, **options).verdict for batch in (most, most + 1)]
+    assert verdicts[0] == "fits" != verdicts[1]
+    length = row.plan.sequence_length
+    assert memplan.frontier("gpt2", batches=[most, most + 1], lengths=[length], **options).verdicts == {
+        (most, length): "fits",
+        (most + 1, length): verdicts[1],
+    }

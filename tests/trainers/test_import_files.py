@@ -1084,7 +1084,13 @@ def test_units_of_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("classes", "blocks"), [("Qwen2_5_VLDecoderLayer", False), ("'Qwen3_5DecoderLayer,Qwen3_5VisionBlock'", True)]
+    ("classes", "blocks"),
+    [
+        ("Qwen2_5_VLDecoderLayer", False),
+        ("'Qwen3_5DecoderLayer,Qwen3_5VisionBlock'", True),
+        ("'Qwen3_5VisionBlock,Qwen3_5DecoderLayer'", True),
+        ("[Gemma3DecoderLayer, SiglipEncoderLayer]", True),
+    ],
 )
 def test_blocks_of_a_tower_are_units_where_a_launcher_names_them_beside_layers(tmp_path, classes, blocks):
     keys = f"fsdp_version: 2, {LAYERS}, fsdp_transformer_layer_cls_to_wrap: {classes}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
-from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs, keys_set
+from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs
 from memplan.report.document import Document
 
 if TYPE_CHECKING:  # each question imports what it alone needs
@@ -83,8 +83,7 @@ def frontier(
         model: As :func:`memplan.plan` takes it.
         batches: Micro-batches of the grid; powers of two up to 64 where none are given.
         lengths: Sequence lengths of the grid; powers of two from 512 to 32768, as far as the model goes.
-        options: Keywords of :class:`memplan.JobOptions`; ``gpus`` pool their memory, or share the
-            job where keys of ``parallel`` are set.
+        options: Keywords of :class:`memplan.JobOptions`.
 
     Raises:
         MemplanError: As :func:`memplan.plan` raises it, and for a grid out of range.
@@ -102,9 +101,8 @@ def frontier(
     from memplan.solver.batch_frontier import frontier as grid_of
 
     known = inputs.model()
-    shared = inputs.gpus > 1 and any(path[0] == "parallel" for path in keys_set(inputs))
-    device = inputs.device(count=1 if shared else inputs.gpus)
-    plan = CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus if shared else 1))
+    device = inputs.device()
+    plan = CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus))
     if plan.setup.config.parallel.pipeline > 1:
         raise CannotAnswerError(
             "parallel.pipeline: a grid of batches is not planned over pipelines yet; memplan fit plans one job"

@@ -94,7 +94,9 @@ class LargestValues(Answer):
 
         document = largest_document(self.of, self.model, self.setup, self.rows, unit, strict=strict)
         head, sentence = str(document.blocks[0]), str(document.blocks[-1])
-        return replace(document, screen=lambda canvas: values_screen(self.rows, canvas, self.of, head, sentence))
+        return replace(
+            document, screen=lambda canvas: values_screen(self.rows, self.setup, canvas, self.of, head, sentence)
+        )
 
 
 @overload
@@ -111,8 +113,8 @@ def largest(
     Args:
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
         of: ``parameters`` for a model, or its ``batch``, ``sequence``, ``lora-rank`` or ``layers``.
-        options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` pool
-            their memory. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
+        options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` share
+            the job, as :func:`memplan.plan` has it, and pool their memory where a model is sought. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
             bf16-adamw.
 
     Raises:
@@ -129,12 +131,12 @@ def largest(
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
         raise InvalidFileError([f"of: nothing is sought of {printable(repr(of))}{hint}"])
     inputs = job_inputs("largest", model, options)
-    devices = inputs.devices(inputs.gpus)
+    devices = inputs.devices(inputs.gpus if of == "parameters" else 1)
     if of != "parameters":
         from memplan.solver.largest_per_device import largest_values
 
         known = inputs.model()
-        setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw")
+        setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
         return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices)))
     if model is not None or inputs.shapes is not None:
         raise InvalidFileError(

@@ -9,6 +9,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
 from memplan.report.plans.frontier_answer import answer_text
+from memplan.report.plans.plan_answer import of_each
 from memplan.report.stack_words import BY_SHARE, stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
@@ -35,7 +36,7 @@ def largest_document(
         "model": model.spec.name,
         "config": setup.name,
         "stack": stack_data(setup.stack),
-        "rows": [_data(row) for row in rows],
+        "rows": [_data(row, setup) for row in rows],
     }
     config = setup.config
     others = {
@@ -49,17 +50,19 @@ def largest_document(
         f"largest {WORDS[what]} at {at}"
     )
     headers = ("gpu", f">{what} that FITS", ">upper end", ">with one more", ">usable", ">TIGHT up to")
-    table = Table(headers, tuple(_row(row, unit) for row in rows))
+    table = Table(headers, tuple(_row(row, setup, unit) for row in rows))
     good = any(row.fits.value or (row.tight.value and not strict) for row in rows)
-    return Document(data, (head, table, _notes(what, model, rows), _sentence(what, model, rows)), 0 if good else 1)
+    return Document(
+        data, (head, table, _notes(what, model, rows), _sentence(what, model, setup, rows)), 0 if good else 1
+    )
 
 
-def _data(row: Largest) -> dict[str, Any]:
+def _data(row: Largest, setup: TrainingSetup) -> dict[str, Any]:
     plan, following = row.plan, row.following
     usable = (plan or following).usable_bytes if plan or following else 0  # type: ignore[union-attr]
     return {
         "gpu": row.device.name,
-        "count": row.device.count,
+        "count": setup.config.parallel.gpus,
         "usable_bytes": usable,
         "value": row.fits.value,
         "tight_value": row.tight.value,
@@ -70,11 +73,11 @@ def _data(row: Largest) -> dict[str, Any]:
     }
 
 
-def _row(row: Largest, unit: str) -> tuple[str, ...]:
+def _row(row: Largest, setup: TrainingSetup, unit: str) -> tuple[str, ...]:
     plan, following = row.plan, row.following
     known = plan or following
     return (
-        row.device.counted_name,
+        of_each(row.device, setup),
         answer_text(row.fits),
         format_bytes(plan.upper_bytes, unit) if plan else "",
         format_bytes(following.upper_bytes, unit) if following else "",
@@ -85,8 +88,6 @@ def _row(row: Largest, unit: str) -> tuple[str, ...]:
 
 def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
     notes = [BY_SHARE]
-    if any(row.device.count > 1 for row in rows):
-        notes.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
     if any(row.fits.bounded and row.fits.value for row in rows):
         notes.append("(limit): the largest value that memplan takes, whatever the memory.")
     made_for = model.spec.max_position_embeddings
@@ -97,14 +98,14 @@ def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, 
     return tuple(notes)
 
 
-def _sentence(what: Quantity, model: Model, rows: Sequence[Largest]) -> str:
+def _sentence(what: Quantity, model: Model, setup: TrainingSetup, rows: Sequence[Largest]) -> str:
     best = rows[0]
     if not best.fits.value:
         tight = max(rows, key=lambda row: row.tight.value)
         if tight.tight.value:
-            return f"TIGHT: {WORDS[what]} {tight.tight.value} may just fit on {tight.device.name}; none FITS for sure."
+            return f"TIGHT: {WORDS[what]} {tight.tight.value} may just fit on {of_each(tight.device, setup)}; none FITS for sure."
         if best.fits.bounded:
             return f"NO: {model.spec.name} fits with no {WORDS[what]} in which completions leave room for a prompt."
         return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1."
     ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + best.fits.apart} does not"
-    return f"FITS: {WORDS[what]} {best.fits.value} fits on {best.device.name}, and {ending}."
+    return f"FITS: {WORDS[what]} {best.fits.value} fits on {of_each(best.device, setup)}, and {ending}."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS
+from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
 from memplan.report.stack_words import BY_SHARE, stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
@@ -78,13 +78,12 @@ def _edge_data(key: str, edge: Edge, what: str) -> dict[str, Any]:
 
 
 def _gpus(grid: Frontier) -> int:
-    return max(grid.device.count, grid.plan.setup.config.parallel.gpus)
+    return grid.plan.setup.config.parallel.gpus
 
 
 def _heading(grid: Frontier) -> str:
     plan, config = grid.plan, grid.plan.setup.config
-    ranks = config.parallel.gpus
-    name = f"each of {ranks} {grid.device.name}" if ranks > 1 else grid.device.counted_name
+    name = of_each(grid.device, plan.setup)
     return (
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name}, {stack_words([plan.setup])}, on "
         f"{name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.checkpointing_words}"
@@ -136,8 +135,6 @@ def _note(grid: Frontier) -> tuple[str, ...]:
         "The next batch, or the next longer sequence, no longer fits.",
         BY_SHARE,
     ]
-    if grid.device.count > 1:
-        lines.append("Memory of several GPUs is pooled: everything sharded evenly, nothing replicated.")
     made_for = grid.plan.model.spec.max_position_embeddings
     if made_for and any(edge.fits.value > made_for for edge in grid.by_batch):
         lines.append(f"The model's max_position_embeddings is {made_for}; memory allows longer sequences.")

@@ -15,7 +15,8 @@ from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.bytes_per_parameter import BytesPerParameter
-    from memplan.plan.memory_plan import MemoryPlan, Suggestion
+    from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion
+    from memplan.training.resolved import TrainingSetup
 
 
 def per_parameter_data(figure: BytesPerParameter) -> dict[str, float]:
@@ -135,9 +136,14 @@ def _own(suggestion: Suggestion) -> str:
 
 def device_name(plan: MemoryPlan) -> str:
     """Return the device as people say it."""
-    if plan.setup.config.parallel.gpus > 1:
-        return f"each of {plan.setup.config.parallel.gpus} {plan.device.name}"
-    return plan.device.name if plan.device.count == 1 else f"{plan.device.counted_name} (memory pooled)"
+    pooled = plan.device.count > 1 and plan.setup.config.parallel.gpus == 1
+    return f"{plan.device.counted_name} (memory pooled)" if pooled else of_each(plan.device, plan.setup)
+
+
+def of_each(device: Device, setup: TrainingSetup) -> str:
+    """Return a GPU by name, and how many share the job where there are several."""
+    ranks = setup.config.parallel.gpus
+    return f"each of {ranks} {device.name}" if ranks > 1 else device.name
 
 
 # ------------------------------------------------------------------ tables

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memplan.plan.in_short import in_short
 from memplan.report.document import Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS
+from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
 from memplan.report.plans.recommend_answer import Released, model_words
 from memplan.report.stack_words import BY_SHARE
 from memplan.units import format_bytes, format_count
@@ -109,14 +109,16 @@ def _meanings(setups: Sequence[TrainingSetup]) -> list[str]:
     ]
 
 
-def values_screen(rows: Sequence[Largest], canvas: Canvas, what: str, head: str, sentence: str) -> tuple[Block, ...]:
+def values_screen(
+    rows: Sequence[Largest], setup: TrainingSetup, canvas: Canvas, what: str, head: str, sentence: str
+) -> tuple[Block, ...]:
     """Return the largest value for the cards of every size."""
     usual = usual_devices([row.device for row in rows])
     shown = sorted(
         (row for row in rows if row.device.name in usual), key=lambda row: (-row.fits.value, row.device.name)
     )
     most = max((row.fits.value for row in shown), default=0)
-    cells = [("gpu", f">{what} that fits"), *((row.device.counted_name, f"{row.fits.value:,}") for row in shown)]
+    cells = [("gpu", f">{what} that fits"), *((of_each(row.device, setup), f"{row.fits.value:,}") for row in shown)]
     columns = _room(cells, canvas)
     bars = ["", *(canvas.bar(row.fits.value, most, columns) for row in shown)]
     left = len({row.device.name for row in rows}) - len(usual)
