@@ -183,6 +183,22 @@ def test_shards_of_an_idle_tower_have_no_gradients_and_deepspeed_steps_it():
     assert engine.weight_bytes == frozen.weight_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (FULL, 4),  # idle and trained: accelerate casts it too
+        (replace(FULL, images=Images(tower="frozen", projector="frozen")), 2),
+        (replace(FULL, stack="ms-swift"), 2),
+        (replace(FULL, stack="ms-swift", weights={"default": "fp32"}, optimizer=ADAMW), 4),
+        (replace(FULL, stack="llama-factory"), 2),
+    ],
+    ids=["trained", "frozen", "ms-swift", "ms-swift-fp32", "llama-factory"],
+)
+def test_shards_of_a_frozen_tower_stay_as_they_were_loaded(config, width):
+    text = parameter_count(catalog_model("qwen2.5-7b", CATALOG).inventory)
+    assert 8 * sharded("qwen2.5-vl-7b", config).states.weight_bytes == pytest.approx(4 * text + width * TOWER, rel=1e-3)
+
+
 def test_a_rank_of_zero_2_has_whole_zeros_for_its_piece_of_an_idle_tower():
     bf16 = replace(FULL, master_weights="fp32", optimizer=ADAMW)
 

@@ -15,6 +15,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Offload
 from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.step.tensors.tensor_states import stored_format
 from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces, place_in_block
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
@@ -297,8 +298,7 @@ def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
     if ADAPTER in tensor.name:
         return FLOAT_BYTES[setup.adapter_dtype], tensor.used
     if not tensor.used:
-        frozen = setup.stack.vision == "frozen-as-loaded" and setup.autocast
-        return setup.compute_bytes if frozen else FLOAT_BYTES[setup.format_names[tensor.role]], False
+        return FLOAT_BYTES[stored_format(setup, tensor)[0]], False
     if setup.config.adapter is None:
         return FLOAT_BYTES[setup.format_names["hidden_matrix"]], True
     return FLOAT_BYTES[setup.format_names[tensor.role]], False

@@ -10,6 +10,7 @@ from memplan.model.inventory import ParameterTensor, Role
 from memplan.step.tensors.state_slots import placed_bytes
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
+from memplan.training.rules.stack_rules import casts_trained
 from memplan.values import dataclass
 
 
@@ -67,10 +68,8 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
 
     Rows that do not divide, and tensors of one dimension, stay in the compute dtype.
     """
-    name, chosen = setup.format_names[tensor.role], setup.formats[tensor.role]
-    if (tensor.frozen or not tensor.used) and setup.stack.vision == "frozen-as-loaded" and setup.autocast:
-        name = min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
-        chosen = chosen if name == setup.format_names[tensor.role] else plain_format(name)
+    name, chosen = _loaded_name(setup, tensor), setup.formats[tensor.role]
+    chosen = chosen if name == setup.format_names[tensor.role] else plain_format(name)
     fits = chosen.block_elements == 1 or (
         len(tensor.shape) > 1 and (chosen.blocking == "tensor" or tensor.shape[-1] % chosen.block_elements == 0)
     )
@@ -78,6 +77,20 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
         return name, chosen
     compute = setup.config.compute_dtype
     return compute, plain_format(compute)
+
+
+def _loaded_name(setup: TrainingSetup, tensor: ParameterTensor) -> str:
+    """Return the name of a tensor's format: that of its role, but what is frozen stays as it was loaded where what trains is cast.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts parameters that need a gradient.
+    """
+    name = setup.format_names[tensor.role]
+    if (tensor.frozen or not tensor.used) and setup.stack.vision == "frozen-as-loaded" and setup.autocast:
+        return min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
+    if tensor.frozen and name in FLOAT_BYTES and casts_trained(setup.config, setup.stack):
+        return setup.loaded_float
+    return name
 
 
 def reference_setup(setup: TrainingSetup) -> TrainingSetup:

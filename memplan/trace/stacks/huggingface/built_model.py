@@ -27,6 +27,7 @@ from memplan.trace.stacks.huggingface.liger_kernels import with_liger
 from memplan.trace.stacks.stack_inputs import StackInputs
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.frozen_rules import trained_names
+from memplan.training.rules.stack_rules import casts_trained, is_flattened
 
 DROPOUT_KEYS = (
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout"
@@ -48,6 +49,8 @@ def base_dtype(setup: TrainingSetup) -> torch.dtype:
     Raises:
         CannotAnswerError: Weights of different roles have different dtypes, which no loading makes.
     """
+    if setup.config.adapter is None and casts_trained(setup.config, setup.stack) and not is_flattened(setup.config):
+        return TORCH_DTYPES[setup.loaded_float]  # accelerate casts what trains of it
     names = {setup.format_names[role] for role in ("embedding", "head", "norm", "bias", "router")}
     if setup.kbit_floats or setup.stack.full_floats != "as-is":
         names = {setup.loaded_float}
@@ -124,12 +127,7 @@ def frozen(model: Any, inputs: StackInputs) -> Any:
 def _freeze_tower(model: Any, inputs: StackInputs) -> None:
     """Freeze what of a vision tower and its projector is not trained, as a script does before it makes an optimizer; LLaMA-Factory does it itself."""
     tower, images = inputs.model.spec.tower, inputs.setup.config.images
-    if (
-        inputs.setup.stack.vision == "frozen-as-loaded"
-        or tower is None
-        or not images.per_row
-        or inputs.setup.config.adapter is not None
-    ):
+    if inputs.setup.stack.vision == "frozen-as-loaded" or tower is None or inputs.setup.config.adapter is not None:
         return
     for name, parameter in model.named_parameters():
         rule = images.projector if name.startswith(tower.projector) else images.tower
