@@ -23,7 +23,7 @@ _CHOSEN = re.compile(r"[a-z_-]+[-_]checkpoint:\S+")
 _CONFIG_SCRIPT = re.compile(r"(?:.*/)?config/[^/]+\.py")
 """A file of settings in Python, as nanoGPT takes it."""
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
-STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "trl")
+STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "lmf", "trl")
 """Commands that start a process for each GPU that they see, where nothing says how many."""
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
 FILES = (".yaml", ".yml", ".json", ".toml")
@@ -104,7 +104,8 @@ def _launcher(texts: Sequence[str], start: int) -> tuple[str, int]:
         names[start : start + 2] == ["tune", "run"] and "--config" in texts
     ):  # torchrun's flags stand in front of the recipe
         return "tune", texts.index("--config") - 1
-    at = next((at for at in range(start, len(texts)) if names[at] in LAUNCHERS), None)
+    chosen = (at for at in range(start, len(texts)) if names[at] in LAUNCHERS and texts[at - 1] != "--launcher")
+    at = next(chosen, None)
     if at is None:
         return "", start
     at += 1 + (names[at] == "accelerate" and names[at + 1 : at + 2] == ["launch"])
@@ -200,10 +201,12 @@ def visible_gpus(command: CommandLine) -> int | None:
     Source:
         accelerate/commands/launch.py (1.15.0); llamafactory/launcher.py (0.9.5); deepspeed/launcher/runner.py (0.19.8).
     """
-    shown = str((command.job.environment or {}).get("CUDA_VISIBLE_DEVICES", "")).strip("'\"").split(",")
+    environment = command.job.environment or {}
+    shown = str(environment.get("CUDA_VISIBLE_DEVICES", "")).strip("'\"").split(",")
     first = command.job.words[0].rsplit("/", 1)[-1] if command.job.words else ""
     each = first in STARTERS or command.launched.data.get("nproc_per_node") in ("gpu", "auto")
-    return len([part for part in shown if part.strip()]) or None if each else None
+    nodes = _whole(environment.get("NNODES")) if first in ("llamafactory-cli", "lmf") else 1
+    return len([part for part in shown if part.strip()]) * (nodes or 1) or None if each else None
 
 
 def _whole(value: Any) -> int:
