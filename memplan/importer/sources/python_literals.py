@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from typing import Any
 
@@ -19,7 +20,7 @@ def python_keys(text: str, name: str) -> GivenKeys:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(text)
+            tree = _tree(text)
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
@@ -39,6 +40,21 @@ def python_keys(text: str, name: str) -> GivenKeys:
             calls.append(called := _called(node.func))
             _keywords(called, node, names, data, lines)
     return GivenKeys(name, data, lines, "python", tuple(call for call in calls if call))
+
+
+_MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
+"""Lines of a notebook's cells that IPython runs, such as ``!pip install unsloth`` and ``%%capture``."""
+
+
+def _tree(text: str) -> ast.Module:
+    """Return the parsed file; where it is a notebook's cells, without IPython's own lines."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        plain = _MAGIC.sub(r"\1pass", text)
+        if plain == text:
+            raise
+        return ast.parse(plain)
 
 
 _UNKNOWN = object()
