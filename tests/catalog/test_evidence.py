@@ -41,6 +41,7 @@ BOUNDS = {
     "train-tier1-bytes-q4-fp8-int8": (-5.0, 5.0),
     "train-tier1-bytes-q8-fp8-int8": (-5.0, 5.0),
     "train-q5-muon-ternary": (0.0, 6.0),
+    "train-q5-muon-ternary-1000": (0.0, 5.0),
     "train-q6-muon-ternary": (0.0, 5.0),
     "train-q6-muon-ternary-1000": (0.0, 5.0),
 }
