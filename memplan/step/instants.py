@@ -45,14 +45,7 @@ from memplan.step.kept_by_loop import (
 from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
-from memplan.step.kernels.own_adapters import refuse_own_adapters
-from memplan.step.kernels.refused_code import (
-    refuse_cut_cross_entropy,
-    refuse_liger,
-    refuse_linear_attention,
-    refuse_unquantised,
-    refuse_unrun_parts,
-)
+from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.losses.cross_entropy import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
@@ -153,12 +146,7 @@ def step_on_tape(
     Raises:
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
-    refuse_unquantised(model.spec, setup)
-    refuse_unrun_parts(model.spec)
-    refuse_liger(model.spec, setup)
-    refuse_cut_cross_entropy(model.spec, setup)
-    refuse_own_adapters(model, setup)
-    refuse_linear_attention(model.spec, setup)
+    refuse_unread_code(model, setup)
     optimizer = step_temporaries(setup, states.tensors)
     clipping = clipping_bytes(states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer, clipping)

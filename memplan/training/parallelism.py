@@ -301,7 +301,7 @@ def _when_sharded(
         yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {instead}"
     if config.weight_average != "none":
         yield ("weight_average",), f"an average of shards is not modelled; {instead}"
-    if config.loss_scaling or config.compute_dtype == "fp16":
+    if config.loss_scaling or (config.compute_dtype == "fp16" and config.autocast is not False):
         yield ("compute_dtype",), f"fp16 is not supported with zero_stage 3; use bf16, or {instead}"
     if profile.loss not in _LOSSES.get(stack.sharded_units, ("bf16", "fp32")):
         text = f"{profile.loss} is not supported with zero_stage 3 by stack {stack.name}, where the head would be a unit of its own; {'' if alone else 'use bf16 or fp32, or '}{instead}"

@@ -1108,7 +1108,7 @@ def test_layers_that_a_launcher_names_are_units(tmp_path):
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("tuned", ["use_peft: false", "use_peft: true"])
-def test_weights_in_16_bits_are_upcast_over_fsdp_where_mixed_precision_is_on(tmp_path, version, tuned):
+def test_weights_in_16_bits_are_upcast_over_fsdp_where_mixed_precision_is_on_alone(tmp_path, version, tuned):
     trained = written(tmp_path, f"{TRL.replace('use_peft: false', tuned)}dtype: bfloat16\nbf16: false\n")
     launched = f"distributed_type: FSDP\nnum_processes: 16\nfsdp_config: {{fsdp_version: {version}, {LAYERS}}}\n"
     mixed = written(tmp_path, f"{launched}mixed_precision: bf16\n", "mixed.yaml")
@@ -1116,8 +1116,9 @@ def test_weights_in_16_bits_are_upcast_over_fsdp_where_mixed_precision_is_on(tmp
     dtype = training["adapter"]["dtype"] if "true" in tuned else training["weights"]["hidden_matrix"]
     assert dtype == "fp32"
     plain = written(tmp_path, f"{launched}mixed_precision: 'no'\n", "plain.yaml")
-    with pytest.raises(CannotAnswerError, match=r"without mixed precision.*set bf16: true"):
-        memplan.plan(str(trained), gpu="h100", beside=[plain])
+    training = memplan.plan(str(trained), gpu="h100", beside=[plain]).to_dict()["training"]
+    dtype = training["adapter"]["dtype"] if "true" in tuned else training["weights"]["hidden_matrix"]
+    assert (dtype, training["autocast"]) == ("fp32" if "true" in tuned else "bf16", False)
 
 
 QLORA = TRL.replace("false", "true") + "dtype: bfloat16\nload_in_4bit: true\nlora_target_modules: all-linear\n"

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.model import Model
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.own_adapters import refuse_own_adapters
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 LIGER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Families whose layers run Liger's kernels as the tape has them (liger_kernel/transformers/monkey_patch.py, 0.8.5): others of
 its list split one projection into copies (phi3), keep gradients apart (olmo2), or run experts."""
+
+
+def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
+    """Raise for whatever a stack's code does of a model that is not modelled, on one GPU and over several alike.
+
+    Raises:
+        CannotAnswerError: A part of the model, or a kernel over it, whose activations are not modelled.
+    """
+    refuse_unquantised(model.spec, setup)
+    refuse_unrun_parts(model.spec)
+    refuse_liger(model.spec, setup)
+    refuse_cut_cross_entropy(model.spec, setup)
+    refuse_own_adapters(model, setup)
+    refuse_linear_attention(model.spec, setup)
 
 
 def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:

@@ -10,6 +10,7 @@ from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import ON_HOST, sharded_clipping_bytes, step_temporaries
@@ -237,7 +238,12 @@ def positions(run: LayerRun) -> tuple[int, ...]:
 
 
 def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime: Regime) -> ShardedStep:
-    """Return the tapes of gathered weights, and their units."""
+    """Return the tapes of gathered weights, and their units.
+
+    Raises:
+        CannotAnswerError: A part of the model whose activations are not modelled.
+    """
+    refuse_unread_code(model, setup)
     whole = gathered_setup(setup)
     optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
     if setup.steps_on_host:

@@ -121,8 +121,18 @@ def _in_floats(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list
 
 
 def _width(tensor: ParameterTensor, setup: TrainingSetup) -> int:
-    """Return the bytes of an element of a tensor as it is gathered: one of codes that were staged, else that of the compute dtype."""
-    return 1 if setup.config.parallel.staged_codes and is_coded(tensor, setup) else setup.compute_bytes
+    """Return the bytes of an element of a tensor as it is gathered.
+
+    One of codes that were staged, else that of the compute dtype, or its own without mixed precision.
+    """
+    if is_coded(tensor, setup):
+        return 1 if setup.config.parallel.staged_codes else setup.compute_bytes
+    return setup.compute_bytes if casts_shards(setup) else _stored(tensor, setup)[0]
+
+
+def casts_shards(setup: TrainingSetup) -> bool:
+    """Tell whether shards are cast to the compute dtype before they are gathered: not without mixed precision."""
+    return setup.config.autocast is not False
 
 
 def share(parallel: Parallel) -> Fraction:
@@ -140,7 +150,7 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
         ``MixedPrecisionPolicy`` in torch/distributed/fsdp/_fully_shard/_fsdp_api.py (v2.13.0).
     """
     config, dtype = setup.config, setup.config.compute_dtype
-    adapter = config.adapter and replace(config.adapter, dtype=dtype)
+    adapter = config.adapter and replace(config.adapter, dtype=dtype if casts_shards(setup) else config.adapter.dtype)
     plain = StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")
     floats = {role: name in FLOAT_BYTES for role, name in setup.format_names.items()}
     projections = replace(setup.stack.projections, adapter_input_bytes=_adapter_input_bytes(setup))
@@ -240,7 +250,9 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         reduced_bytes=ranks * trained * reduced,
         kept_bytes=trained * own,
         narrow_bytes=trained * reduced if reduced != own or ranks == 1 else 0,
-        cast_bytes=sum(n for n, width, _ in shards if width != compute or offloads) * compute * (ranks > 1),
+        cast_bytes=sum(n for n, width, _ in shards if (width != compute and casts_shards(setup)) or offloads)
+        * compute
+        * (ranks > 1),
         last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,
         waited_bytes=trained * reduced if setup.config.parallel.replicate > 1 else 0,
         leaves=offloads,
@@ -259,9 +271,11 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
         torch/distributed/fsdp/_flat_param.py, ``_get_reduce_scatter_tensors`` and
         ``_cast_grad_to_param_dtype`` in _runtime_utils.py (v2.13.0).
     """
-    parallel, compute = setup.config.parallel, setup.compute_bytes
+    parallel = setup.config.parallel
     frozen = _in_floats([tensor for tensor in tensors if ADAPTER not in tensor.name], setup) or tensors
-    elements, (own, trained) = flat_elements(frozen, parallel, compute), _stored(frozen[0], setup)
+    own, trained = _stored(frozen[0], setup)
+    compute = setup.compute_bytes if casts_shards(setup) else own
+    elements = flat_elements(frozen, parallel, compute)
     piece = ceil_div(elements, parallel.shards)
     padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
     moved = piece * compute if setup.offloads_weights and not narrow else 0
@@ -290,7 +304,7 @@ def _cast_alone(tensors: Sequence[ParameterTensor]) -> int:
 def reduced_width(setup: TrainingSetup) -> int:
     """Return the bytes of an element of a gradient as it is reduced: in the compute dtype, or in that of what is trained."""
     own = setup.format_names["hidden_matrix"] if setup.config.adapter is None else setup.adapter_dtype
-    return setup.compute_bytes if is_accelerated(setup) else FLOAT_BYTES[own]
+    return setup.compute_bytes if is_accelerated(setup) and casts_shards(setup) else FLOAT_BYTES[own]
 
 
 def _stored(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:

@@ -11,7 +11,7 @@ from memplan.catalog.config_keys.method_keys import SCORED
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
@@ -70,10 +70,21 @@ def _autocast_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Ite
         yield key, f"{why}; leave it out"
     elif not config.autocast and hidden == "fp32" != narrow:
         yield key, f"fp32 weights compute in fp32 without it; use compute_dtype: fp32, or weights: {narrow}"
-    elif not config.autocast and (config.parallel.zero_stage or config.parallel.engine != "torch"):
-        yield key, "shards and engines of 16-bit weights without mixed precision are not modelled; leave it out"
+    elif not config.autocast and config.parallel.zero_stage and not _shards_as_stored(config, stack):
+        yield key, "16-bit weights without mixed precision are not modelled in this engine, or offloaded; leave it out"
     elif not config.autocast and config.loss_scaling:
         yield key, "a loss scale comes with autocast in fp16; leave one of them out"
+
+
+def _shards_as_stored(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether shards of 16-bit weights are gathered and reduced as they are stored: accelerate's FSDP without mixed precision.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py and ``Accelerator.prepare_model`` in accelerate/accelerator.py
+        (1.15.0): no policy, and nothing cast to fp32, where ``mixed_precision`` is ``no``.
+    """
+    wraps = stack.sharded_units == "accelerate" and config.parallel.engine in ("torch", "fsdp1")
+    return wraps and config.offload == Offload()
 
 
 def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
@@ -144,7 +155,7 @@ def casts_trained(config: TrainingConfig, stack: Stack) -> bool:
     sharded = parallel.zero_stage == 3 and parallel.data > 1 and parallel.engine == "torch"
     accelerates = stack.sharded_units == "accelerate" and sharded
     flattened = is_flattened(config) and stack.sharded_units != "lightning"
-    return (accelerates or flattened) and config.compute_dtype != "fp32"
+    return (accelerates or flattened) and config.compute_dtype != "fp32" and config.autocast is not False
 
 
 def is_flattened(config: TrainingConfig) -> bool:

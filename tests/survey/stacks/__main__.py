@@ -115,7 +115,6 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
     job = with_stage(job, seed, number, tuple(options.stage)) if options.stage else job
     families = tuple(options.family or IMAGE_FAMILIES)
     job = with_images(job, seed, number, catalog, families) if options.images else job
-    job = without_autocast(job) if options.no_autocast else job
     if options.deepspeed:
         stages = (options.zero,) if options.zero else (1, 2, 3, 3) if options.offload else DEEPSPEED_STAGES
         job = under_deepspeed(job, seed, number, stages)
@@ -125,8 +124,10 @@ def _drawn(job: StackJob, number: int, options: argparse.Namespace, catalog: Cat
         job = drawn(job, seed, number) if getattr(options, name) else job
     job = with_ends(job, seed, number, catalog) if options.ends else job
     if options.fsdp1:
-        return flat_job(job, seed, number, adapted=options.adapters)
-    return adapted_job(job, seed, number) if options.adapters else job
+        job = flat_job(job, seed, number, adapted=options.adapters)
+    elif options.adapters:
+        job = adapted_job(job, seed, number)
+    return without_autocast(job) if options.no_autocast else job
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
