@@ -310,3 +310,18 @@ def test_keys_of_an_engine_that_is_not_used_are_refused(refused, write):
     path = write("eight.yaml", "description: x\nparallel: {data: 8, deepspeed: {reduce_bucket_size: 5}}\n")
     given = ("fit", "llama-3.2-1b", "--gpu", "h100", "--config", path)
     assert "counts with parallel.engine: deepspeed alone" in refused(*given)
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_codes_of_linear_layers_that_no_library_replaces_are_refused_over_shards_as_on_one_gpu(gpus):
+    with pytest.raises(CannotAnswerError, match="linear layers of a class of its own"):
+        memplan.plan("falcon-7b", gpu="h100", gpus=gpus, config="qlora", stack="transformers")
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp1"])
+def test_shards_without_mixed_precision_are_stored_gathered_and_reduced_in_16_bits(engine):
+    keys = {"autocast": False, "parallel.engine": engine}
+    job = {"gpu": "h100", "gpus": 4, "config": "bf16-adamw", "stack": "transformers"}
+    mixed = memplan.plan("llama-3.2-1b", set=keys | {"autocast": None}, **job)
+    plain = memplan.plan("llama-3.2-1b", set=keys, **job)
+    assert 2 * int(plain.components["weights"]) == int(mixed.components["weights"])
