@@ -71,6 +71,8 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     yield with_gathered("forward", "copy of the first layer", around + x, first)
     if step.flat:
         yield with_gathered("forward", "gather of the root", base, step.first.copied_bytes)
+    if step.rest:  # whose buffer is there until the embedding, or both ends, have been copied out of theirs
+        yield with_gathered("forward", "copy of the ends", base, step.rest.buffer_bytes + step.first.copied_bytes)
     if step.apart:
         yield with_gathered("forward", "copy of the embedding", around, step.first.copied_bytes)
         for moment in played.embedding.forward:
