@@ -95,7 +95,10 @@ def split_name(given: str) -> tuple[str, str]:
 def with_stack(training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a record, which is never edited, with a stack where it names the kernel preset of its time."""
     kernels = training.get("kernels")
-    if not isinstance(kernels, Mapping) or kernels.get("preset") not in PRESET_STACKS:
+    if not isinstance(kernels, Mapping):
+        return dict(training)
+    preset = kernels.get("preset")
+    if not isinstance(preset, str) or preset not in PRESET_STACKS:
         return dict(training)
     rest = {key: value for key, value in kernels.items() if key != "preset"}
-    return {**training, "kernels": rest, "stack": PRESET_STACKS[kernels["preset"]]}
+    return {**training, "kernels": rest, "stack": PRESET_STACKS[preset]}

@@ -199,6 +199,11 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
     if config.kernels.loss in stack.foreign_losses:
         yield ("kernels", "loss"), f"{stack.name} never calls {config.kernels.loss}; leave it out"
+    if config.kernels.loss == "fp32-stretches" and stack.model_code != "litgpt":
+        yield (
+            ("kernels", "loss"),
+            f"{stack.name} never forms logits in stretches of a row, which LitGPT alone does; leave it out",
+        )
     if config.kernels.loss == CUT and config.compute_dtype == "fp32":
         text = f"{CUT} takes rows and a head in 16 bits; use compute_dtype: bf16, or fp32 as the loss"
         yield ("kernels", "loss"), text
