@@ -338,8 +338,20 @@ def test_a_trace_on_a_card_runs_the_kernels_that_are_planned_there(cli, config):
     assert "the formula agrees to the byte" in ran.out
 
 
-@pytest.mark.parametrize(("weights", "said"), [("fp16", True), ("fp32", False)])
-def test_weights_that_torchs_loss_scale_refuses_are_said(weights, said):
-    settings = {"compute_dtype": "fp16", "weights.default": weights, "loss_scaling": True}
-    plan = memplan.plan("llama-3.2-1b", gpu="rtx3090", config="bf16-adamw", stack="transformers", set=settings)
-    assert any("unscale FP16" in text for text in plan.memory.setup.card_notes) == said
+def test_weights_whose_gradients_torchs_loss_scale_refuses_are_refused():
+    settings = {"compute_dtype": "fp16", "weights.default": "fp16", "loss_scaling": True}
+    with pytest.raises(CannotAnswerError, match="unscale FP16 gradients"):
+        memplan.plan("llama-3.2-1b", gpu="rtx3090", config="bf16-adamw", stack="transformers", set=settings)
+    memplan.plan(
+        "llama-3.2-1b",
+        gpu="rtx3090",
+        config="bf16-adamw",
+        stack="transformers",
+        set={**settings, "weights.default": "fp32"},
+    )
+
+
+def test_a_search_for_trainer_on_a_card_without_bf16_trains_fp32_weights(cli):
+    rows = cli("suggest", "llama-3.2-1b", "--gpu", "t4", "--stack", "transformers", "--json").data["rows"]
+    assert rows
+    assert all(row["training"]["weights"]["hidden_matrix"] == "fp32" for row in rows)

@@ -246,7 +246,9 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
     with tape.alive(back, *((out, taken) if uncast else (scaled,))):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
         total = builder.fresh(ordered, x.width, 4 if uncast and builder.settings.autocast else None)
-        tape.apply("sum over experts", [(ordered, NEW)], total, traits=SAVES_NOTHING)
+        # Backward looks at its gradient once for each expert of a token and copies that where they are several, or casts it.
+        way = SAME if order.width == 1 and total.element_bytes == ordered.element_bytes else NEW
+        tape.apply("sum over experts", [(ordered, way)], total, traits=SAVES_NOTHING)
         with tape.alive(*([ordered] if uncast else [])):
             return builder.cast(total, like.element_bytes)
 

@@ -47,7 +47,7 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
         configs/hardware/capabilities.yaml; aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (v2.13.0); ``_training_sdpa``
         in unsloth/utils/attention_dispatch.py (2026.10.9).
     """
-    notes = (*_notes(setup, gpu), *_scaler_notes(setup))
+    notes = tuple(_notes(setup, gpu))
     if setup.config.allocator == "expandable" and (why := without_expandable(setup.stack, gpu, setup.hardware)):
         setup = replace(setup, config=replace(setup.config, allocator="native"))
         notes = (*notes, f"allocator: native on {card_label(gpu)}: {why}")
@@ -106,6 +106,7 @@ def card_label(gpu: Gpu) -> str:
 # ------------------------------------------------------------------ what a card can do
 def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
     """Yield what a card does in another way, each thing once."""
+    _refuse_unscalable(setup)
     seen: set[str] = set()
     for key, value, feature in (*ALWAYS, *_dtype_needs(setup), *_entry_needs(setup), *_kernel_needs(setup)):
         row = capability_of(gpu, feature, setup.hardware)
@@ -118,20 +119,20 @@ def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
             yield f"{key} {value} on {card_label(gpu)}: {row.text}{better}"
 
 
-def _scaler_notes(setup: TrainingSetup) -> Iterator[str]:
-    """Yield why a step ends in an error though its memory is planned: torch's loss scale takes no gradients in fp16.
+def _refuse_unscalable(setup: TrainingSetup) -> None:
+    """Raise where a step ends in an error, since torch's loss scale takes no gradients in fp16.
 
     Source:
         torch/amp/grad_scaler.py (v2.13.0), ``_unscale_grads_``: "Attempting to unscale FP16 gradients."; seen with
-        transformers 5.23's Trainer (tests/survey/stacks/measured_jobs.py).
+        transformers 5.23's Trainer (tests/survey/stacks).
     """
     if not (setup.config.loss_scaling and setup.autocast and setup.config.master_weights == "none"):
         return
     trained = {setup.adapter_dtype} if setup.config.adapter is not None else set(setup.format_names.values())
     if "fp16" in trained:
-        yield (
-            "loss_scaling with trained weights in fp16: torch's GradScaler ends such a step with 'Attempting to unscale "
-            "FP16 gradients'; train weights in fp32 under autocast"
+        raise CannotAnswerError(
+            "loss_scaling: torch's GradScaler ends a step with trained weights in fp16 by 'Attempting to unscale FP16 "
+            "gradients'; use weights: fp32, which autocast computes in fp16, or compute_dtype: bf16"
         )
 
 
