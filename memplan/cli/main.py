@@ -111,7 +111,8 @@ def run(words: Sequence[str] | None = None) -> None:
     """Run the command; expected errors are one line each on standard error, bugs exit with 70.
 
     Only the command that was asked for is imported, since importing all of them takes as long as an answer; and the
-    process is too short for collecting cycles to pay.
+    process is too short for collecting cycles to pay: neither while it runs, nor at its end, which looks through all that
+    is not frozen.
 
     Args:
         words: The line that a shell asks to be completed, without the program; else what was typed is run.
@@ -120,7 +121,9 @@ def run(words: Sequence[str] | None = None) -> None:
     with guarded_streams(), warnings.catch_warnings():
         warnings.simplefilter("default", MemplanWarning)
         warnings.showwarning = _say_ours(warnings.showwarning)
-        sys.exit(_exit_code(sys.argv[1:] if words is None else words))
+        code = _exit_code(sys.argv[1:] if words is None else words)
+    gc.freeze()
+    sys.exit(code)
 
 
 def _say_ours(otherwise: Callable[..., None]) -> Callable[..., None]:
