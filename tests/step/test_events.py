@@ -85,7 +85,7 @@ def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, 
 
 @pytest.mark.parametrize("steps", [7, 8])
 @pytest.mark.parametrize("stack", ["plain-loop", "transformers", "bundled"])
-@pytest.mark.parametrize("config", ["lora", "mixed-adamw", "fp16-adam"])
+@pytest.mark.parametrize("config", ["lora", "mixed-adamw", "bf16-adamw"])
 def test_micro_steps_that_change_nothing_are_not_played_and_nothing_is_lost(config, stack, steps, monkeypatch):
     plan = plan_of(config, stack=stack, gradient_accumulation_steps=steps)
     events, played = events_of(plan), []
