@@ -1121,6 +1121,28 @@ def test_weights_in_16_bits_are_upcast_over_fsdp_where_mixed_precision_is_on_alo
     assert (dtype, training["autocast"]) == ("fp32" if "true" in tuned else "bf16", False)
 
 
+@pytest.mark.parametrize(("mixed", "stored"), [("bf16", "fp32"), ("no", "bf16")])
+def test_a_launchers_mixed_precision_counts_beside_pure_bf16(tmp_path, mixed, stored):
+    trained = written(tmp_path, PURE)
+    launched = f"distributed_type: FSDP\nnum_processes: 8\nmixed_precision: '{mixed}'\n"
+    beside = written(tmp_path, f"{launched}fsdp_config: {{fsdp_version: 2, {LAYERS}}}\n", "launcher.yaml")
+    training = memplan.plan(str(trained), gpu="h100", beside=[beside]).to_dict()["training"]
+    assert training["weights"]["hidden_matrix"] == stored
+
+
+PURE = """
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: full
+dataset: alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+output_dir: out
+per_device_train_batch_size: 1
+pure_bf16: true
+"""
+
 QLORA = TRL.replace("false", "true") + "dtype: bfloat16\nload_in_4bit: true\nlora_target_modules: all-linear\n"
 
 
