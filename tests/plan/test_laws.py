@@ -93,9 +93,14 @@ def test_each_total_holds_the_one_before(shape, config, size):
 @laws
 @given(shapes, configs, sizes, st.sampled_from(["bundled", "trl"]))
 def test_the_peak_is_the_fullest_instant(shape, config, size, stack):
-    config = replace(config, stack=stack)
+    config = replace(config, stack=stack, clip_gradients=False)
     assume(not resolve(config, CATALOG, "drawn").unmodelled)
-    compiled = plan(shape, config).on(GPU.gpu)
+    try:
+        compiled = plan(shape, config).on(GPU.gpu)
+    except CannotAnswerError as refusal:
+        if "unscale FP16 gradients" not in str(refusal):
+            raise
+        return
     found = compiled.evaluate(GPU, *size)
     assert found.requested_bytes == max(size for _, size in found.instants) == compiled.requested_bytes(*size)
     assert dict(found.instants)[found.peak.name] == found.requested_bytes

@@ -121,10 +121,7 @@ def _in_floats(tensors: Iterable[ParameterTensor], setup: TrainingSetup) -> list
 
 
 def _width(tensor: ParameterTensor, setup: TrainingSetup) -> int:
-    """Return the bytes of an element of a tensor as it is gathered.
-
-    One of codes that were staged, else that of the compute dtype, or its own without mixed precision.
-    """
+    """Return the bytes of an element as it is gathered: one of staged codes, else the compute dtype's, or its own without mixed precision."""
     if is_coded(tensor, setup):
         return 1 if setup.config.parallel.staged_codes else setup.compute_bytes
     return setup.compute_bytes if casts_shards(setup) else _stored(tensor, setup)[0]
