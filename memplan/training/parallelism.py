@@ -9,7 +9,7 @@ from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, DeepSpeed, F
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import Offload, TrainingConfig
+from memplan.catalog.training_config import Adapter, Offload, TrainingConfig
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.flat_rules import deepspeed_problems, flat_refusal, staying_refusal, steps_elementwise
@@ -286,19 +286,11 @@ def _when_sharded(
     if config.master_weights != "none":
         text = "a second copy is not needed with zero_stage 3: shards in fp32 are gathered in the compute dtype; use weights: fp32 and compute_dtype: bf16"
         yield ("master_weights",), text
-    if config.adapter is not None and stack.sharded_units == "accelerate" and profile.loss == "fused-linear":
-        text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {instead}"
-        yield ("kernels", "loss"), text
+    if config.adapter is not None:
+        yield from _when_adapters_are_sharded(config.adapter, profile, stack, instead)
     if not config.parallel.reshard_after_forward and stack.sharded_units == "own-root":
         text = f"false is not modelled for {stack.name}; leave it out, or {instead}"
         yield ("parallel", "reshard_after_forward"), text
-    if config.adapter is not None and stack.sharded_units == "own-root":
-        text = f"adapters with zero_stage 3 are not modelled for {stack.name}, whose FSDP2 engine makes each of their matrices a unit; {instead}"
-        yield ("adapter",), text
-    if config.adapter is not None and stack.own_models:
-        yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {instead}"
-    if config.adapter is not None and config.adapter.modules_to_save:
-        yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {instead}"
     if config.weight_average != "none":
         yield ("weight_average",), f"an average of shards is not modelled; {instead}"
     if config.loss_scaling or (config.compute_dtype == "fp16" and config.autocast is not False):
@@ -311,6 +303,20 @@ def _when_sharded(
         if not steps_elementwise(entry, width):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {instead}"
             yield ("optimizer",), text
+
+
+def _when_adapters_are_sharded(adapter: Adapter, profile: KernelProfile, stack: Stack, instead: str) -> Problems:
+    """Yield what adapters beside shards are not modelled with."""
+    if stack.sharded_units == "accelerate" and profile.loss == "fused-linear":
+        text = f"fused-linear with adapters and zero_stage 3 is not modelled: nobody gathers the head alone; use bf16 or fp32, or {instead}"
+        yield ("kernels", "loss"), text
+    if stack.sharded_units == "own-root":
+        text = f"adapters with zero_stage 3 are not modelled for {stack.name}, whose FSDP2 engine makes each of their matrices a unit; {instead}"
+        yield ("adapter",), text
+    if stack.own_models:
+        yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {instead}"
+    if adapter.modules_to_save:
+        yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {instead}"
 
 
 def _when_codes_are_shards(config: TrainingConfig) -> Problems:
