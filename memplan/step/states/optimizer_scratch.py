@@ -32,8 +32,8 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     """Return the largest scratch memory of an optimizer step over all trainable tensors.
 
     Optimizers step one after the other, Muon first, so the largest of them counts. Where the bundled
-    optimizer keeps gradients in stores, it gives each back once it is used up; what is free by then
-    is taken off.
+    optimizer keeps gradients in stores, it frees each one after its update, and the freed bytes are
+    subtracted from the scratch of the updates that follow.
     """
     if setup.config.gradients.lifetime == "layer":
         return max((tensor_temporaries(setup, entry) for entry in trained_kinds(tensors)), key=_size)
