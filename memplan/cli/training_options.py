@@ -179,7 +179,8 @@ class MethodOptions:
         option(
             TRAINING,
             "--method NAME",
-            "sft or pretrain; classification; dpo, kto, orpo, cpo, simpo or reward, as TRL runs them; or inference.",
+            "Such as sft, dpo, classification or inference. Others are pretrain, kto, orpo, cpo, simpo and reward; those of "
+            "preferences run as TRL has them.",
         ),
     ] = None
     context: Annotated[int, option(INFERENCE, "--context N", "Tokens of prompt and answer.", parser=_tokens)] = 4096
