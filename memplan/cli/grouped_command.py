@@ -15,8 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from memplan.cli.option_groups import SELDOM_USED
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
-from memplan.values import dataclass
 
 _DIGITS = re.compile(r"\d{1,15}", re.ASCII)
 _UNSURE: Any = object()

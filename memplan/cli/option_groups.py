@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, printable
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog

@@ -16,8 +16,8 @@ from memplan.cli.option_groups import (
     OutputOptions,
     option,
 )
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, printable
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog

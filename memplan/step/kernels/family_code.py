@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.stacks import ModelCode
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
