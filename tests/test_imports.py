@@ -15,7 +15,7 @@ import memplan
 
 ROOT = Path(memplan.__file__).parent
 FLOORS = [
-    {"errors"},
+    {"errors", "values"},
     {"documents", "units"},
     {"allocator", "catalog", "host", "importer", "model"},
     {"muon", "training"},

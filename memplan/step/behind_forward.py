@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.ends.head_on_tape import evaluated_head
+from memplan.step.kept_by_loop import returned_before
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
@@ -173,6 +174,8 @@ def forward_alone(
         first = (
             kind in (EMBEDDING, taped.kinds[0]) and taped.counts().get(kind, 1) == 1
         )  # given the embeddings themselves
+        if kind != EMBEDDING:
+            below += returned_before(taped, kind, graph=False)
         for moment in parts[kind].forward:
             yield moment.around(below + arguments + (ZERO if first else named), name)
     for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward if head else ():

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
@@ -41,6 +40,7 @@ from memplan.step.kept_by_loop import (
     named_embeddings,
     named_input,
     passed_on,
+    returned_before,
     stream_form,
 )
 from memplan.step.kernels.image_rows import is_embedded_ahead
@@ -70,6 +70,7 @@ from memplan.step.tapes.taped_weight import Mode
 from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
+from memplan.values import dataclass
 
 SavedByLayers = tuple[tuple[str, tuple[SavedTensor, ...]], ...]
 """For each run of layers, what one of them saves for backward."""
@@ -300,7 +301,7 @@ def _forward(
         entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         if taped.staged[kind]:
             entered -= stream_form(inputs)
-        entered -= named_output(inputs, taped, kind)
+        entered -= named_output(inputs, taped, kind) + returned_before(taped, kind)
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)

@@ -77,6 +77,21 @@ def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
     return ZERO if saved else stream_form(inputs)
 
 
+def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> Form:
+    """Return what the layer before one of a kind has returned besides its output, which the loop over layers still has a name for.
+
+    Args:
+        graph: Whether backward will run, for which a layer that is not checkpointed saves it.
+
+    Source:
+        ``outputs = block(...)`` in ``FalconModel.forward`` (transformers 5.23.0).
+    """
+    tape = taped.layers[kind].tape
+    if tape.returned is None or sum(taped.counts().values()) == 1 or (graph and not taped.again[kind]):
+        return ZERO
+    return single_form(Part.TEMPORARIES, tape.returned.quantity, tape.returned.coefficient)
+
+
 def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
     return graph_of_loss(inputs, taped) if inputs.setup.stack.loop.holds else ZERO

@@ -32,7 +32,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "llama-factory-v1": {25},
     "llama-factory-v1.shards": {12, 19, 26},
     "litgpt.adapters": {9, 36, 44, 48},
-    "llama-factory.kto": {5, 20},
+    "llama-factory.kto": {5},
     "llama-factory.ends": {13, 20},
     "llama-factory.reference": {21, 40},
     "ms-swift": {7},
@@ -56,7 +56,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.offload.shards": {3, 28, 33},
     "transformers.fsdp1-offload.shards": {0, 4, 6, 11, 22, 25, 31},
     "trl.flash-attn": {42},
-    "trl.frozen": {39},
     "trl.grpo": {17, 23, 33},
     "trl.grpo-0-29": {8},
     "trl.pairs": {47},
@@ -67,11 +66,11 @@ KNOWN_GAPS: dict[str, set[int]] = {
 for how it agrees, but for some quantised mixtures and GPT-NeoX in `trl.pairs` and `trl.pairs-0-29`, which did not and are refused since.
 
 Known causes: with `trl.flash-attn` 42 LLM.int8's scales of GPT-2's weights, which lie
-the other way; with `trl.frozen` 39 it is Falcon's, 1.05 % high at the peak, which it is without frozen parts too;
+the other way;
 with `llama-factory-v1` 25 it is 60 kB after backward of a tiny Phi with adapters; with `llama-factory-v1.shards` 12 GPT-NeoX with a tied head, below the peak, and with 26 Granite's loss backward, below it too;
 with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 weights, which LLaMA-Factory never loads so, and with
 `llama-factory.reference` the forward of two models whose weights outweigh their rows, 4 and 7 % high below the peak;
-with `llama-factory.kto` 5 Granite's scaled logits under fp16, and with 20 Falcon in fp32, 1.8 % low;
+with `llama-factory.kto` 5 Granite's scaled logits under fp16;
 with `transformers.vision-deepspeed.shards` 11 and 28 what the rank that was traced keeps, 2 bytes and 41 kB more than the fullest of the formula;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
 both without trained ends too;

@@ -144,6 +144,22 @@ class PlayedSection:
         """What the model has names for until all layers have run, by quantity."""
         return [(quantity, self.own_name(storage)) for quantity, storage in self._events.named]
 
+    def returns(self, libraries: Libraries, before: int) -> int:
+        """Write the events of forward, whose function returns another result besides the output; return that, which stays, or ``NO_STORAGE``.
+
+        Args:
+            before: What the function of the part before has returned, which goes now; ``NO_STORAGE`` for nothing.
+        """
+        own = self._events.returned
+        if own == NO_STORAGE:
+            self._stream.free_all([] if before == NO_STORAGE else [before])
+            self.forward(libraries)
+            return NO_STORAGE
+        self.frees_instead(own, before)
+        self.forward(libraries)
+        del self._aliases[own]
+        return self.own_name(own)
+
     def forward(self, libraries: Libraries) -> None:
         """Write the events of forward, and the workspaces that libraries make at their first product."""
         self._with_libraries(self._events.forward, self._events.products[0], libraries)

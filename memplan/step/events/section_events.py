@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from memplan.documents.frozen_values import dataclass
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
@@ -14,8 +13,10 @@ from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity, Storage
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
+from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Reduction
 from memplan.step.tapes.taped_weight import Mode
+from memplan.values import dataclass
 
 MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""
@@ -43,6 +44,7 @@ class SectionEvents:
     # Results that a model has names for until all layers have run, by quantity.
     named: tuple[tuple[Quantity, int], ...] = ()
     waits: bool = False
+    returned: int = NO_STORAGE  # What its function returns besides its output, and forward alone frees
 
     def holding(self, storage: int) -> SectionEvents:
         """Return the same without what frees one storage, which a loop's own name keeps alive."""
@@ -105,10 +107,17 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         leaf=leaf,
         named=tuple([(value.quantity, value.storage) for value in tape.named]),
         waits=tape.waits,
+        returned=_returned(tape, forward),
     )
     for storage in {*leaf, *[value.storage for value in tape.named]}:
         events = events.holding(storage)
     return events
+
+
+def _returned(tape: Tape, forward: Codes) -> int:
+    """Return what the function of a part returns besides its output, where forward frees it."""
+    own = NO_STORAGE if tape.returned is None else tape.returned.storage
+    return own if 2 * own + 1 in forward else NO_STORAGE
 
 
 def _leaf(player: Player) -> tuple[int, ...]:
@@ -142,4 +151,5 @@ def forward_events(section: Section) -> SectionEvents:
         leaving=NO_STORAGE,
         kept=(),
         products=(in_forward, ()),
+        returned=_returned(tape, forward),
     )

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from memplan.documents.frozen_values import dataclass
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection
@@ -27,6 +26,7 @@ from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.units import MIB
+from memplan.values import dataclass
 
 STEPS = 3
 """The first makes what stays; of 94 measured runs (tests/records/cuda) two took another segment in the third."""
@@ -227,7 +227,7 @@ class StepPlayer:
         """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
         played: list[tuple[str, PlayedSection]] = []
         hidden: list[int] = []  # what layers were given, where the loop asks for it
-        handed, owned = NO_STORAGE, False
+        handed, owned, returned = NO_STORAGE, False, NO_STORAGE
         for number, events in parts:
             named = (
                 self.inputs.setup.has_value_head
@@ -241,7 +241,7 @@ class StepPlayer:
                 part.frees_instead(self._held_logits, self._held[0] if self._held else NO_STORAGE)
             if arguments is not None and not number and played:
                 arguments.named_by(part)
-            part.forward(self._libraries["forward"])
+            returned = part.returns(self._libraries["forward"], returned)
             if arguments is not None and not played:
                 arguments.make(part)
             played.append((number, part))

@@ -154,6 +154,12 @@ def _projections(
                     key = builder.copied(key)
                     with tape.alive(key):
                         return (query, key, builder.copied(value)), ()
+        if builder.settings.code.own_scores and part.num_key_value_heads == 1 < part.num_heads:
+            builder.named.append(fused)
+            with tape.alive(fused, query):  # chosen by a list of one number, not by a slice (``_split_heads``)
+                key = builder.copied(key)
+                with tape.alive(key):
+                    return (query, key, builder.copied(value)), ()
         return (query, key, value), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)

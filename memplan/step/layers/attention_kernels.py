@@ -271,8 +271,11 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
         square = (Quantity.SQUARE, 1)
         flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
         mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
-    _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
-    scores = scores_of(builder, query, builder.pointwise("scale", key), count, 4)
+    late = builder.settings.code.own_scores and heads.groups == 1 < count  # products look at the one head as often
+    if not late:
+        _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
+    columns = builder.pointwise("scale", key)
+    scores = scores_of(builder, query, repeated(builder, columns, count, alone=True) if late else columns, count, 4)
     masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
     weights = probabilities(builder, masked)
     with tape.alive(weights):
@@ -280,6 +283,7 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
     results = [weights]
     if out_bytes != 4:
         results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
-    out = builder.cast(weighted_sum(builder, weights, value, value.width, count), out_bytes)
+    read = repeated(builder, value, count, alone=True) if late else value
+    out = builder.cast(weighted_sum(builder, weights, read, read.width, count), out_bytes)
     tape.touch(key, value, query, *reversed(wide), mask, *results)  # what was made last goes first, results at the end
     return out

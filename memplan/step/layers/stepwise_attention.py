@@ -25,6 +25,8 @@ from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits
 def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -> Value:
     """Return attention whose scores get an additive mask, and whose probabilities live until the layer ends."""
     tape, own, code = builder.tape, given.query.element_bytes, builder.settings.code
+    if code.own_scores and builder.settings.autocast:
+        own = 4  # Falcon asks for the dtype that its norm has formed
     late = code.own_scores and given.groups == 1 < given.number
     query, key, value, heads, _ = _key_repeated(builder, given) if late else ungrouped(builder, given, expands=True)
     with tape.alive(*given.tensors, query, key, value):
@@ -47,6 +49,8 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
         with tape.alive(shifted, weights):
             weights = builder.dropped(weights, builder.settings.attention_dropout)
             builder.held.append(weights)
+            if code.own_scores:
+                tape.returned = weights
             read, value = builder.lowered(weights), builder.lowered(value)
             value = repeated(builder, value, heads, alone=True) if late else value
             return weighted_sum(builder, read, value, value.width, heads)

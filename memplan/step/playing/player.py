@@ -199,11 +199,25 @@ class Player:
         self.to_recompute = False
         if self.tape.waits:
             self.live.retain(self.entry.storage)
-        named = (self.gradients[id(output)], self.entry.storage, output.storage)
+        named = (self.gradients[id(output)], self.entry.storage, *self._zeros(), output.storage)
         self.live.retain_all(named[:2])
         self.recompute(self.tape.nodes[-1].instant)
         self.live.retain(output.storage)
         return named
+
+    def _zeros(self) -> tuple[int, ...]:
+        """Make the gradient of zeros that a function is given for what it returns besides its output; nothing where it returns nothing.
+
+        Source:
+            ``PyNode::apply`` in torch/csrc/autograd/python_function.cpp (v2.13.0), which fills in gradients that are undefined.
+        """
+        value = self.tape.returned
+        if value is None:
+            return ()
+        zeros = self.live.new(Part.TEMPORARIES, value.quantity, value.coefficient)
+        self.live.retain(zeros)
+        self.gradients[id(value)] = zeros
+        return (zeros,)
 
     def _given(self) -> set[int]:
         """Retain the storages that are there before the first operation, and return them."""

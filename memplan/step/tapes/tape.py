@@ -49,6 +49,9 @@ class Tape:
     region_end: int = FOREVER
     # A result that a library asks for a gradient of, with which it stays as long as the graph of the loss.
     leaf: Value | None = None
+    # A result that a layer's function returns besides its output: the model has a name for it until the next layer has
+    # run, and reentrant checkpointing is given zeros for its gradient.
+    returned: Value | None = None
     named: tuple[Value, ...] = ()  # Results that the model has names for until all layers have run
     # Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
     waits: bool = False
