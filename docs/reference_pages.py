@@ -41,7 +41,10 @@ def _commands() -> str:
     from memplan.cli.main import COMMANDS
 
     parts = ["# Every option of every command\n"]
-    parts += [f"## memplan {name}\n\n```text\n{printed(name, '--help').strip()}\n```\n" for name in COMMANDS]
+    parts += [
+        f"## memplan {name}\n\n```text\n{printed(name, '--help' if name == 'lab' else '--help-all').strip()}\n```\n"
+        for name in COMMANDS
+    ]
     return "\n".join(parts)
 
 

@@ -15,7 +15,7 @@ import memplan
 
 ROOT = Path(memplan.__file__).parent
 FLOORS = [
-    {"errors", "values"},
+    {"errors"},
     {"documents", "units"},
     {"allocator", "catalog", "host", "importer", "model"},
     {"muon", "training"},

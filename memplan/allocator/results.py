@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import MemplanError
 from memplan.units import format_bytes
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

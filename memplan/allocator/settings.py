@@ -6,9 +6,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint
 from memplan.units import MIB, round_up
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,7 +20,7 @@ from memplan.allocator.settings import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 _BITS = 40
 _ADDRESS = 2**_BITS - 1

@@ -12,6 +12,7 @@ from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, S
 from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
 from memplan.catalog.shipped_entries import BuiltEntries, aliases_of, all_names, indexed, shipped_texts, yaml_files
 from memplan.catalog.shipped_tables import TABLES, ShippedTables
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, load_document
 from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path
 from memplan.documents.schemas import validate
@@ -24,7 +25,6 @@ from memplan.errors import (
     same_numbers,
     unknown_name,
 )
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.stacks import Stack

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from memplan.catalog.kernel_profiles import Feature
+from memplan.documents.frozen_values import dataclass
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 Kind = Literal["exact", "derived", "stated", "measured"]
 

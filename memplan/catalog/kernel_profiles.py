@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Literal
 
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 AttentionKernel = Literal["flash", "cudnn", "efficient", "math", "eager", "flex", "auto"]
 NormKernel = Literal["fused", "composite", "in-place"]

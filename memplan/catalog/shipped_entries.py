@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import parse_document
 from memplan.documents.opening import files_in, is_file, is_folder, read_text
 from memplan.documents.schemas import build
 from memplan.errors import CatalogError, normalised_name
-from memplan.values import dataclass
 
 T = TypeVar("T")
 

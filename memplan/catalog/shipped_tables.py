@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from memplan.catalog.entries import Source
 from memplan.catalog.shipped_entries import BuiltEntries, shipped_texts
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
-from memplan.values import dataclass
 
 T = TypeVar("T")
 

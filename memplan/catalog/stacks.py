@@ -10,7 +10,7 @@ from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.entries import Source
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile, LossKernel
 from memplan.catalog.training_config import Checkpointing
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]

@@ -10,7 +10,7 @@ from memplan.catalog.config_keys.method_keys import Images, Method
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Status
 from memplan.catalog.kernel_profiles import Kernels
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 
 from memplan.catalog.entries import Form, Optimizer
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import nearest_match
-from memplan.values import dataclass
 
 BUNDLED = "memplan.muon.Muon"
 TORCH_ADAMW = "torch.optim.AdamW"

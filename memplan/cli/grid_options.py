@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.option_groups import PARALLEL, CountedGpus, DeviceOptions, option
 from memplan.cli.training_options import TrainingOptions
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import opened, usable_path
 from memplan.errors import InvalidFileError
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.library.job_options import JobOptions

@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields
 from enum import StrEnum
 from inspect import Parameter, Signature
+from itertools import chain
+from textwrap import fill
 from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from memplan.cli.option_groups import SELDOM_USED
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
-from memplan.values import dataclass
 
 _DIGITS = re.compile(r"\d{1,15}", re.ASCII)
 _UNSURE: Any = object()
 
+ALL_HELP = "--help-all"
 WIDEST_NAMES = 26
 """Columns that an option's names take at most before its help starts on a line of its own."""
 
@@ -94,25 +98,34 @@ class GroupedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        if not ctx.resilient_parsing and not set(args) & set(ctx.help_option_names):
+        ctx.meta[ALL_HELP] = ALL_HELP in args
+        if not ctx.resilient_parsing and not set(args) & set(self.get_help_option_names(ctx)):
             _, _, order = self.make_parser(ctx).parse_args(args=list(args))
             _refuse_repeated(order)
             self.params = [one for one in self.params if one in order or one.required or one.envvar]
         read_plainly(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """Return what asks for help: in short, or with what options that are seldom used do."""
+        return [*super().get_help_option_names(ctx), ALL_HELP]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options under the headings of their groups."""
+        """Write the options under the headings of their groups, and those seldom used by their names alone."""
         formatter.write_paragraph()
         sections: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx)[:-1]:  # the last is --help itself
             sections.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(parameter)
+        whole = ctx.meta.get(ALL_HELP, False)
         for heading, parameters in sections.items():
-            rows = _rows(parameters)
-            widest = max((len(names) for names, _ in rows if len(names) <= WIDEST_NAMES), default=WIDEST_NAMES)
-            formatter.write(f"{heading}:\n")
-            with formatter.indentation():
-                formatter.write_dl(rows, col_max=widest)
+            if whole or heading not in SELDOM_USED:
+                _write_section(formatter, heading, _rows(parameters, whole=whole))
+        seldom = {} if whole else {heading: sections[heading] for heading in SELDOM_USED if heading in sections}
+        if seldom:
+            formatter.write(f"More, in {ALL_HELP}:\n")
+        for heading, parameters in seldom.items():
+            first = f"  {heading:{max(map(len, seldom))}}  "
+            formatter.write(_hanging(first, ", ".join(chain(*map(_names, parameters))), formatter.width))
 
 
 def _refuse_repeated(order: Iterable[Any]) -> None:
@@ -209,7 +222,21 @@ def _plain(value: Any, param: Any) -> Any:
 
 
 # ------------------------------------------------------------------ help
-def _rows(parameters: Iterable[Any]) -> list[tuple[str, str]]:
+def _hanging(first: str, text: str, width: int) -> str:
+    """Return lines of a text behind the first column's, not broken at the hyphens of options' names."""
+    indent = " " * len(first)
+    return f"{fill(text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)}\n"
+
+
+def _write_section(formatter: Any, heading: str, rows: list[tuple[str, str]]) -> None:
+    """Write rows of two columns under a heading."""
+    widest = max((len(names) for names, _ in rows if len(names) <= WIDEST_NAMES), default=WIDEST_NAMES)
+    formatter.write(f"{heading}:\n")
+    with formatter.indentation():
+        formatter.write_dl(rows, col_max=widest)
+
+
+def _rows(parameters: Iterable[Any], *, whole: bool) -> list[tuple[str, str]]:
     """Return names and help; neighbours that share their help share a row."""
     rows: list[tuple[list[str], Any]] = []
     for parameter in parameters:
@@ -217,7 +244,7 @@ def _rows(parameters: Iterable[Any]) -> list[tuple[str, str]]:
             rows[-1] = ([*rows[-1][0], *_names(parameter)], parameter)
         else:
             rows.append((_names(parameter), parameter))
-    return [(f"{', '.join(names)}{_value(last)}", _help(last)) for names, last in rows]
+    return [(f"{', '.join(names)}{_value(last)}", _help(last, whole=whole)) for names, last in rows]
 
 
 def _names(parameter: Any) -> list[str]:
@@ -239,12 +266,13 @@ def _value(parameter: Any) -> str:
     return f" {parameter.metavar or 'N'}"
 
 
-def _help(parameter: Any) -> str:
-    """Return an option's help, with its other names, its default and its environment variable."""
+def _help(parameter: Any, *, whole: bool) -> str:
+    """Return an option's help, or its first sentence, with its other names, its default and its environment variable."""
     option = parameter.param_type_name == "option"
     notes = [f"also {', '.join(_long(parameter)[1:])}"] if option and _long(parameter)[1:] else []
     shown = option and not parameter.is_flag and parameter.default not in (None, (), "") and parameter.show_default
     notes += [f"default {getattr(parameter.default, 'value', parameter.default)}"] if shown else []
     notes += [f"or ${parameter.envvar}"] if parameter.envvar else []
     text = (parameter.help or "").removesuffix(".")
+    text = text if whole else text.partition(". ")[0]
     return f"{text} ({'; '.join(notes)})." if notes else f"{text}."

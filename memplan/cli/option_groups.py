@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, printable
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
     from memplan.library.lookup import Shapes
 
 MODEL, DEVICE, TRAINING, OUTPUT = "Model", "Device", "Training", "Output"
-INFERENCE, PARALLEL = "Inference (--method inference)", "Several GPUs"
+SHAPES_ALONE, INFERENCE, PARALLEL, WRITING = "Shapes", "Inference", "Several GPUs", "Writing"
 """Headings of help."""
+SELDOM_USED = (SHAPES_ALONE, INFERENCE, PARALLEL, WRITING)
+"""Headings of options that ``--help`` names alone; what they do is in ``--help-all``."""
 
 
 class OutputFormat(StrEnum):
@@ -67,7 +69,7 @@ def option(heading: str, flags: str, help: str, **settings: Any) -> Any:
 
 # ------------------------------------------------------------------ models
 def _shape(name: str) -> Any:
-    return option(MODEL, f"{name} N", "A model by its shapes, in place of MODEL.")
+    return option(SHAPES_ALONE, f"{name} N", "A model by its shapes, in place of MODEL.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class ModelOptions:
     head_dim: Annotated[int | None, _shape("--head-dim")] = None
     vocab: Annotated[int | None, _shape("--vocab")] = None
     tied: Annotated[
-        bool | None, option(MODEL, "--tied/--untied", "Head and embedding share their weights, or not.")
+        bool | None, option(SHAPES_ALONE, "--tied/--untied", "Head and embedding share their weights, or not.")
     ] = None
 
     beside: Annotated[
@@ -154,9 +156,7 @@ _COUNTED = re.compile(r"\s*(\d{1,9})(?:\s*[x*]\s*(\S.*?))?\s*", re.ASCII | re.IG
 class DeviceOptions:
     """A GPU, and how many."""
 
-    gpu: Annotated[
-        str | None, option(DEVICE, "--gpu -g NAME", "A GPU of the catalog, nvidia-smi's name of one, or local.")
-    ] = None
+    gpu: Annotated[str | None, option(DEVICE, "--gpu -g NAME", "A catalog name, nvidia-smi's name, or local.")] = None
     gpu_memory: Annotated[
         str | None, option(DEVICE, "--gpu-memory SIZE", "Memory of a GPU that is in no catalog, such as 24GiB.")
     ] = None
@@ -224,12 +224,12 @@ class OutputOptions:
         OutputFormat | None, option(OUTPUT, "--format -f FORMAT", "table (default), plain, json, csv or md.")
     ] = None
     file: Annotated[Path | None, option(OUTPUT, "--output -o FILE", "Write the answer to a file.")] = None
-    units: Annotated[Unit | None, option(OUTPUT, "--units UNIT", "Of bytes in tables: GiB, GB, MiB or bytes.")] = None
-    quiet: Annotated[bool, option(OUTPUT, "--quiet -q", "Only the last line, or nothing besides the exit code.")] = (
+    units: Annotated[Unit | None, option(WRITING, "--units UNIT", "Of bytes in tables: GiB, GB, MiB or bytes.")] = None
+    quiet: Annotated[bool, option(WRITING, "--quiet -q", "Only the last line, or nothing besides the exit code.")] = (
         False
     )
     catalog_path: Annotated[
-        Path | None, option(OUTPUT, "--catalog PATH", "Your own catalog file or folder.", envvar="MEMPLAN_CATALOG")
+        Path | None, option(WRITING, "--catalog PATH", "Your own catalog file or folder.", envvar="MEMPLAN_CATALOG")
     ] = None
 
     def __post_init__(self) -> None:

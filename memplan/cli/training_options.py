@@ -16,8 +16,8 @@ from memplan.cli.option_groups import (
     OutputOptions,
     option,
 )
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, printable
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
@@ -179,7 +179,8 @@ class MethodOptions:
         option(
             TRAINING,
             "--method NAME",
-            "sft or pretrain; classification; dpo, kto, orpo, cpo, simpo or reward, as TRL runs them; or inference.",
+            "Such as sft, dpo, classification or inference. Others are pretrain, kto, orpo, cpo, simpo and reward; those of "
+            "preferences run as TRL has them.",
         ),
     ] = None
     context: Annotated[int, option(INFERENCE, "--context N", "Tokens of prompt and answer.", parser=_tokens)] = 4096

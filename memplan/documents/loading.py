@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import read_text, shown_path
 from memplan.errors import InvalidFileError, printable
-from memplan.values import dataclass
 
 MAXIMUM_NODES = 200_000
 MAXIMUM_DEPTH = 60

@@ -9,9 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_file
 from memplan.documents.strict_json import read_json
-from memplan.values import dataclass
 
 SCALES: dict[str, Fraction] = {
     "K": Fraction(10**3),

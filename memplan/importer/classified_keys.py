@@ -10,8 +10,9 @@ from typing import Any
 
 from memplan.errors import MOST_EXPLAINED, match_hint, printable
 from memplan.importer.conditions import is_on, word
-from memplan.importer.interpreter import ARITHMETIC, REFERENCE
+from memplan.importer.interpreter import ARITHMETIC
 from memplan.importer.reading import Reading, Refusal, UsedKey
+from memplan.importer.shell.expansions import REFERENCE
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, key_paths
 from memplan.importer.trainer_mappings import Mapped
 

@@ -13,8 +13,8 @@ from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result
-from memplan.importer.referred_files import note_shipped, references, without_given
-from memplan.importer.sources.argument_vectors import CommandLine, processes, visible_gpus
+from memplan.importer.referred_files import note_others, note_shipped, note_words, references, without_given
+from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
 from memplan.importer.told_trainers import Told, betrayed_version, is_told, other_kind, tell, with_new_names
@@ -97,7 +97,8 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
         if isinstance(source, GivenKeys):
             sources.append(source)
         elif path == paths[0]:
-            return import_commands(source, question, [read_keys(other) for other in paths[1:]])
+            beside = [read_keys(other) for other in paths[1:]]
+            return import_commands(source, replace(question, folders=_folders(paths)), beside)
     return _joined(sources, replace(question, folders=_folders(paths)))
 
 
@@ -110,41 +111,56 @@ def import_commands(
         InvalidFileError: None is.
     """
     problem: InvalidFileError | None = None
-    other: ImportedJob | None = None
-    for command in commands:
+    jobs: list[tuple[ImportedJob, CommandLine]] = []
+    for command in _trainers(commands, question):
         try:
-            job = _import_command(command, question, beside)
+            jobs.append((_import_command(command, question, beside), command))
         except InvalidFileError as error:
             problem = problem or error
-            continue
-        if job.role == "job":
-            return job
-        other = other or job
-    if other is not None:
-        return other
-    raise problem or InvalidFileError(["no command given"])
+    if not jobs:
+        raise problem or InvalidFileError(["no command given"])
+    training = [pair for pair in jobs if pair[0].role == "job"]
+    job, first = (training or jobs)[0]
+    note_others(job.reading, first, [command for _, command in training[1:]])
+    return job
+
+
+def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
+    """Return the commands that are a trainer's as they stand; all of them where none is, or there is one alone."""
+    heads = question.mappings.heads() if len(commands) > 1 else ()
+    return [command for command in commands if is_told(command.job, heads)] or commands
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
-    files = [path for text in command.config if is_file(path := usable_path(text))]
-    absent = [text for text in command.config if usable_path(text) not in files]
+    folders = question.folders or (Path(),)
+    given = {Path(keys.name).name for keys in beside}
+    named = {text: _file_in(folders, text) for text in command.config if Path(text).name not in given}
+    files = [path for path in named.values() if path is not None]
+    absent = [text for text, path in named.items() if path is None]
     launcher = command.launched.value("config_file")
-    launching = usable_path(str(launcher)) if launcher is not MISSING and not beside else None
-    if launching is not None and is_file(launching):
+    launching = _file_in(folders, str(launcher)) if launcher is not MISSING and not beside else None
+    if launching is not None:
         beside = [read_keys(launching)]
-    shipped = question.mappings.shipped("accelerate", str(launcher)) if launching is not None and not beside else None
+    alone = launcher is not MISSING and not beside
+    shipped = question.mappings.shipped("accelerate", str(launcher)) if alone else None
     if shipped is not None:
         beside = [shipped]
     sources = [*beside, *(read_keys(path) for path in files), command.job]
-    job = _joined(sources, replace(question, folders=(Path(), *(path.parent for path in files))), command)
+    job = _joined(sources, replace(question, folders=(*folders, *(path.parent for path in files))), command)
     if shipped is not None:
         note_shipped(job.reading, shipped.name, str(launcher), "the command")
-    if launching is not None and not beside:
+    elif alone:
         absent.append(str(launcher))
-        job.reading.results["let.unread"] = Result(launching.name, LAUNCHED)
+        job.reading.results["let.unread"] = Result(Path(str(launcher)).name, LAUNCHED)
     for text in absent:
         job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
+    note_words(job.reading, command)
     return job
+
+
+def _file_in(folders: Sequence[Path], text: str) -> Path | None:
+    """Return the file that a name stands for, relative to the first of the folders in which it is one."""
+    return next((path for folder in folders if is_file(path := folder / usable_path(text))), None)
 
 
 def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -241,7 +257,10 @@ def _role(main: Told) -> Role:
 def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
     """Take up how many processes a command starts; return the flags of a launcher that has keys of its own."""
     counted = processes(command.launched, command.job.environment or {})
-    if counted is not None:
+    if (unknown := unknown_processes(command.launched)) and job.reading.inputs.get("gpus") is None:
+        said = f"{unknown} is {printable(repr(command.launched.value(unknown)), 60)}"
+        job.reading.need(f"{GPUS}: {said} in {command.launched.where(unknown)}")
+    elif counted is not None:
         job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)
     elif shown := visible_gpus(command):
         job.reading.results["launcher.processes"] = Result(shown, DEFAULTED, "CUDA_VISIBLE_DEVICES", command.job.name)

@@ -10,6 +10,7 @@ from typing import Any
 from memplan.errors import match_hint, printable
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refusal, Result, UsedKey, need_of, target
+from memplan.importer.shell.expansions import REFERENCE
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 
@@ -26,9 +27,6 @@ ARITHMETIC = ("product", "quotient", "sum", "smallest", "multiple")
 PROGRAM = "$program"
 """The program and subcommands of a command line, which say as much as its flags do."""
 
-REFERENCE = re.compile(r"\$\{|\$[A-Za-z_(]")
-"""What OmegaConf or a shell would put a value in for."""
-
 
 def follow(reading: Reading, rules: Sequence[Mapping[str, Any]], keys: GivenKeys, rank: int) -> None:
     """Apply rules to the keys of one source, one after the other.
@@ -39,6 +37,12 @@ def follow(reading: Reading, rules: Sequence[Mapping[str, Any]], keys: GivenKeys
     """
     for rule in rules:
         _Step(reading, rule, keys, rank).run()
+
+
+def _named_in(path: str) -> bool:
+    """Tell whether a path of which a folder is not known ends with a plain name."""
+    folder, _, name = path.rpartition("/")
+    return bool(folder) and re.fullmatch(r"[\w.-]+", name) is not None
 
 
 class _Step:
@@ -116,7 +120,7 @@ class _Step:
 
     def _from_key(self, key: str) -> None:
         rule, value = self.rule, self.keys.value(key)
-        if isinstance(value, str) and REFERENCE.search(value):
+        if isinstance(value, str) and REFERENCE.search(value) and not (rule.get("to") == MODEL and _named_in(value)):
             said = f"{key} is {printable(value, 40)!r} in {self.keys.where(key)}"
             self.reading.need(f"{need_of(rule['to'])}: {said}" if "to" in rule else f"the value of {key}: {said}")
             return
@@ -180,6 +184,8 @@ class _Step:
         """Return names as a list; adapters' targets as what modules' names end with, all linear layers by one word."""
         items = value if isinstance(value, list) else re.split(r"[,\s]+", str(value))
         names = [str(item) for item in items if str(item)]
+        if names and names[0].startswith("[") and names[-1].endswith("]") and not isinstance(value, list):
+            names = [name.strip("[]'\"") for name in names]  # a list as text, such as "[mlp moe_act]"
         if kind == "list":
             return names
         if any(re.search(r"[*()\[\]|\\^$+?{}]", name) for name in names):

@@ -64,6 +64,7 @@ class Reading:
     refusals: list[Refusal] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    notes: list[tuple[str, str, str]] = field(default_factory=list)  # What else is assumed: of what, what, and why
 
     def result(self, name: str) -> Any:
         """Return what an input or a result is, or :data:`MISSING`."""

@@ -10,8 +10,9 @@ from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.conditions import word
 from memplan.importer.reading import DEFAULTED, LAUNCHED, Reading, Result
+from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.file_sources import read_keys
-from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.given_keys import MISSING, GivenKeys, shown_place
 from memplan.importer.trainer_mappings import Mapped, Reference, TrainerMappings
 
 
@@ -82,3 +83,22 @@ def note_shipped(reading: Reading, name: str, named: str, place: str, *, preset:
     else:
         why = f"{place}: {printable(named)} is not there; this is what the package has under that name"
     reading.results["let.shipped"] = Result(name, DEFAULTED, "", name, why)
+
+
+def note_words(reading: Reading, command: CommandLine) -> None:
+    """Ask for words of a command that nobody can tell, and note as assumptions those that nobody sets, which are nothing."""
+    for text, line in command.unread:
+        place = f"{command.job.name}: {command.job.counted} {line}"
+        reading.need(
+            f"what {printable(text, 60)} stands for in {place}: give the command itself, memplan import -- ..."
+        )
+    for text, line in command.unset:
+        why = f"{shown_place(command.job.name, line)}: nothing sets it, so that it stands for no further words"
+        reading.notes.append((printable(text, 60), "nothing", why))
+
+
+def note_others(reading: Reading, command: CommandLine, others: Sequence[CommandLine]) -> None:
+    """Note as an assumption that one of several commands of a script is answered for."""
+    if others and command.job.counted == "line":
+        why = f"{command.job.name}: others that train begin at lines {', '.join(str(one.line) for one in others)}"
+        reading.notes.append(("command", f"the first that trains, at line {command.line}", why))

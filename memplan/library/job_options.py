@@ -11,6 +11,7 @@ from typing import Any, TypedDict, cast, get_args
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.catalog.training_config import Checkpointing
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import setting_text
 from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
@@ -20,7 +21,6 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.training.resolved import TrainingSetup
 from memplan.units import parse_bytes
-from memplan.values import dataclass
 
 FilePath = str | os.PathLike[str]
 ModelGiven = FilePath | Shapes | Model | None

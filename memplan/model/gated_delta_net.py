@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 CHUNK_TOKENS = 64
 """Tokens of a chunk within which all pairs are formed, between which a state is handed on."""

@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal, get_args
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.spec import (
     Attention,
@@ -21,7 +22,6 @@ from memplan.model.spec import (
     TensorNames,
 )
 from memplan.model.tower import TowerTensor
-from memplan.values import dataclass
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)

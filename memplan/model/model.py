@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Inventory, inventory_of
 from memplan.model.spec import ModelSpec
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

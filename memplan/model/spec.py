@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.tower import Tower
-from memplan.values import dataclass
 
 Activation = Literal[
     "silu", "gelu", "gelu-tanh", "gelu-new", "gelu-fast", "relu", "relu-squared", "clamped-swiglu", "quick-gelu"

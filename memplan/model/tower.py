@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import isqrt
 from typing import Literal
 
+from memplan.documents.frozen_values import dataclass
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 LANGUAGE = "model.language_model."
 """What the names of the text model's modules begin with inside the whole, as transformers names them."""

@@ -14,7 +14,7 @@ from memplan.catalog.entries import Gpu
 from memplan.catalog.hardware.contexts import context_range
 from memplan.catalog.hardware.hardware_tables import Communicator, HardwareTables, entry_name
 from memplan.catalog.shipped_tables import ReserveShare
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 HANDLES = 2
 """Handles of cuBLAS in a training process: forward and backward run on two threads with a handle each."""

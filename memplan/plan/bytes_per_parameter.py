@@ -5,11 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from memplan.catalog.training_config import ALL_TRAIN
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
 from memplan.step.states.parallel_shards import share
 from memplan.step.tensors.state_slots import slot_bytes
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
-from memplan.values import dataclass
 
 MATRIX_SIDE = 2**14
 """Side of the matrix that states are counted on: large enough that every block is whole."""

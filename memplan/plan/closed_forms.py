@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import QUANTITIES, Form, Part, Quantity, constant_form
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.entries import Kind
+from memplan.documents.frozen_values import dataclass
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
 from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.tapes.linear_forms import Part
 from memplan.units import format_fraction
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan

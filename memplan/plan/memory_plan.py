@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.catalog.entries import Gpu
+from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, MachineProfile
 from memplan.plan.assumptions import assumptions, not_modelled
@@ -16,7 +17,6 @@ from memplan.step.kernels.family_code import dropouts
 from memplan.step.units.host_memory import HostMemory, waiting_inputs
 from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup, resolved_keys
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.step.instants import StepForms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 NARROWEST, WIDEST_BAR = 10, 44
 EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -9,8 +9,8 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from memplan.documents.escaping import csv_cell, json_text, markdown
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import escaped
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from memplan.report.canvas import Canvas

@@ -14,6 +14,7 @@ from math import lcm
 from operator import mul
 
 from memplan.catalog.training_config import MAXIMUM_TOKENS
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec, layer_runs
@@ -24,7 +25,6 @@ from memplan.plan.planner import CompiledPlan
 from memplan.step.fused.compiled_layer import multiple_of_tokens
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Coefficients
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 MOST_BATCH = 2**24
 MOST_LENGTH = 2**30

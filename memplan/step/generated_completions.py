@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, ModelSpec
 from memplan.step.behind_forward import GENERATION, forward_alone
@@ -14,7 +15,6 @@ from memplan.step.step_inputs import ID_BYTES, StepInputs, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, fixed_form
 from memplan.step.tapes.played import Instant
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
-from memplan.values import dataclass
 
 BEFORE_CACHE = frozenset(("attention",))
 """Operations of a layer at which what it caches is what it has just formed."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
@@ -70,7 +71,6 @@ from memplan.step.tapes.taped_weight import Mode
 from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 SavedByLayers = tuple[tuple[str, tuple[SavedTensor, ...]], ...]
 """For each run of layers, what one of them saves for backward."""

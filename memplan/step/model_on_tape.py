@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from memplan.catalog.training_config import ALL_TRAIN
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.ends.embedding_on_tape import embedding_section
@@ -28,7 +29,6 @@ from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_
 from memplan.step.tower.tower_settings import is_of_tower, tower_settings
 from memplan.training.adapters import REFERENCE
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 Stream = tuple[bool, int, bool]
 """Of the residual stream that a part is given: whether it needs a gradient, the bytes of an element, and whether layers read a leaf

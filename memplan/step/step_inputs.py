@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.fused_adapters import run_together
@@ -23,7 +24,6 @@ from memplan.step.tapes.taped_weight import Weight
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 LOSS_SCALE_BYTES = 8
 """Scale and growth tracker, which stay; unscaling makes an inverse and a flag for overflow besides.

@@ -13,11 +13,11 @@ from typing import Any, cast
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.printed_numbers import Records
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Role
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
-from memplan.values import dataclass
 
 ORDER: tuple[Status, ...] = ("proven", "works", "experimental", "untried", "diverges")
 """From the best to the worst."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.catalog.stacks import Stack
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import setting_text
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

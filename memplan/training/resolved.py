@@ -14,12 +14,12 @@ from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Checkpointing, TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import ROLES, Role
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
 from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
-from memplan.values import dataclass
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Formats that a product can read as they are; all others are decoded first."""

@@ -160,7 +160,7 @@ def test_an_alias_to_itself_is_refused():
 @pytest.mark.parametrize("brackets", ["[]", "{}"], ids=["lists", "mappings"])
 def test_deep_nesting_is_refused(depth, brackets):
     opening = "[" if brackets == "[]" else "{a: "
-    with pytest.raises(InvalidFileError, match=r"^deep\.yaml:1: .*nested"):
+    with pytest.raises(InvalidFileError, match=r"^deep\.yaml:1: .*nest"):
         parse_document(opening * depth + brackets[1] * depth, "deep.yaml")
 
 

@@ -108,14 +108,6 @@ def test_planning_says_what_is_wrong_with_a_file_that_names_no_model(tmp_path, n
         memplan.plan(str(path), gpu="h100")
 
 
-@pytest.mark.parametrize("name", ["run.sh", "job.slurm"])
-def test_a_shell_script_is_not_run_and_says_what_to_give(refused, tmp_path, name):
-    path = tmp_path / name
-    path.write_text("torchrun --nproc_per_node $N sft.py --model_name_or_path Qwen/Qwen3-8B\n")
-    for asked in (("import",), ("fit", "--gpu", "h100")):
-        assert f"{name}: a shell script, which is not run: give its command" in refused(*asked, path)
-
-
 def test_what_is_not_modelled_is_said_before_what_is_missing(tmp_path):
     path = tmp_path / "qat.yaml"
     path.write_text(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 Stage = Literal["sft", "classification", "dpo", "kto", "reward", "orpo", "cpo", "simpo", "grpo"]
 """What a step learns from: rows of tokens; rows that have a class each; pairs of answers, chosen and rejected; answers that are said

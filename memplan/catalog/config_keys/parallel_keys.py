@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 MAXIMUM_GPUS = 16_384
 """The largest published run (https://arxiv.org/abs/2407.21783, section 3.3.1: "up to 16K H100 GPUs"); what NCCL and the

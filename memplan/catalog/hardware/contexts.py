@@ -14,8 +14,8 @@ from memplan.catalog.hardware.hardware_tables import (
     capability,
     entry_name,
 )
+from memplan.documents.frozen_values import dataclass
 from memplan.units import GIB, format_bytes, parse_bytes
-from memplan.values import dataclass
 
 FILE = "configs/hardware/contexts.yaml"
 ENOUGH = 3

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from memplan.catalog.entries import Gpu, Source
 from memplan.catalog.shipped_tables import table_of
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 T = TypeVar("T")
 

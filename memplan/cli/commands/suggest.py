@@ -29,21 +29,22 @@ _SEARCH = "Search"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
+_LEAST = "Least of each: sequences, tokens, sequences of a step."
+
+
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """What may be changed, and what an answer must have."""
 
     keep: Annotated[
         list[str] | None,
-        option(_SEARCH, "--keep AXIS", f"What stays as in the config, repeatable: {', '.join((*AXES, 'kernels'))}."),
+        option(
+            _SEARCH, "--keep AXIS", f"What stays as in the config; repeatable. One of {', '.join((*AXES, 'kernels'))}."
+        ),
     ] = None
-    min_batch: Annotated[int, option(_SEARCH, "--min-batch N", "Least micro-batch and sequence.", min=1, max=2**24)] = 1
-    min_sequence: Annotated[
-        int, option(_SEARCH, "--min-sequence N", "Least micro-batch and sequence.", min=1, max=2**30)
-    ] = 1
-    min_step_batch: Annotated[
-        int | None, option(_SEARCH, "--min-step-batch N", "Least sequences per optimizer step.", min=1, max=2**20)
-    ] = None
+    min_batch: Annotated[int, option(_SEARCH, "--min-batch N", _LEAST, min=1, max=2**24)] = 1
+    min_sequence: Annotated[int, option(_SEARCH, "--min-sequence N", _LEAST, min=1, max=2**30)] = 1
+    min_step_batch: Annotated[int | None, option(_SEARCH, "--min-step-batch N", _LEAST, min=1, max=2**20)] = None
     host_memory: Annotated[
         str | None, option(_SEARCH, "--host-memory SIZE", "Most host memory for optimizer states, as 32GiB.")
     ] = None
@@ -70,7 +71,7 @@ def suggest_command(
 ) -> int:
     """Which settings should I use? The best that fit, ranked, as configs to save.
 
-    On several GPUs: how they best share the job, with the front of time and memory. Exit code 0: some fit; 1: none does, and the nearest miss is shown.
+    On several GPUs: how to share the job, by time and memory. Exit code 0: some fit; 1: none does, and the nearest miss is shown.
     """
     if search.save is not None:
         check_target(search.save)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.documents.loading import parse_document
 from memplan.errors import InvalidFileError
+from memplan.importer.shell.expansions import REFERENCE, Scope, filled
 from memplan.importer.sources.given_keys import GivenKeys
 
 NAME = "command line"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_DEFAULTED = re.compile(r"\$\{[A-Za-z_0-9]+:-([^${}]*)\}")
-_ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9})\s*(\\?[*+/-])\s*(\d{1,9})\s*\)?\)")
 _ENDS = frozenset(("|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<"))
 _ASSIGNED = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_./@]*=")
 _SEVERAL_ASSIGNED = re.compile(rf"{_ASSIGNED.pattern}\S*(\s+{_ASSIGNED.pattern}\S*)+")
 _CHOSEN = re.compile(r"[a-z_-]+[-_]checkpoint:\S+")
 """A word that chooses a part of a configuration, as torchtitan 0.3 takes it behind its flags."""
+_UNREAD = re.compile(r"\$(?:\w+|\{[^{}]*\}|\(.*\))|`.*`", re.DOTALL)
+"""A word that is nothing but a variable, or what a command prints, and so may be several words."""
 _CONFIG_SCRIPT = re.compile(r"(?:.*/)?config/[^/]+\.py")
 """A file of settings in Python, as nanoGPT takes it."""
+SWITCHED = ("true", "false", "yes", "no")
+"""Values behind which a flag has no others."""
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "lmf", "trl")
 """Commands that start a process for each GPU that they see, where nothing says how many."""
@@ -37,53 +40,67 @@ class CommandLine:
     launcher: str  # The launcher's name, or nothing
     launched: GivenKeys  # The launcher's own flags
     config: tuple[str, ...]  # Files that the flags or words name
+    unread: tuple[tuple[str, int], ...] = ()  # Words that stand for others that nobody can tell, and where
+    unset: tuple[tuple[str, int], ...] = ()  # Words that are nothing, since nobody sets their variable, and where
+    line: int = 1  # Where it begins in a script
 
 
-def command_line(words: Sequence[str], name: str = NAME) -> CommandLine:
-    """Return a command taken apart."""
-    texts = _texts(words)
-    environment, start = _environment(texts)
+def command_line(
+    words: Sequence[str],
+    name: str = NAME,
+    lines: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> CommandLine:
+    """Return a command taken apart.
+
+    Args:
+        lines: Where each word stands in a script; nothing where words are counted instead.
+        environment: Variables that it is given besides those in front of it.
+    """
+    texts, places = _texts(words, lines)
+    variables, start = _environment(texts)
     texts = texts[: next((at for at, word in enumerate(texts) if word in _ENDS), len(texts))]
     launcher, script = _launcher(texts, start)
-    launched, _, launched_lines, _ = _flags(texts, start, script)
-    flags, places, lines, inner = _flags(texts, script, len(texts))
-    program = tuple(word for word in (*texts[start:script], *places) if not word.startswith("-"))
-    config = [str(flags[flag]) for flag in CONFIG_FLAGS if isinstance(flags.get(flag), str)]
-    config = [text for text in (*config, *places) if text.endswith(FILES) or _CONFIG_SCRIPT.fullmatch(text)]
-    data = {key: value for key, value in flags.items() if not (key in CONFIG_FLAGS and str(value) in config)}
+    launched = _flags(texts, start, script)
+    job = _flags(texts, script, len(texts))
+    program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
+    config = [str(job.flags[flag]) for flag in CONFIG_FLAGS if isinstance(job.flags.get(flag), str)]
+    config = [text for text in (*config, *job.places) if text.endswith(FILES) or _CONFIG_SCRIPT.fullmatch(text)]
+    data = {key: value for key, value in job.flags.items() if not (key in CONFIG_FLAGS and str(value) in config)}
+    given = {**(environment or {}), **variables}
+    counted = "line" if lines else "word"
     return CommandLine(
-        GivenKeys(name, {**data, **inner}, lines, "argv", program, environment),
+        GivenKeys(name, {**data, **job.assigned}, job.where(places), "argv", program, given, counted=counted),
         launcher,
-        GivenKeys(name, launched, launched_lines, "argv", (launcher,), environment),
+        GivenKeys(name, launched.flags, launched.where(places), "argv", (launcher,), given, counted=counted),
         tuple(dict.fromkeys(config)),
+        tuple((texts[at], places[at]) for at in job.unread),
+        line=min(places[start : start + 1], default=1),
     )
 
 
-def _texts(words: Sequence[str]) -> list[str]:
-    """Return words with flags split from values in the same word, and shell defaults and arithmetic put in."""
+def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[int]]:
+    """Return words with flags split from values in the same word, and shell defaults and arithmetic put in; and where each stands."""
     texts: list[str] = []
-    for word in _computed(words):
-        word = _DEFAULTED.sub(lambda match: match[1], str(word)).strip()
-        split = word.startswith("--") and " " in word and "=" not in word.split(" ")[0]
-        several = _SEVERAL_ASSIGNED.fullmatch(word)
-        texts.extend(word.split(None, 1) if split else word.split() if several else [word])
-    return [text for text in texts if text and text != "\\"]
+    places: list[int] = []
+    for at, word in enumerate(words if lines else _whole_expressions(words)):
+        text = (str(word) if lines else filled(str(word), Scope())).strip()
+        split = text.startswith("--") and " " in text and "=" not in text.split(" ")[0]
+        several = _SEVERAL_ASSIGNED.fullmatch(text)
+        parts = text.split(None, 1) if split else text.split() if several else [text]
+        parts = [part for part in parts if part and part != "\\"]
+        texts += parts
+        places += [lines[at]] * len(parts) if lines else range(len(places) + 1, len(places) + len(parts) + 1)
+    return texts, places
 
 
-def _computed(words: Sequence[str]) -> list[str]:
-    """Return words in which ``$((8*1))`` and ``$(expr 16 / 4)`` of whole numbers are replaced by what they come to."""
+def _whole_expressions(words: Sequence[str]) -> list[str]:
+    """Return words in which ``$(expr 16 / 4)`` is one."""
     whole: list[str] = []
     for word in words:
         open_one = bool(whole) and whole[-1].startswith("$(expr") and not whole[-1].endswith(")")
         whole[-1:] = [f"{whole[-1]} {word}"] if open_one else [*whole[-1:], str(word)]
-    return [_ARITHMETIC.sub(_result, word) for word in whole]
-
-
-def _result(match: re.Match[str]) -> str:
-    left, sign, right = int(match[1]), match[2], int(match[3])
-    if sign == "/":
-        return str(left // right) if right else match[0]
-    return str(left * right if sign.endswith("*") else left + right if sign == "+" else left - right)
+    return whole
 
 
 def _environment(texts: Sequence[str]) -> tuple[dict[str, str], int]:
@@ -110,23 +127,33 @@ def _launcher(texts: Sequence[str], start: int) -> tuple[str, int]:
         return "", start
     at += 1 + (names[at] == "accelerate" and names[at + 1 : at + 2] == ["launch"])
     for place in range(at, len(texts)):
-        if names[place].endswith(".py") or (place and texts[place - 1] in ("-m", "--module")):
+        before = texts[place - 1] if place else ""
+        named = REFERENCE.match(texts[place]) and not (before.startswith("-") and "=" not in before)
+        if names[place].endswith(".py") or before in ("-m", "--module") or named:
             return names[at - 1] if names[at - 1] != "launch" else "accelerate", place
     return names[at - 1] if names[at - 1] != "launch" else "accelerate", len(texts)
 
 
-def _flags(
-    texts: Sequence[str], start: int, end: int
-) -> tuple[dict[str, Any], list[str], dict[tuple[Any, ...], int], dict[str, Any]]:
-    """Return flags with their values, other words, where each flag stands, and keys given as ``a.b=c``."""
-    flags: dict[str, Any] = {}
-    places: list[str] = []
-    lines: dict[tuple[Any, ...], int] = {}
-    assigned: dict[str, Any] = {}
+@dataclass(slots=True)
+class _Flags:
+    """Flags of a part of a command."""
+
+    flags: dict[str, Any] = field(default_factory=dict)  # With their values
+    places: list[str] = field(default_factory=list)  # Other words
+    at: dict[str, int] = field(default_factory=dict)  # Where each flag stands among the words, from 0
+    assigned: dict[str, Any] = field(default_factory=dict)  # Keys given as ``a.b=c``
+    unread: list[int] = field(default_factory=list)  # Words behind flags that stand for others that are not known
+
+    def where(self, places: Sequence[int]) -> dict[tuple[Any, ...], int]:
+        """Return the line, or the place, of each flag."""
+        return {(name,): places[at] for name, at in self.at.items()}
+
+
+def _flags(texts: Sequence[str], start: int, end: int) -> _Flags:
+    result = _Flags()
     at = start
     while at < end:
-        text = texts[at]
-        here = at + 1
+        text, here = texts[at], at
         at += 1
         if text.startswith("--") and len(text) > 2:
             name, equals, value = text[2:].partition("=")
@@ -135,13 +162,15 @@ def _flags(
             while not equals and at < end and _goes_on(values, texts[at]):
                 values.append(texts[at])
                 at += 1
-            flags[name], lines[(name,)] = _value(values), here
-        elif _ASSIGNED.match(text) and places:
+            result.flags[name], result.at[name] = _value(values), here
+        elif _ASSIGNED.match(text) and result.places:
             name, _, value = text.lstrip("+").partition("=")
-            assigned[name], lines[(name,)] = _value([value]), here
+            result.assigned[name], result.at[name] = _value([value]), here
+        elif result.at and _UNREAD.fullmatch(text):
+            result.unread.append(here)
         elif not text.startswith("-"):
-            places.append(text)
-    return flags, places, lines, assigned
+            result.places.append(text)
+    return result
 
 
 def _goes_on(values: Sequence[str], text: str) -> bool:
@@ -149,7 +178,9 @@ def _goes_on(values: Sequence[str], text: str) -> bool:
     if text.startswith("--") or _is_short(text) or _CHOSEN.fullmatch(text):
         return False
     number = bool(values) and values[-1].isdigit()
-    return not ((number and text[0].isalpha()) or (values and _ASSIGNED.match(text)))
+    single = number or (bool(values) and values[-1].lower() in SWITCHED)
+    others = bool(values) and (_ASSIGNED.match(text) or (single and _UNREAD.fullmatch(text)))
+    return not ((number and text[0].isalpha()) or others)
 
 
 def _is_short(text: str) -> bool:
@@ -182,10 +213,19 @@ def _mapping(text: str) -> Any:
         return text
 
 
+COUNTS = (("nproc_per_node", "nnodes"), ("num_processes", ""), ("num_gpus", "num_nodes"))
+"""Flags of launchers for processes of a machine, and for machines."""
+
+
+def unknown_processes(keys: GivenKeys) -> str:
+    """Return the flag of a launcher for processes or machines whose value nobody can tell; nothing where there is none."""
+    flags = (flag for pair in COUNTS for flag in pair if flag)
+    return next((flag for flag in flags if REFERENCE.search(str(keys.data.get(flag, "")))), "")
+
+
 def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Return how many processes a launcher starts, and the flag or variable that says so."""
-    pairs = (("nproc_per_node", "nnodes"), ("num_processes", ""), ("num_gpus", "num_nodes"))
-    for per_node, nodes in pairs:
+    for per_node, nodes in COUNTS:
         count = _whole(keys.data.get(per_node))
         if count:
             return per_node, count * ((_whole(keys.data.get(nodes)) or 1) if nodes else 1)

@@ -22,8 +22,9 @@ ENVIRONMENT = "ENV"
 """Where ms-swift's files have variables of the environment (cli/main.py)."""
 MAXIMUM_PARSED_BYTES = 2**19
 """Of Python and TOML, whose parsers take seconds and hundreds of megabytes over a few times as much."""
-SCRIPTS = (".sh", ".bash", ".slurm")
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 """Ends of the names of files that a shell reads."""
+PARSED = (".toml", ".py", *SCRIPTS)
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
 
 
@@ -38,14 +39,12 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     """
     name = shown_path(path)
     if text is None:
-        most = MAXIMUM_PARSED_BYTES if path.suffix in (".toml", ".py") else MAXIMUM_TEXT_BYTES
+        most = MAXIMUM_PARSED_BYTES if path.suffix in PARSED else MAXIMUM_TEXT_BYTES
         text = read_text(path, most, INSTEAD, "no trainer's configuration is")
     if path.suffix == ".toml":
         return _toml(text, name)
     if path.suffix in SCRIPTS:
-        raise InvalidFileError(
-            [f"{name}: a shell script, which is not run: give its command, memplan import -- torchrun ..."]
-        )
+        return _script(text, name)
     if path.suffix == ".py":
         from memplan.importer.sources.python_literals import python_keys
 
@@ -63,6 +62,24 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
             command_line([str(word) for word in words], name) for words in commands if isinstance(words, list) and words
         )
     return keys
+
+
+def _script(text: str, name: str) -> tuple[CommandLine, ...]:
+    """Return the commands of a shell script, none of which is run.
+
+    Raises:
+        InvalidFileError: It cannot be read, or starts nothing.
+    """
+    from memplan.importer.shell.shell_commands import shell_commands
+
+    commands = shell_commands(text, name)
+    if not commands:
+        raise InvalidFileError(
+            [f"{name}: a shell script that starts no trainer; give the command, memplan import -- ..."]
+        )
+    return tuple(
+        replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset) for one in commands
+    )
 
 
 def _variables(keys: GivenKeys, name: str) -> dict[str, str]:

@@ -34,6 +34,7 @@ class GivenKeys:
     absent: tuple[str, ...] = ()  # Files that it includes and that are not there
     repeated: tuple[str, ...] = ()  # Keys that are given twice, of which the last counts
     variables: frozenset[str] = frozenset()  # Keys that others refer to
+    counted: str = "line"  # What ``lines`` counts: ``line``, the ``word`` of a command, the ``cell`` of a notebook
     # Keys of another source that count where these say nothing: a file's under the flags of its command.
     under: GivenKeys | None = None
 
@@ -77,7 +78,7 @@ class GivenKeys:
         if (source := self.source(path)) is not self:
             return source.where(path)
         line = self.line(path)
-        place = f"{self.name}: word {line}" if self.form == "argv" else shown_place(self.name, line)
+        place = shown_place(self.name, line) if self.counted == "line" else f"{self.name}: {self.counted} {line}"
         return f"{place}: {dotted_keys(path.split('.'))}"
 
     def at(self, path: str) -> GivenKeys:

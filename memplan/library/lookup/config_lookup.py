@@ -13,6 +13,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stack_versions import DEFAULT_STACK, PRESET_STACKS
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, load_document, parse_document
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
@@ -26,7 +27,6 @@ from memplan.training.resolution.config_problems import Path as KeyPath
 from memplan.training.resolution.config_problems import config_problems
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

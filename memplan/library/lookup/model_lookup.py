@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import GuessedNameWarning, InvalidFileError
 from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
 from memplan.library.lookup.trainer_files import file_model, is_trainer_file, refuse_no_model
@@ -15,7 +16,6 @@ from memplan.model.families import model_spec
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.model.readers import read_model
-from memplan.values import dataclass
 
 KEYS = {
     "layers": "num_hidden_layers",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memplan.catalog.catalog import Catalog
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_file, is_folder, path_kind, read_text, shown_path, usable_path
 from memplan.documents.strict_json import parse_object
 from memplan.errors import (
@@ -23,7 +24,6 @@ from memplan.errors import (
 )
 from memplan.importer.quantised_names import weights_by_name
 from memplan.model.readers import is_model_file
-from memplan.values import dataclass
 
 How = Literal["catalog", "mirror", "folder", "cache", "guess"]
 

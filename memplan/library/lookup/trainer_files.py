@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.trainer_mappings import TrainerMappings
     from memplan.model.model import Model
 
-SUFFIXES = (".yaml", ".yml", ".toml", ".py", ".json")
-MODELLESS = (".yaml", ".yml", ".toml", ".py", ".sh", ".bash", ".slurm")
+MODELLESS = (".yaml", ".yml", ".toml", ".py", ".ipynb", ".sh", ".bash", ".slurm", ".sbatch")
+SUFFIXES = (*MODELLESS, ".json")
 PARTS = frozenset(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "linear_bias"))
 """Parts of a decoder that a file has to say for a model to be built of them."""
 OWN_KEYS = frozenset(("description", "schema"))

@@ -105,6 +105,11 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     Raises:
         InvalidFileError: Degrees that do not divide what they have to, or unknown keys.
         CannotAnswerError: A model, optimizer or format that is not modelled under Megatron-LM.
+
+    Example:
+        >>> import memplan
+        >>> memplan.plan_grid("llama-3.1-8b", gpu="h100-sxm-80gb", gpus=8, set={"parallel.tensor": 8}).verdict
+        'fits'
     """
     inputs = job_inputs("plan_grid", model, options)
     config = _config(inputs)

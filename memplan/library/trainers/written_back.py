@@ -70,7 +70,7 @@ class _File:
 
 
 def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
-    """Return the cheapest changes of a trainer's file with which its job fits, in the trainer's own keys.
+    r"""Return the cheapest changes of a trainer's file with which its job fits, in the trainer's own keys.
 
     The batch of a step stays: a smaller micro-batch has more accumulation steps.
 
@@ -80,6 +80,18 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
 
     Raises:
         CannotAnswerError: The job cannot be planned, or the file is of a kind whose text is not edited.
+
+    Example:
+        >>> import memplan
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> keys = ("base_model: Qwen/Qwen2.5-7B", "adapter: lora", "micro_batch_size: 8", "sequence_len: 1024")
+        >>> with TemporaryDirectory() as folder:
+        ...     file = Path(folder, "axolotl.yaml")
+        ...     _ = file.write_text("\n".join(keys))
+        ...     answer = memplan.rewrite(file, gpu="rtx4090")
+        >>> answer.rewritten.after_text.splitlines()[1:4]
+        ['gradient_accumulation_steps: 8', 'adapter: lora', 'micro_batch_size: 1']
     """
     path = os.fspath(file)
     if not path.endswith(SUFFIXES):

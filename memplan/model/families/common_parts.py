@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, layer_runs
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
-from memplan.values import dataclass
 
 Layouts = Callable[[], Mapping[int, tuple[str, int, int]]]
 """Returns the block formats by their id in GGUF files: name, elements and bytes of a block."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.memory_plan import MemoryPlan, Verdict, verdict_of
@@ -19,7 +20,6 @@ from memplan.plan.planner import CompiledPlan
 from memplan.step.states.parallel_shards import is_sharded, runs_engine, shard
 from memplan.training.adapters import adapter_tensors
 from memplan.units import ceil_div, round_up
-from memplan.values import dataclass
 
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""

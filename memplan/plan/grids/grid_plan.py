@@ -8,13 +8,13 @@ from typing import Literal
 from memplan.catalog.hardware.contexts import context_range
 from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.catalog.shipped_tables import ReserveShare
+from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.plan.allowances import communicator_of, library_workspace_bytes
 from memplan.plan.memory_plan import Device
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_peaks import StepInterval
 from memplan.step.grids.rank_states import RankStates, StageStates
-from memplan.values import dataclass
 
 GridVerdict = Literal["fits", "tight", "no", "unknown"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.step.behind_forward import EVALUATION
@@ -26,7 +27,6 @@ from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, f
 from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.settings import AllocatorSettings
 from memplan.allocator.stream_replay import Stream, StreamPeaks
+from memplan.documents.frozen_values import dataclass
 from memplan.step.events.step_events import STEPS, RunEvents, run_events
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.step_inputs import StepInputs
-from memplan.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
@@ -15,7 +16,6 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

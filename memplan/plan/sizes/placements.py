@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import MemplanError
 from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
@@ -13,7 +14,6 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 MOST_RANKS = 2**12
 """GPUs that a job is shared out over, at most: what does not fit there is held up by what no rank shares."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.entries import Status
+from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.plan.sizes.largest_model import LargestModel, largest_models
 from memplan.step.kernels.on_card import emulated_dtype
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 ESTABLISHED: tuple[Status, ...] = ("proven", "works")
 TRIED: tuple[Status, ...] = ("experimental",)

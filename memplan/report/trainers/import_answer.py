@@ -119,6 +119,7 @@ def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
         rows.append({"key": "-", "value": "the last one", "why": text, "change": ""})
     if (shipped := job.reading.results.get("let.shipped")) is not None:
         rows.append({"key": "launcher's file", "value": shipped.value, "why": shipped.why, "change": "--with FILE"})
+    rows += [{"key": key, "value": value, "why": why, "change": ""} for key, value, why in job.reading.notes]
     version = job.reading.results.get("let.version")
     if version is not None:
         rows.append({"key": "trainer", "value": version.value, "why": version.why, "change": "--trainer-version V"})

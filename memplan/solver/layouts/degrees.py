@@ -12,10 +12,10 @@ from typing import Any
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.step.grids.grid import grid_of
 from memplan.step.states.parallel_shards import FULLY_SHARDED
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

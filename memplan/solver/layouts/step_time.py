@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.cluster import Cluster
@@ -22,7 +23,6 @@ from memplan.solver.search.timing import (
     work_of,
 )
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_by_group
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

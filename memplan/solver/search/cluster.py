@@ -13,10 +13,10 @@ from dataclasses import replace
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import Network
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
 from memplan.plan.memory_plan import Device
 from memplan.solver.search.timing import Rates, rated_gpu, rates_of
-from memplan.values import dataclass
 
 GPUS_PER_NODE = 8
 """Where nothing is said (https://docs.nvidia.com/dgx-basepod: "Eight NVIDIA Hopper GPUs")."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import StackProjections
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import FamilyCode, dropouts, family_code
 from memplan.step.kernels.layer_arguments import steps_through_scores
@@ -14,7 +15,6 @@ from memplan.step.tapes.kernel_order import Schedule
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.reduction_workspaces import Sums
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

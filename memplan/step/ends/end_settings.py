@@ -8,6 +8,7 @@ from dataclasses import replace
 from memplan.catalog.kernel_profiles import LossKernel
 from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.catalog.training_config import ALL_TRAIN
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.image_rows import asks_by_layer, has_images
@@ -15,7 +16,6 @@ from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, single_form
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.states.flat_partitions import FlatGroup, Piece, RankShare
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

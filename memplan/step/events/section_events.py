@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
@@ -16,7 +17,6 @@ from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Reduction
 from memplan.step.tapes.taped_weight import Mode
-from memplan.values import dataclass
 
 MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""

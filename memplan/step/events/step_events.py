@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection
@@ -26,7 +27,6 @@ from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.units import MIB
-from memplan.values import dataclass
 
 STEPS = 3
 """The first makes what stays; of 94 measured runs (tests/records/cuda) two took another segment in the third."""

@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import gcd
 
 from memplan.catalog.training_config import CheckpointedLayers
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.fused.layer_programs import LayerPrograms, dtypes, layer_programs
@@ -19,7 +20,6 @@ from memplan.step.tapes.played import Instant, Played, dominant
 from memplan.step.tapes.reduction_workspaces import Sums, row_sums
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 Orders = tuple[Schedule, Schedule]
 """Of a layer's forward, and of its backward."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import lcm
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.units import round_up
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS, column_sum_bytes
 from memplan.units import round_up
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_lasting import lasting_bytes, rotation_table, workspace_bytes
 from memplan.step.grids.megatron_layers import RankSizes, layer_sizes
 from memplan.step.grids.megatron_tensors import layers_of_chunk
 from memplan.step.grids.pipeline_stages import Chunk
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import lcm
 from operator import add
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.spec import ModelSpec
 from memplan.step.grids.grid import Grid
@@ -20,7 +21,6 @@ from memplan.step.grids.megatron_tensors import MegatronBuild, RankTensor, chunk
 from memplan.step.grids.pipeline_stages import Chunk, StageSplit, chunks_of
 from memplan.step.grids.rank_states import RankStates, StageStates
 from memplan.units import round_up
-from memplan.values import dataclass
 
 LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Elements of a bucket where gradients are reduced during backward (``DistributedDataParallel.__init__``)."""

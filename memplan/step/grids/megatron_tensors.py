@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from math import prod
 
 from memplan.catalog.config_keys.parallel_keys import TransformerImplementation
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.pipeline_stages import Chunk
 from memplan.units import round_up
-from memplan.values import dataclass
 
 VOCABULARY_MULTIPLE = 128
 """``--make-vocab-size-divisible-by`` (megatron/training/arguments.py): the vocabulary is padded to this times the tensor degree."""

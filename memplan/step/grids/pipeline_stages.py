@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.step.grids.grid import Grid
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

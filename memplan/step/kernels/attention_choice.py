@@ -8,7 +8,7 @@ from typing import Literal
 from memplan.catalog.entries import Gpu
 from memplan.catalog.hardware.capabilities import is_native
 from memplan.catalog.hardware.hardware_tables import HardwareTables
-from memplan.values import dataclass
+from memplan.documents.frozen_values import dataclass
 
 ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.stacks import ModelCode
+from memplan.documents.frozen_values import dataclass
+from memplan.errors import CannotAnswerError
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ TORCHTUNE = FamilyCode(
 )
 """``MultiHeadAttention.forward``, ``TransformerSelfAttentionLayer.forward``, ``RMSNorm.forward`` (torchtune 0.6.1, modules/)."""
 _TORCHTUNE: Mapping[str, FamilyCode] = {
+    **dict.fromkeys(("llama", "mistral"), TORCHTUNE),
     "gemma": replace(TORCHTUNE, fused_wide_norms=False, own_head_width=True),
     "gemma2": replace(TORCHTUNE, fused_wide_norms=False, own_head_width=True, scales_in_place=True, caps_hidden=True),
     "phi3": replace(TORCHTUNE, halves_by_tables=True, wide_rotary=True),
@@ -158,7 +160,10 @@ LITGPT = FamilyCode(
 )
 """``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
 
+_ALIKE = ("arcee", "gemma", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mistral3", "qwen2", "smollm3")
+"""Families that run as Llama does: what their parts have of their own, order and sizes, their shapes say."""
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
+    **dict.fromkeys(_ALIKE, TRANSFORMERS),
     "gpt2": replace(
         TRANSFORMERS,
         own_products=True,
@@ -226,7 +231,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "seed_oss": replace(TRANSFORMERS, drops_embedding=False, drops_residual=True, dropout_modules="neither"),
     "starcoder2": replace(TRANSFORMERS, drops_residual=True, dropout_modules="neither"),
 }
-"""Families that differ from the others of transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has them: ``NewGELUActivation``
+"""How each family runs in transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has it: ``NewGELUActivation``
 (activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
 ``eager_attention_forward`` of gpt2, ``FalconAttention._split_heads`` with ``reshape``. Which have adapters on stacked experts is in
 peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and ``_MOE_TARGET_MODULE_MAPPING``."""
@@ -236,23 +241,35 @@ UNSLOTH = FamilyCode(cuts_sequences=True)
 """``LlamaAttention_fast_forward`` in unsloth/models/llama.py, ``run_attention`` in utils/attention_dispatch.py (2026.10.9)."""
 
 _TORCHTITAN: Mapping[str, FamilyCode] = {
+    "llama": OWN,
     "qwen3": FamilyCode(rotates_together=True, turns_halves=True),
     "qwen3_moe": FamilyCode(rotates_together=True, turns_halves=True, experts_apart=True),
 }
 """``CosSinRoPE`` (models/common/rope.py) and ``GQAttention.forward`` (models/common/attention.py), torchtitan 0.3.0."""
 
 
+_ONE_DECODER: Mapping[ModelCode, FamilyCode] = {"own": OWN, "litgpt": LITGPT, "unsloth": UNSLOTH}
+"""Implementations whose families are settings of one decoder."""
+_BY_FAMILY: Mapping[ModelCode, Mapping[str, FamilyCode]] = {
+    "transformers": _TRANSFORMERS,
+    "torchtune": _TORCHTUNE,
+    "torchtitan": _TORCHTITAN,
+}
+
+
 def family_code(code: ModelCode, architecture: str) -> FamilyCode:
-    """Return how a family runs in somebody's implementation."""
-    if code == "torchtune":
-        return _TORCHTUNE.get(architecture, TORCHTUNE)
-    if code == "litgpt":
-        return LITGPT
-    if code == "torchtitan":
-        return _TORCHTITAN.get(architecture, OWN)
-    if code == "unsloth":
-        return UNSLOTH
-    return OWN if code == "own" else _TRANSFORMERS.get(architecture, TRANSFORMERS)
+    """Return how a family runs in somebody's implementation.
+
+    Raises:
+        CannotAnswerError: The implementation differs from family to family, and this one's is not described.
+    """
+    if code in _ONE_DECODER:
+        return _ONE_DECODER[code]
+    if architecture not in (described := _BY_FAMILY[code]):
+        raise CannotAnswerError(
+            f"{code}'s code of family {architecture} is not described; that of {', '.join(sorted(described))} is"
+        )
+    return described[architecture]
 
 
 def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight, summed_as_stored
-from memplan.values import dataclass
 
 TOKEN_CHUNK = 256
 """Tokens of a chunk.

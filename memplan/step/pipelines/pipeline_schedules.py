@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from memplan.catalog.config_keys.parallel_keys import Parallel, Schedule
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
-from memplan.values import dataclass
 
 Kind = Literal["forward", "backward", "input", "weight", "gather", "release", "reduce"]
 V_SHAPED = ("zbv", "dualpipev")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.documents.frozen_values import dataclass
 from memplan.step.pipelines.pipeline_schedules import stages_of
 from memplan.step.pipelines.rank_timeline import most_pairs
 from memplan.step.pipelines.stage_layers import layers_of_stages
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from functools import lru_cache
 from operator import ge
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.documents.frozen_values import dataclass
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, stages_of
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import LayerRun
 from memplan.step.tapes.linear_forms import Form
-from memplan.values import dataclass
 
 
 def last_places(

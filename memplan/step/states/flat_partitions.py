@@ -20,6 +20,7 @@ from itertools import accumulate, groupby
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Offload
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.step.states.model_states import ModelStates, model_states
@@ -30,7 +31,6 @@ from memplan.step.tensors.tensor_states import TensorStates, tensor_states
 from memplan.step.units.host_memory import HostMemory, flat_host_memory
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
-from memplan.values import dataclass
 
 ALIGNMENT = 2
 """Elements that a rank's piece starts at a multiple of (``nccl_start_alignment_factor``)."""

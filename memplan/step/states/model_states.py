@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from memplan.catalog.entries import Optimizer
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
 from memplan.step.states.parallel_shards import ADAPTER, held, is_coded, is_sharded, is_whole, shards_codes
@@ -25,7 +26,6 @@ from memplan.training.adapters import TOWER_PARTS, libraries_inventory, referenc
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.role_names import format_name
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

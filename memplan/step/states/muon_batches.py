@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.states.muon_scratch import MuonPhases, index_bytes, newton_schulz_sizes
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 Alike = tuple[tuple[int, ...], str, str]
 """Shape, format and gradient dtype: matrices that agree in them are updated together."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
+from memplan.documents.frozen_values import dataclass
 from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div, round_up
-from memplan.values import dataclass
 
 CHUNK_ELEMENTS = 2**20
 """Elements that the bundled optimizer takes at a time (memplan/muon, ``chunk_elements``)."""

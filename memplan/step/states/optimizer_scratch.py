@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
 from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches
 from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, muon_phases
@@ -13,7 +14,6 @@ from memplan.step.states.update_algorithms import run_of, scratch_of
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     """Return the largest scratch memory of an optimizer step over all trainable tensors.
 
     Optimizers step one after the other, Muon first, so the largest of them counts. Where the bundled
-    optimizer keeps gradients in stores, it gives each back once it is used up; what is free by then
-    is taken off.
+    optimizer keeps gradients in stores, it frees each one after its update, and the freed bytes are
+    subtracted from the scratch of the updates that follow.
     """
     if setup.config.gradients.lifetime == "layer":
         return max((tensor_temporaries(setup, entry) for entry in trained_kinds(tensors)), key=_size)

@@ -14,12 +14,12 @@ from fractions import Fraction
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Offload
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.step.tensors.tensor_states import stored_format
 from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_elements, flat_pieces, place_in_block
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 ADAPTER = ".lora_"
 """What names of adapters' tensors have in them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.step.states.flat_partitions import (
     flat_scratch,
@@ -24,7 +25,6 @@ from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, pieces_host_memory
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 from operator import add, mul
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.units import ceil_div, round_up
-from memplan.values import dataclass
 
 
 class Quantity(IntEnum):

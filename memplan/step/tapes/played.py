@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import ge, itemgetter
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import ZERO, Coefficients, Form
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.taped_operations import Reduction
-from memplan.values import dataclass
 
 BEHIND_REGION = "behind the region"
 """Name of moments of a forward behind the region of autocast, when what that has cast is gone."""

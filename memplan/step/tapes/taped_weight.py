@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, Storage, constant_form
-from memplan.values import dataclass
 
 DECODER_PIECE_BYTES = 2**19
 """Most that one of a decoder's tensors takes, rows in fp32 aside (memplan/muon/weights/weight_formats.py)."""

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from memplan.catalog.entries import Optimizer, StorageFormat
 from memplan.catalog.update_classes import TORCH_ADAMW
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import ParameterTensor, Role
 from memplan.step.tensors.state_slots import placed_bytes
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.stack_rules import casts_trained
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from memplan.catalog.update_classes import (
     is_known,
     optimizer_problems,
 )
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
-from memplan.values import dataclass
 
 Stepper = str
 """Path of the class that steps, or ``untraced`` or ``none`` as an entry says."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import LANGUAGE, ImageGrid, TowerShape
 from memplan.step.blocks.block_settings import BlockSettings, Regime
 from memplan.step.kernels.image_rows import asks_by_layer, image_grid, is_embedded_ahead
 from memplan.step.states.model_states import ModelStates
 from memplan.training.resolved import TrainingSetup
-from memplan.values import dataclass
 
 ROW_AND_COLUMN_BYTES = 16
 """Of a patch: its row and its column, in 64 bits each."""

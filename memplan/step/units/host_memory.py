@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes
-from memplan.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import field
 
 import pytest
 
-import memplan.values
+import memplan.documents.frozen_values
 
 
 def declared(decorator):
@@ -30,10 +30,10 @@ def declared(decorator):
     return Value
 
 
-OURS, THEIRS = declared(memplan.values.dataclass), declared(dataclasses.dataclass)
+OURS, THEIRS = declared(memplan.documents.frozen_values.dataclass), declared(dataclasses.dataclass)
 
 
-@memplan.values.dataclass(frozen=True, slots=True)
+@memplan.documents.frozen_values.dataclass(frozen=True, slots=True)
 class Pair:
     """Two numbers."""
 

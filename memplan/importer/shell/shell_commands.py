@@ -1,0 +1,301 @@
+"""The commands that a shell script would start, with their variables filled in; none of them is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from memplan.errors import InvalidFileError
+from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
+from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
+from memplan.importer.shell.shell_tests import outcome
+from memplan.importer.shell.shell_tokens import Token, tokens
+
+MOST = 5_000
+"""Commands of a script that are followed; calls of functions inside functions could be without end."""
+DEEPEST = 8
+SETTING = frozenset(("export", "declare", "typeset", "readonly", "local"))
+TESTS = frozenset(("[", "[[", "test"))
+QUIET = frozenset(("echo", "printf", "cat", "mkdir", "cd", "pushd", "popd", "ls", "rm", "cp", "mv", "ln", "touch", "chmod", "tar", "unzip", "wget", "curl", "pip", "pip3", "conda", "git", "sleep", "tee", "grep", "sed", "awk", "module", "ulimit", "trap", "set", "shift", "wait", "kill", "exit", "return", "source", ".", "huggingface-cli", "nvidia-smi", "date", "hostname",))  # fmt: skip
+"""Commands that start no training."""
+WRAPPERS = frozenset(("exec", "nohup", "time", "sudo", "command", "env"))
+"""Words in front of a command that change nothing of it."""
+_ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
+_WHOLE = re.compile(r"\"?\$\{?([A-Za-z_][A-Za-z0-9_]*)(?:\[[@*]\])?\}?\"?")
+_OWN_WORDS = re.compile(r"ARGS|OPTS|FLAGS|EXTRA|OPTIONS", re.IGNORECASE)
+"""Variables for further words, which a script's caller may set."""
+_DIRECTIVE = re.compile(r"^#SBATCH\s+(?:--|-)([A-Za-z-]+)[=\s]+(\S+)", re.MULTILINE)
+_SCHEDULED = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks": ("SLURM_NTASKS",),
+    "n": ("SLURM_NTASKS",),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "gres": ("SLURM_GPUS_ON_NODE",),
+    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
+}
+"""Slurm's directives -> variables that it sets by them (sbatch's manual, OUTPUT ENVIRONMENT VARIABLES)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShellCommand:
+    """A command that a script starts."""
+
+    words: tuple[str, ...]
+    lines: tuple[int, ...]  # Where each word stands
+    environment: dict[str, str]  # Variables that it is given
+    unset: tuple[tuple[str, int], ...] = ()  # Words that are nothing since no one sets their variable, with their lines
+
+
+def shell_commands(text: str, name: str) -> list[ShellCommand]:
+    """Return the commands of a script that may start a training job, in its order.
+
+    Branches are followed where their tests can be told from the script; where not, what they set is not known.
+
+    Raises:
+        InvalidFileError: It cannot be read as a shell script.
+    """
+    run = _Run(name)
+    run.scheduled(text)
+    run.all(parsed(tokens(text, name), name), sure=True)
+    return run.commands
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is known while a script is followed."""
+
+    name: str
+    scope: Scope = field(default_factory=Scope)
+    lines: dict[str, list[int]] = field(default_factory=dict)  # Variable -> where it, or each of its words, was set
+    exported: set[str] = field(default_factory=set)
+    functions: dict[str, Node] = field(default_factory=dict)
+    commands: list[ShellCommand] = field(default_factory=list)
+    followed: int = 0
+    depth: int = 0
+
+    def scheduled(self, text: str) -> None:
+        """Take up the variables that Slurm sets by a script's directives."""
+        for directive, value in _DIRECTIVE.findall(text):
+            last = value.rpartition(":")[2]
+            for variable in _SCHEDULED.get(directive, ()) if last.isdigit() else ():
+                self.scope.variables[variable] = last
+
+    def all(self, nodes: Sequence[Node], *, sure: bool) -> bool | None:
+        """Follow commands; return whether the last ends well, or None where nobody can tell."""
+        ended: bool | None = True
+        for node in nodes:
+            ended = self.one(node, sure)
+        return ended
+
+    def one(self, node: Node, sure: bool) -> bool | None:
+        """Follow a command, as :meth:`all`."""
+        self.followed += 1
+        if self.followed > MOST:
+            raise InvalidFileError([f"{self.name}: more than {MOST:,} commands: give the one that trains"])
+        if isinstance(node, Simple):
+            return self._simple(node, sure)
+        if isinstance(node, Chain):
+            return self._chain(node, sure)
+        if isinstance(node, Branches):
+            return self._branches(node, sure)
+        if isinstance(node, Loop):
+            return self._loop(node, sure)
+        if isinstance(node, Case):
+            return self._case(node, sure)
+        if isinstance(node, Function):
+            self.functions[node.name] = node.body
+            return True
+        return self.all(node.body, sure=sure)
+
+    def _chain(self, node: Chain, sure: bool) -> bool | None:
+        ended: bool | None = True
+        tested = False
+        for sign, part in node.parts:
+            if (sign == "&&" and ended is False) or (sign == "||" and ended is True):
+                continue
+            begun = sign not in ("&&", "||") or ended is not None or (sign == "&&" and not tested)
+            ended = self.one(part, sure and begun)
+            if sign == "!":
+                ended = None if ended is None else not ended
+            tested = isinstance(part, Simple) and bool(part.words) and part.words[0].text in TESTS
+        return ended
+
+    def _branches(self, node: Branches, sure: bool) -> bool | None:
+        for condition, body in node.parts:
+            holds = True if condition is None else self.all(condition, sure=sure)
+            if holds is not False:
+                self.all(body, sure=sure and holds is True)
+            if holds is True:
+                return None
+            sure = sure and holds is not None
+        return None
+
+    def _loop(self, node: Loop, sure: bool) -> bool | None:
+        if node.condition:
+            holds = self.all(node.condition, sure=sure)
+            if holds is node.until and holds is not None:
+                return True
+            self.all(node.body, sure=False)
+            return None
+        items = [item for token in node.items for item in fields(token.text, self.scope)]
+        if node.variable:
+            self._set(node.variable, items[0] if len(items) == 1 else UNKNOWN, node.items[:1], sure)
+        self.all(node.body, sure=sure and len(items) == 1)
+        return None
+
+    def _case(self, node: Case, sure: bool) -> bool | None:
+        word = text_of(node.word.text, Scope(self.scope.variables, self.scope.arguments, in_test=True))
+        for patterns, body in node.parts:
+            plain = [text_of(pattern, self.scope) for pattern in patterns]
+            if "$" in word:
+                self.all(body, sure=False)
+            elif any(fnmatchcase(word, pattern) for pattern in plain):
+                self.all(body, sure=sure)
+                return None
+        return None
+
+    def _simple(self, node: Simple, sure: bool) -> bool | None:
+        assigned = list(_leading_assignments(node.words))
+        words = node.words[len(assigned) :]
+        if not words:
+            for token in assigned:
+                self._assign(token, sure)
+            return True if node.words else None
+        if words[0].text in SETTING:
+            return self._setting(words, sure)
+        if words[0].text in TESTS:
+            return outcome([token.text for token in words], self.scope)
+        expanded, lines, unset = self._expanded(words)
+        while expanded and expanded[0] in WRAPPERS:
+            expanded, lines = expanded[1:], lines[1:]
+        return self._started(expanded, lines, unset, assigned, sure) if expanded else True
+
+    def _started(
+        self, words: list[str], lines: list[int], unset: list[tuple[str, int]], assigned: list[Token], sure: bool
+    ) -> bool | None:
+        first = words[0]
+        if first in self.functions and self.depth < DEEPEST:
+            return self._called(first, words[1:], sure)
+        if first == "eval" or (place := _script_word(words)) is not None:
+            text = " ".join(words[1:]) if first == "eval" else words[place or 0]
+            return self._again(text, lines[0], sure)
+        if first in ("read", "mapfile", "readarray", "getopts", "unset"):
+            for word in words[1:]:
+                if word.isidentifier():
+                    self._set(word, UNKNOWN, (), sure=True)
+            return False if first == "getopts" else None
+        if first == "shift":
+            self.scope.arguments = self.scope.arguments[1:]
+        if first in ("true", ":", "false"):
+            return first != "false"
+        if first.rpartition("/")[2] not in QUIET:
+            environment = {name: self.scope.variables.get(name) for name in sorted(self.exported)}
+            known = {name: value for name, value in environment.items() if isinstance(value, str)}
+            own = [_ASSIGNED.fullmatch(token.text) for token in assigned]
+            known |= {match[1]: text_of(match[3], self.scope) for match in own if match}
+            self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset)))
+        return None
+
+    def _called(self, function: str, arguments: list[str], sure: bool) -> bool | None:
+        before, self.scope.arguments = self.scope.arguments, tuple(arguments)
+        self.depth += 1
+        ended = self.one(self.functions[function], sure)
+        self.depth -= 1
+        self.scope.arguments = before
+        return ended
+
+    def _again(self, text: str, line: int, sure: bool) -> bool | None:
+        """Follow a text that the shell reads as a script of its own."""
+        if self.depth >= DEEPEST or "$" in text.partition(" ")[0]:
+            return None
+        self.depth += 1
+        inner = [_moved(token, line) for token in tokens(text, self.name)]
+        ended = self.all(parsed(inner, self.name), sure=sure)
+        self.depth -= 1
+        return ended
+
+    def _expanded(self, words: Sequence[Token]) -> tuple[list[str], list[int], list[tuple[str, int]]]:
+        """Return the words of a command, where each stands, and those that are nothing since nobody sets them."""
+        texts: list[str] = []
+        lines: list[int] = []
+        unset: list[tuple[str, int]] = []
+        for token in words:
+            items = fields(token.text, self.scope)
+            whole = _WHOLE.fullmatch(token.text)
+            if whole and items and whole[1] not in self.scope.variables and _is_further(texts, whole[1]):
+                unset.append((token.text, token.line))
+                continue
+            places = self.lines.get(whole[1], []) if whole else []
+            texts += items
+            lines += places if len(places) == len(items) else [places[0] if places else token.line] * len(items)
+        return texts, lines, unset
+
+    def _setting(self, words: Sequence[Token], sure: bool) -> bool:
+        exporting = words[0].text == "export" or any("x" in word.text for word in words if word.text.startswith("-"))
+        for token in words[1:]:
+            if token.words is not None or _ASSIGNED.fullmatch(token.text):
+                self._assign(token, sure)
+            name = re.match(r"[A-Za-z_][A-Za-z0-9_]*", token.text)
+            if exporting and name:
+                self.exported.add(name[0])
+        return True
+
+    def _assign(self, token: Token, sure: bool) -> None:
+        if token.words is not None:
+            name = token.text.removesuffix("+")
+            words = [(item, word.line) for word in token.words for item in fields(word.text, self.scope)]
+            before = self.scope.variables.get(name) if token.text.endswith("+") else []
+            earlier_lines = self.lines.get(name, []) if before else []
+            joined = [*before, *(item for item, _ in words)] if isinstance(before, list) else UNKNOWN
+            self._set(name, joined, token.words, sure)
+            if sure:
+                self.lines[name] = [*earlier_lines, *(line for _, line in words)]
+            return
+        match = _ASSIGNED.fullmatch(token.text)
+        if match is None:
+            return
+        name, value = match[1], text_of(match[3], self.scope)
+        earlier = self.scope.variables.get(name, "") if match[2] else ""
+        if isinstance(earlier, list):
+            self._set(name, [f"{earlier[0]}{value}", *earlier[1:]] if earlier else [value], (token,), sure)
+        elif earlier is UNKNOWN and match[2]:
+            self._set(name, UNKNOWN, (token,), sure)
+        else:
+            self._set(name, f"{earlier}{value}", (token,), sure)
+
+    def _set(self, name: str, value: Value, where: Sequence[Token], sure: bool) -> None:
+        """Set a variable; where that may not happen, another value than it has is not known."""
+        if not sure and self.scope.variables.get(name, "") != value:
+            value = UNKNOWN
+        self.scope.variables[name] = value
+        self.lines[name] = [token.line for token in where][:1]
+
+
+def _leading_assignments(words: Sequence[Token]) -> Sequence[Token]:
+    for place, token in enumerate(words):
+        if token.words is None and not _ASSIGNED.fullmatch(token.text):
+            return words[:place]
+    return words
+
+
+def _script_word(words: Sequence[str]) -> int | None:
+    """Return where the script stands that ``bash -c`` is given."""
+    for place, word in enumerate(words[:-2]):
+        if word.rpartition("/")[2] in ("bash", "sh", "zsh") and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
+            return place + 2
+    return None
+
+
+def _moved(token: Token, line: int) -> Token:
+    inner = None if token.words is None else tuple(_moved(word, line) for word in token.words)
+    return Token(token.text, line + token.line - 1, token.operator, inner)
+
+
+def _is_further(before: Sequence[str], name: str) -> bool:
+    """Tell whether a word of a variable that is never set stands for further words, and is no flag's value."""
+    value = bool(before) and before[-1].startswith("-") and "=" not in before[-1]
+    return bool(before) and (not value or _OWN_WORDS.search(name) is not None)

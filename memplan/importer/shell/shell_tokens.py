@@ -1,0 +1,182 @@
+"""Shell scripts as words and operators, each with its line; comments, joined lines and here-documents are gone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memplan.errors import InvalidFileError
+
+OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "(", ")", "\n")
+"""What stands between commands; the longer first."""
+
+_REDIRECTION = re.compile(r"[0-9]*(?:<<<|<<-?|<&|>&|>>|>\||<>|<|>)|&>>?")
+_NEXT_WORD = re.compile(r"[ \t]*(\\?['\"]?)([^\s;&|<>()'\"]+)['\"]?")
+_ARRAY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=\(")
+CLOSED_BY = {"(": ")", "{": "}"}
+DEEPEST = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word as it is written, with its quotes; an operator; or the words between the brackets of an array."""
+
+    text: str
+    line: int
+    operator: bool = False
+    words: tuple[Token, ...] | None = None  # Of ``NAME=( ... )``, whose name ``text`` ends with
+
+
+def tokens(text: str, name: str) -> list[Token]:
+    """Return the words and operators of a script.
+
+    Raises:
+        InvalidFileError: A quote, bracket or here-document does not end.
+    """
+    return _Reader(text.replace("\r\n", "\n"), name).all()
+
+
+class _Reader:
+    """A script, and how far it has been read."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text, self.name, self.at = text, name, 0
+        self.line = 1
+        self.documents: list[str] = []  # Ends of here-documents that begin behind this line
+
+    def all(self) -> list[Token]:
+        """Return everything to the end."""
+        return self.until("")
+
+    def until(self, end: str) -> list[Token]:
+        """Return what comes before a closing bracket that closes nothing else, which is passed."""
+        result: list[Token] = []
+        while self.at < len(self.text):
+            self._pass_blanks()
+            if end and self.text.startswith(end, self.at):
+                self.at += 1
+                return result
+            if (token := self._token()) is not None:
+                result.append(token)
+        if end:
+            raise self._unclosed("a bracket", self.line)
+        return result
+
+    def _pass_blanks(self) -> None:
+        while self.at < len(self.text):
+            if self.text[self.at] in " \t":
+                self.at += 1
+            elif self.text.startswith("\\\n", self.at):
+                self.at, self.line = self.at + 2, self.line + 1
+            elif self.text[self.at] == "#":
+                self.at = self._end_of_line()
+            else:
+                return
+
+    def _end_of_line(self) -> int:
+        end = self.text.find("\n", self.at)
+        return len(self.text) if end < 0 else end
+
+    def _token(self) -> Token | None:
+        if self.at >= len(self.text):
+            return None
+        line = self.line
+        if redirected := _REDIRECTION.match(self.text, self.at):
+            self._pass_redirection(redirected)
+            return None
+        for operator in OPERATORS:
+            if self.text.startswith(operator, self.at):
+                self.at += len(operator)
+                if operator == "\n":
+                    self.line += 1
+                    self._pass_documents()
+                return Token(operator, line, operator=True)
+        if array := _ARRAY.match(self.text, self.at):
+            self.at = array.end()
+            words = tuple(token for token in self.until(")") if not token.operator)
+            return Token(f"{array[1]}{array[2]}", line, words=words)
+        start = self.at
+        self._pass_word()
+        return Token(self.text[start : self.at].replace("\\\n", ""), line)
+
+    def _pass_redirection(self, redirected: re.Match[str]) -> None:
+        """Pass a redirection and the word behind it; that of a here-document ends the lines that follow this one."""
+        self.at = redirected.end()
+        sign = redirected[0].lstrip("0123456789")
+        if sign in ("<<", "<<-") and (end := _NEXT_WORD.match(self.text, self.at)):
+            self.documents.append(end[2])
+            self.at = end.end()
+            return
+        self._pass_blanks()
+        if self.at < len(self.text) and self.text[self.at] not in "\n;&|()":
+            self._pass_word()
+        elif self.text.startswith("(", self.at):
+            self._pass_balanced(0)
+
+    def _pass_documents(self) -> None:
+        for end in self.documents:
+            closed = re.compile(rf"^[ \t]*{re.escape(end)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
+            if closed is None:
+                raise self._unclosed(f"the here-document that {end[:40]!r} ends", self.line)
+            self.line += self.text.count("\n", self.at, closed.end())
+            self.at = closed.end()
+        self.documents = []
+
+    def _pass_word(self) -> None:
+        while self.at < len(self.text):
+            character = self.text[self.at]
+            if character in " \t\n;&|()<>":
+                return
+            self._pass_character(character, 0)
+
+    def _pass_character(self, character: str, depth: int) -> None:
+        if character in "'\"`":
+            self._pass_quoted(character, depth)
+        elif character == "$" and self.text[self.at + 1 : self.at + 2] in CLOSED_BY:
+            self.at += 1
+            self._pass_balanced(depth)
+        elif self.text.startswith("$'", self.at):
+            self.at += 1
+            self._pass_quoted("'", depth)
+        else:
+            self._step(2 if character == "\\" else 1)
+
+    def _pass_quoted(self, quote: str, depth: int) -> None:
+        line = self.line
+        self._step(1)
+        while self.at < len(self.text):
+            character = self.text[self.at]
+            if character == quote:
+                self._step(1)
+                return
+            if quote != "'" and character == "\\":
+                self._step(2)
+            elif quote == '"' and character in "$`":
+                self._pass_character(character, depth + 1)
+            else:
+                self._step(1)
+        raise self._unclosed("a quote", line)
+
+    def _pass_balanced(self, depth: int) -> None:
+        """Pass brackets and what stands between them."""
+        line, opening = self.line, self.text[self.at]
+        if depth > DEEPEST:
+            raise InvalidFileError([f"{self.name}:{line}: nested too deeply"])
+        self._step(1)
+        while self.at < len(self.text):
+            character = self.text[self.at]
+            if character == CLOSED_BY[opening]:
+                self._step(1)
+                return
+            if character == opening:
+                self._pass_balanced(depth + 1)
+            else:
+                self._pass_character(character, depth + 1)
+        raise self._unclosed(f"{opening!r}", line)
+
+    def _step(self, letters: int) -> None:
+        self.line += self.text.count("\n", self.at, self.at + letters)
+        self.at = min(self.at + letters, len(self.text))
+
+    def _unclosed(self, what: str, line: int) -> InvalidFileError:
+        return InvalidFileError([f"{self.name}:{line}: not a shell script that can be read: {what} does not end"])
