@@ -34,6 +34,10 @@ ENTRIES = {"library", "cli"}
 FACES = {"__init__", "__main__"}
 MODULES_IN_A_FOLDER = 10
 LINES_IN_A_FILE = 350
+LINES_IN_A_FUNCTION = 50
+MOST_PARAMETERS = 10
+OTHERS_SIGNATURES = {"flash_attention_2.py", "flash_attn_package.py", "triton_codecs.py", "triton_kernels.py"}
+"""Modules whose functions take what another library passes, or are kernels, which take no values."""
 NO_NAMES = {"asked", "found", "held", "kept"}
 """Words that say what was done to a value and not what it is."""
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "data")
@@ -132,6 +136,19 @@ def test_a_folder_has_few_modules():
 def test_a_file_has_few_lines():
     lines = {path: path.read_text(encoding="utf-8").count("\n") for path in FILES}
     assert {path: count for path, count in lines.items() if count > LINES_IN_A_FILE} == {}
+
+
+def test_a_function_has_few_lines_and_parameters():
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            assert node.end_lineno - node.lineno < LINES_IN_A_FUNCTION, f"{path}:{node.lineno}: {node.name}"
+            arguments = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            several = [name for name in arguments if name not in ("self", "cls")]
+            assert len(several) <= MOST_PARAMETERS or path.name in OTHERS_SIGNATURES, (
+                f"{path}:{node.lineno}: {node.name}"
+            )
 
 
 def test_no_file_name_occurs_twice():

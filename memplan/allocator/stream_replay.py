@@ -131,6 +131,18 @@ class Stream:
         return [code for code in codes if blocks[code >> 1] <= _SMALL] if small else codes
 
 
+def _give_back(start: int, end: int, keys: list[int], ends: dict[int, int], starts: dict[int, int]) -> None:
+    """Put a block among the free ones, joined with the free ones beside it."""
+    if start in starts:
+        end_before, start = start, starts.pop(start)
+        del keys[bisect_left(keys, end_before - start << _BITS | start)]
+    if end in ends:
+        start_after, end = end, ends.pop(end)
+        del keys[bisect_left(keys, end - start_after << _BITS | start_after)]
+    ends[start], starts[end] = end, start
+    insort(keys, end - start << _BITS | start)
+
+
 class _Part(NamedTuple):
     """What was taken while codes were played."""
 
@@ -255,14 +267,7 @@ class _Allocator:
             else:
                 start, end = live.pop(name)
                 allocated -= end - start
-                if start in starts:
-                    end_before, start = start, starts.pop(start)
-                    del keys[bisect_left(keys, end_before - start << _BITS | start)]
-                if end in ends:
-                    start_after, end = end, ends.pop(end)
-                    del keys[bisect_left(keys, end - start_after << _BITS | start_after)]
-                ends[start], starts[end] = end, start
-                insort(keys, end - start << _BITS | start)
+                _give_back(start, end, keys, ends, starts)
         self.allocated, self.allocated_peak = allocated, peak
         self.parts.append(_Part(highest, new))
 

@@ -59,14 +59,7 @@ def run_here(request: Request) -> Outcome:
     script = request.script if request.is_module else str(Path(request.script).resolve())
     lines = ScriptLines(script, _package_folder(script) if request.is_module else "")
     values = KnownValues(lines, "worst" if request.worst else "balanced")
-    cuda = request.kernels == "cuda"
-    recorder = _recorder_class(request)(
-        request.card,
-        lines,
-        parse_alloc_conf(request.alloc_conf),
-        cublas_bytes=cublas_workspace_bytes(request.card.compute_capability) if cuda else 0,
-        workspaces=cuda,
-    )
+    recorder = _recorder(request, lines)
     watched = WatchedSteps(recorder, request.steps)
     files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
     files.checkpoints.values = values.of
@@ -122,12 +115,20 @@ def _package_folder(module: str) -> str:
     return (spec.submodule_search_locations or [""])[0] if spec else ""
 
 
-def _recorder_class(request: Request) -> type[LiveRecorder]:
-    if request.ranks is None:
-        return LiveRecorder
-    from memplan.dryrun.machine.pretended_ranks import RankRecorder
+def _recorder(request: Request, lines: ScriptLines) -> LiveRecorder:
+    """Return what records the script's memory, of one rank where several share the job."""
+    kind, cuda = LiveRecorder, request.kernels == "cuda"
+    if request.ranks is not None:
+        from memplan.dryrun.machine.pretended_ranks import RankRecorder
 
-    return RankRecorder
+        kind = RankRecorder
+    return kind(
+        request.card,
+        lines,
+        parse_alloc_conf(request.alloc_conf),
+        cublas_bytes=cublas_workspace_bytes(request.card.compute_capability) if cuda else 0,
+        workspaces=cuda,
+    )
 
 
 def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> tuple[Ending, str]:

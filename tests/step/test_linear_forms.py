@@ -7,10 +7,20 @@ from itertools import product
 
 import pytest
 
-from memplan.step.tapes.linear_forms import NOTHING, ZERO, Form, Part, Quantity, constant_form, quantities, single_form
+from memplan.step.tapes.linear_forms import (
+    NOTHING,
+    ZERO,
+    Form,
+    Part,
+    Pieces,
+    Quantity,
+    constant_form,
+    quantities,
+    single_form,
+)
 
 PLACES = tuple(product(Part, Quantity))
-VALUES = quantities(3, 1000, 8, 50_257)
+VALUES = quantities(3, 1000, 50_257, Pieces(8))
 
 
 def drawn(rng: random.Random) -> Form:

@@ -119,58 +119,61 @@ class Streams:
             self._current[threading.get_ident()] = stream
 
 
+class _Graph:
+    """Kernels that are captured once, and launched again."""
+
+    recorder: LiveRecorder
+    streams: Streams
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._pool = 0
+        self._captured = self._updates = False
+        del keep_graph
+
+    def capture_begin(self, pool: Any = None, *_: Any, **__: Any) -> None:
+        """Let what is allocated from now on be the graph's own."""
+        if self.streams.current().stream_id == 0:
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay "
+                "them on the default stream.)"
+            )
+        self._pool = self.recorder.begin_capture(None if pool is None else int(pool[-1]))
+
+    def capture_end(self) -> None:
+        """End the capture."""
+        self._updates = self.recorder.end_capture()
+        self._captured = True
+
+    def replay(self) -> None:
+        """Launch what was captured; nothing is allocated."""
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self.recorder.replays(self._updates)
+
+    def reset(self) -> None:
+        """Let go of the graph: its pool serves nothing any more, and is given back with what is cached."""
+        if self._captured:
+            self._captured = False
+            self.recorder.drop_pool(self._pool)
+
+    def pool(self) -> tuple[int, int]:
+        """Return the name of its pool, which other graphs may share."""
+        return (0, self._pool)
+
+    def raw_cuda_graph(self) -> int:
+        raise RefusedError("the script asks for a CUDA graph's own handle, and there is none")
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    raw_cuda_graph_exec = raw_cuda_graph
+    instantiate = register_generator_state = enable_debug_mode = debug_dump = _nothing
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.reset()
+
+
 def graph_class(recorder: LiveRecorder, streams: Streams) -> type:
     """Return what stands for ``torch.cuda.CUDAGraph``."""
-
-    class CUDAGraph:
-        """Kernels that are captured once, and launched again."""
-
-        def __init__(self, keep_graph: bool = False) -> None:
-            self._pool = 0
-            self._captured = self._updates = False
-            del keep_graph
-
-        def capture_begin(self, pool: Any = None, *_: Any, **__: Any) -> None:
-            """Let what is allocated from now on be the graph's own."""
-            if streams.current().stream_id == 0:
-                raise RuntimeError(
-                    "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay "
-                    "them on the default stream.)"
-                )
-            self._pool = recorder.begin_capture(None if pool is None else int(pool[-1]))
-
-        def capture_end(self) -> None:
-            """End the capture."""
-            self._updates = recorder.end_capture()
-            self._captured = True
-
-        def replay(self) -> None:
-            """Launch what was captured; nothing is allocated."""
-            if not self._captured:
-                raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-            recorder.replays(self._updates)
-
-        def reset(self) -> None:
-            """Let go of the graph: its pool serves nothing any more, and is given back with what is cached."""
-            if self._captured:
-                self._captured = False
-                recorder.drop_pool(self._pool)
-
-        def pool(self) -> tuple[int, int]:
-            """Return the name of its pool, which other graphs may share."""
-            return (0, self._pool)
-
-        def raw_cuda_graph(self) -> int:
-            raise RefusedError("the script asks for a CUDA graph's own handle, and there is none")
-
-        def _nothing(self, *_: Any, **__: Any) -> None:
-            """Do nothing."""
-
-        raw_cuda_graph_exec = raw_cuda_graph
-        instantiate = register_generator_state = enable_debug_mode = debug_dump = _nothing
-
-        def __del__(self) -> None:
-            with suppress(Exception):
-                self.reset()
-
-    return CUDAGraph
+    return type("CUDAGraph", (_Graph,), {"recorder": recorder, "streams": streams})

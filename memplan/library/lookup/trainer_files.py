@@ -205,10 +205,9 @@ def training_document(
         warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = _without(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
+        rollout = {"rollout": _known(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
         said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
-        data["method"] = {**said, "stage": stage}
-        if stage in GENERATING:
-            data["method"]["rollout"] = _known(method.get("rollout", {}), Rollout)
+        data["method"] = {**said, "stage": stage, **rollout}
     _refuse_unknown(text, data, TrainingConfig)
     stack = _stack(job, catalog)
     other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""

@@ -202,10 +202,15 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
         most_listed=options.get("largest", MOST_LISTED),
         job=job,
     )
-    if ran.fits or outcome.told is None or request.ranks is not None:
+    return ran if ran.fits or request.ranks is not None else _with_suggestions(ran, catalog)
+
+
+def _with_suggestions(ran: DryRun, catalog: Catalog) -> DryRun:
+    """Return an answer with what to change of its job, or why nothing is suggested."""
+    if ran.outcome.told is None:
         return ran
     try:
-        return replace(ran, suggestions=suggested(outcome.told, ran.requested_bytes, device, catalog))
+        return replace(ran, suggestions=suggested(ran.outcome.told, ran.requested_bytes, ran.device, catalog))
     except CannotAnswerError as error:
         return replace(ran, unsuggested=str(error))
 

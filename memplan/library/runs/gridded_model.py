@@ -73,6 +73,20 @@ class Gridded(Answer):
         return grid_document(self.plan, self.rank, self.notes, self.catalog.hash if full else "", unit, strict=strict)
 
 
+def _refuse_expert_degrees(grid: Grid, name: str) -> None:
+    """Refuse to divide the experts of a model that has none."""
+    for key, several in (("expert", grid.expert > 1), ("expert_tensor", grid.expert_tensor not in (1, grid.tensor))):
+        if several:
+            raise InvalidFileError([f"parallel.{key}: {name} has no experts to divide"])
+
+
+def _unplanned(config: TrainingConfig) -> tuple[str, ...]:
+    """Return the keys that change a step in a way that is not modelled."""
+    named = config.parallel.megatron.unplanned
+    predicts = bool(config.parallel.megatron.predicted_tokens) and not named
+    return ("parallel.megatron.predicted_tokens: multi-token prediction",) if predicts else named
+
+
 def is_grid(given: ModelGiven, options: JobOptions) -> bool:
     """Tell whether a job is Megatron-LM's on several GPUs, or divides a model and names no training config."""
     inputs = job_inputs("fit", given, options)
@@ -120,12 +134,7 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     grid = grid_of(_laid_out(config.parallel), inputs.options.get("gpus"))
     routed = any(tensor.experts_per_token for tensor in known.inventory)
     if not routed:
-        for name, several in (
-            ("expert", grid.expert > 1),
-            ("expert_tensor", grid.expert_tensor not in (1, grid.tensor)),
-        ):
-            if several:
-                raise InvalidFileError([f"parallel.{name}: {known.spec.name} has no experts to divide"])
+        _refuse_expert_degrees(grid, known.spec.name)
     _check_sequences(config, grid, known.spec.name if routed else "")
     settings = _settings(config, inputs.catalog)
     stages = megatron_states(known.spec, grid, settings)
@@ -137,9 +146,7 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) 
     precision = settings.precision
     copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not config.parallel.precision_aware
     copies = [stage.fullest.master_weights * copied for stage in stages]
-    unplanned = config.parallel.megatron.unplanned
-    if config.parallel.megatron.predicted_tokens and not unplanned:
-        unplanned = ("parallel.megatron.predicted_tokens: multi-token prediction",)
+    unplanned = _unplanned(config)
     steps = (StepInterval(0, 0, 0),) * len(stages) if unplanned else step_intervals(sizes, chunks, copies)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
     outside = outside_of(grid, device, tables, share)

@@ -20,7 +20,7 @@ from memplan.step.model_on_tape import model_on_tape
 from memplan.step.states.model_states import model_states
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import quantities
+from memplan.step.tapes.linear_forms import Pieces, quantities
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
 
@@ -135,7 +135,7 @@ class ServedModel:
         regime = regime_of(self.model, self.setup, batch, length)
         temporaries = step_temporaries(self.setup, states.tensors)
         taped = model_on_tape(StepInputs(self.model.spec, self.setup, states, regime, 0, temporaries, 0))
-        values = quantities(batch, length, 1, self.model.spec.vocab_size)
+        values = quantities(batch, length, self.model.spec.vocab_size, Pieces(1))
         moments = (moment for section in taped.layers for moment in section.evaluated().forward)
         return max(moment.form.total_bytes(values) for moment in moments)
 

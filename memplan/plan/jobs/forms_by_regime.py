@@ -23,7 +23,7 @@ from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import held_states
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Coefficients, Part, constant_form, fixed_form, quantities
+from memplan.step.tapes.linear_forms import Coefficients, Part, Pieces, constant_form, fixed_form, quantities
 from memplan.step.tapes.played import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
@@ -179,8 +179,8 @@ class FormsByRegime:
             predicted, whole = batch * (length - 1), has_all_words(profile.loss, spec.vocab_size, batch * length)
             most = piece_rows(spec.vocab_size, batch * length * spec.hidden_size, whole=whole)
             chunk, more = min(predicted, most), next_rows(predicted, most, whole=whole)
-        sizes = (batch, length, profile.loss_chunks, spec.vocab_size, chunk, row, answer, ranks, images)
-        return quantities(*sizes, table_rows=rows, next_chunk=more)
+        pieces = Pieces(profile.loss_chunks, chunk, row, more)
+        return quantities(batch, length, spec.vocab_size, pieces, answer, ranks, images, rows)
 
 
 def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:

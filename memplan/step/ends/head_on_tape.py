@@ -92,6 +92,13 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
             builder, _bounded(builder, logits) if settings.bounded_logits else logits
         )
         return Head(Section(builder.tape, entry, loss), normed, own, None, returned)
+    loss, logits = _whole_logits(builder, settings, entry, normed)
+    return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
+
+
+def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed: Value) -> tuple[Value, Value]:
+    """Return the loss of logits that are there all at once, and those that loss backward still has."""
+    block = settings.block
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
         if settings.loss == "weighted-tokens":
@@ -112,7 +119,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     if settings.loss == "fp32-pieces":
         logits = builder.cast(logits, 4)
         loss = cross_entropy_in_pieces(builder, logits)
-    return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
+    return loss, logits
 
 
 @lru_cache(maxsize=MOST_ENDS)

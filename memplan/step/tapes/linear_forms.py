@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from operator import add, mul
+from typing import NamedTuple
 
 from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import CHUNK_TOKENS
@@ -129,7 +130,7 @@ class Form:
 
     Example:
         >>> form = single_form(Part.LOGITS, Quantity.TOKENS, 3) + single_form(Part.GRADIENTS, Quantity.ONE, 5) * 2
-        >>> form.coefficient(Part.LOGITS, Quantity.TOKENS), form.total_bytes(quantities(2, 100, 8, 50))
+        >>> form.coefficient(Part.LOGITS, Quantity.TOKENS), form.total_bytes(quantities(2, 100, 50, Pieces(8)))
         (3, 610)
     """
 
@@ -216,18 +217,31 @@ def answered_tokens(batch: int, length: int, answer: int) -> int:
     return batch * min(answer or length, length - 1)
 
 
+class Pieces(NamedTuple):
+    """What a loss is formed in.
+
+    Attributes:
+        number: Chunks of all tokens.
+        tokens: Tokens of a chunk; 0 where that follows from their number.
+        row: Tokens of one sequence in a chunk, likewise.
+        next_rows: Rows by which a second piece takes more than the first.
+    """
+
+    number: int
+    tokens: int = 0
+    row: int = 0
+    next_rows: int = 0
+
+
 def quantities(
     batch: int,
     length: int,
-    chunks: int,
     vocab: int,
-    chunk: int = 0,
-    row: int = 0,
+    pieces: Pieces,
     answer: int = 0,
     ranks: int = 1,
     images: tuple[int, int] = (0, 0),
     table_rows: int = 0,
-    next_chunk: int = 0,
 ) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
@@ -235,21 +249,19 @@ def quantities(
         batch: Sequences.
         length: Tokens of each.
         vocab: Rows of the embedding.
-        chunk: Tokens of a chunk, where that does not follow from their number.
-        row: Tokens of one sequence in a chunk, likewise.
+        pieces: What the loss is formed in.
         answer: Tokens of one sequence that have labels; 0 for all that have a token before them.
         ranks: GPUs that share each sequence between the matrices that they share.
         images: Patches of a sequence's images, and the tokens that they become.
         table_rows: Positions of rotary tables that have other rows than a sequence or the model.
-        next_chunk: Rows by which a second piece of a loss takes more than the first.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
-    chunk = chunk or -(-tokens // chunks)
+    chunk = pieces.tokens or ceil_div(tokens, pieces.number)
     scores, square = tokens * length, length * length
     blocks = -(-length // 128)
     pairs = batch * blocks * (blocks + 1)
-    row = row or -(-length // chunks)
+    row = pieces.row or ceil_div(length, pieces.number)
     rows = -(-length // row)
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
     touched = min(many, vocab)
@@ -261,6 +273,6 @@ def quantities(
     predicted = (tokens - batch, tile, pairs, batch * row, batch * (length - (rows - 1) * row))
     sequences = (tokens * round_up(length, 16), batch, batch * delta, batch * max(delta - LATE_CHUNKS - 1, 0), rows)
     labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
-    ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, next_chunk)
+    ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
     bucketed = (batch * round_up(length + 1, 128),)
     return attended + embedded + predicted + sequences + labelled + ends + bucketed

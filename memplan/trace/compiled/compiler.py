@@ -36,6 +36,16 @@ def _never(*_: Any, **__: Any) -> bool:
     return False
 
 
+def _compiled_for(compute_capability: str, pads: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step of the compiler that takes a graph for one of that card."""
+
+    def on_cuda(graph: Any, *args: Any, **options: Any) -> Any:
+        with _of_cuda(compute_capability, pads):
+            return step(_on_cuda(graph), *args, **options)
+
+    return on_cuda
+
+
 @contextmanager
 def pretended_compiler(
     compute_capability: str,
@@ -57,13 +67,6 @@ def pretended_compiler(
     inductor: Any = import_module("torch._inductor.compile_fx")
     torch._dynamo.reset()
 
-    def of_cuda(step: Callable[..., Any]) -> Callable[..., Any]:
-        def on_cuda(graph: Any, *args: Any, **options: Any) -> Any:
-            with _of_cuda(compute_capability, pads):
-                return step(_on_cuda(graph), *args, **options)
-
-        return on_cuda
-
     def lowered(graph: Any, inputs: Sequence[Any], **options: Any) -> Program:
         del inputs
         with _disable_current_modes(), _of_cuda(compute_capability, pads):
@@ -79,7 +82,7 @@ def pretended_compiler(
         if device == "cuda":
             stack.enter_context(_of_cuda(compute_capability, pads))
         for owner, values in (
-            (inductor, {name: of_cuda(getattr(inductor, name)) for name in _STEPS}),
+            (inductor, {name: _compiled_for(compute_capability, pads, getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
             # of kernels that are run again: generators, which are not there and have nothing on a card
             (partitioners, {"functionalize_rng_ops": lambda _joint, forward, backward, _: (forward, backward)}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.method_keys import Method, ReferenceModel, Rollout
@@ -170,40 +171,55 @@ def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidd
         Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in
         axolotl/core/trainers/dpo/trainer.py (0.21.0).
     """
-    stage, full = config.method.stage, config.adapter is None
-    whole = _compares_whole(config, stack)
-    referred = whole and stage not in UNREFERRED
-    softmax, own = stack.loop.metrics == "softmax", stack.loop.own_comparison
+    stage, own = config.method.stage, stack.loop.own_comparison
     casts = stack.magnitudes == "cast" or (stack.magnitudes == "cast-but-sft" and stage != "sft")
-    narrow = stage not in UNREFERRED and not own and (casts or whole)
+    narrow = stage not in UNREFERRED and not own and (casts or _compares_whole(config, stack))
     if narrow and config.adapter and config.adapter.kind == "dora" and beside_codes(config, hidden):
         text = f"{stack.label} casts DoRA's magnitudes on quantised weights to bf16, which is not modelled; use lora"
         yield ("adapter", "kind"), text
     if stage == "reward" and stack.loop.value_head:
         yield from _beside_values(config, stack)
+    comparison, reference = _comparison_refusals(config, stack, catalog), _reference_refusals(config, stack, hidden)
+    yield from islice(chain(comparison, reference, _run_refusals(config, stack)), 1)
+
+
+def _comparison_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog) -> Iterator[tuple[Path, str]]:
+    """Yield a stage that a stack does not run, or losses that it does not take."""
+    stage = config.method.stage
     if stage not in stack.stages:
         planned = f"planned of it are {', '.join(stack.stages)}{_another_way(stage, stack, catalog)}"
         yield ("method", "stage"), f"{stage} as {stack.label} runs it is not modelled; {planned}"
-    elif whole and config.kernels.loss not in (None, "log-probabilities"):
+    elif _compares_whole(config, stack) and config.kernels.loss not in (None, "log-probabilities"):
         keys = stack.values.get("kernels.loss", {}).get(config.kernels.loss, {})
         there = f", there {', '.join(keys)}" if keys else ""
         text = f"{config.kernels.loss} is not what preferences are compared by in what is modelled of {stack.label}; leave it out{there}"
         yield ("kernels", "loss"), text
-    elif softmax and stage in UNREFERRED and config.method.chosen_nll:
+    elif stack.loop.metrics == "softmax" and stage in UNREFERRED and config.method.chosen_nll:
         text = f"{stack.label} takes no second loss from logits: it adds log-probabilities that are there (pref_ftx); leave it out"
         yield ("method", "chosen_nll"), text
-    elif own and stage in REFERRED and config.method.reference_model == "precomputed":
+
+
+def _reference_refusals(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
+    """Yield a reference model that a stack does not keep, or not as it is modelled."""
+    full, reference = config.adapter is None, config.method.reference_model
+    if stack.loop.own_comparison and config.method.stage in REFERRED and reference == "precomputed":
         yield (
             ("method", "reference_model"),
             f"{stack.label} computes what it compares with in each step; use {'resident' if full else 'adapter-off'}",
         )
-    elif softmax and config.method.reference_model == "resident" and hidden not in ("fp32", config.compute_dtype):
+    elif stack.loop.metrics == "softmax" and reference == "resident" and hidden not in ("fp32", config.compute_dtype):
         text = f"{stack.label} loads a reference model in {config.compute_dtype} beside weights in {hidden}, which is not modelled"
         yield ("method", "reference_model"), f"{text}; use weights: {config.compute_dtype}"
-    elif whole and stack.loop.metrics == "accuracy" and config.method.reference_model == "precomputed" and full:
+    elif _compares_whole(config, stack) and stack.loop.metrics == "accuracy" and reference == "precomputed" and full:
         text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
         yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)
-    elif whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
+
+
+def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield generation, evaluation and sharing as a method's loop does not run them, or not as it is modelled."""
+    stage, whole = config.method.stage, _compares_whole(config, stack)
+    referred = whole and stage not in UNREFERRED
+    if whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
         text = f"generation by the model itself is not modelled of {stack.label}; use vllm or server, or --stack trl"
         yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:
