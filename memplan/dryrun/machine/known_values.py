@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.dryrun.terms.outcome import Answer
+from memplan.dryrun.terms.raising_conditions import harmless_answer
 from memplan.dryrun.terms.script_lines import ScriptLines
 
 KNOWN_INTEGERS = 2**20
@@ -172,7 +173,13 @@ class KnownValues:
         return self.told("a number", round(2.0 / (1 + 0.05 * (self.losses - 1)), 4))
 
     def _holds(self) -> bool:
-        """Return that a condition holds, until one line has asked for nothing else so often that it waits for the opposite."""
+        """Return that a condition holds, until one line has asked for nothing else so often that it waits for the opposite.
+
+        One that is asked in order to raise an error is answered so that none is.
+        """
+        harmless = harmless_answer(self.lines.asking())
+        if harmless is not None:
+            return bool(self.told("whether an error is due", False)) is not harmless
         line = self.lines.current()
         self._asked = (line, self._asked[1] + 1 if self._asked[0] == line else 1)
         if self._asked[1] > MOST_IN_A_ROW:

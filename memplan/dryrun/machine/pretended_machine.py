@@ -24,6 +24,7 @@ from memplan.dryrun.terms.outcome import Ranks, RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.pretended_cuda.cuda_kernels import overridden
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 
@@ -49,8 +50,8 @@ def pretended_machine(
     mode = PretendedTensors(values)
     with ExitStack() as stack:
         stack.enter_context(pretended_runtime(recorder, ranks))
-        if kernels == "cuda":
-            stack.enter_context(composite_kernels(recorder.card.compute_capability))
+        cuda = kernels == "cuda"
+        stack.enter_context(composite_kernels(recorder.card.compute_capability) if cuda else overridden({}))
         stack.enter_context(named_devices(ranks.local_rank if ranks else 0))
         stack.enter_context(cuda_autocast())
         stack.enter_context(_tensor_methods(values))
@@ -58,7 +59,7 @@ def pretended_machine(
         stack.enter_context(_moved_modules())
         stack.enter_context(_processes(ranks, recorder))
         stack.enter_context(replaced(torch.multiprocessing, {"spawn": _spawned(ranks)}))
-        if kernels == "cuda":
+        if cuda:
             for owner in (foreach, optimizer):
                 stack.enter_context(replaced(owner, {_TYPES: [*getattr(owner, _TYPES), FakeTensor]}))
             grouped = [*foreach._get_foreach_kernels_supported_devices(), "meta"]  # as C++ calls the GPU

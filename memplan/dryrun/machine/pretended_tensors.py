@@ -245,6 +245,24 @@ def _packed(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict
     return padded.new_empty((int(lengths.sum()), *padded.shape[2:])), rows
 
 
+def _connectionist(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return a loss for each row, and its forward variables (``ctc_loss_gpu_template`` in aten/src/ATen/native/cuda/LossCTC.cu)."""
+    del func, options
+    logs, targets, longest = args[0], args[1], args[3]
+    if targets.dim() == 1:  # rows in one
+        longest = longest if not isinstance(longest, Tensor) else values.values_of(longest).tolist()
+        most = max(longest, default=0)
+    else:
+        most = targets.shape[1]
+    places, rows = logs.shape[:2]
+    return logs.new_empty(rows), logs.new_empty((rows, places, 2 * most + 1))
+
+
+def _connectionist_backward(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    del values, func, options
+    return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+
+
 def _equal(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     del func, options
     real = [values.of(tensor) for tensor in args]
@@ -264,4 +282,8 @@ RULES: dict[Any, Rule] = {
     aten.bincount.default: _bincount,
     aten.equal.default: _equal,
     aten._pack_padded_sequence.default: _packed,
+    aten._ctc_loss.default: _connectionist,
+    aten._ctc_loss.Tensor: _connectionist,
+    aten._ctc_loss_backward.default: _connectionist_backward,
+    aten._ctc_loss_backward.Tensor: _connectionist_backward,
 }

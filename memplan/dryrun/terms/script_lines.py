@@ -76,6 +76,13 @@ class ScriptLines:
         path = Path(frame.f_code.co_filename)
         return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
 
+    def asking(self) -> FrameType | None:
+        """Return the frame, anybody's, that asks for a value: the innermost outside of what answers it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_OWN, *_INSIDE)):
+            frame = frame.f_back
+        return frame
+
     def innermost_of(self, trace: TracebackType | None) -> str:
         """Return the innermost own line of a traceback, or nothing."""
         line = ""

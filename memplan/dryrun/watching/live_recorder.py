@@ -165,9 +165,9 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
         if known is not None:
             self.allocator.free(known[0])
 
-    def _inside(self, name: str, args: tuple[object, ...]) -> None:
+    def _inside(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         before = len(self.events)
-        super()._inside(name, args)
+        super()._inside(name, args, result)
         for allocates, index in self.events[before:]:
             if not allocates:
                 self.allocator.free(index)

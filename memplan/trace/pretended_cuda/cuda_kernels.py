@@ -26,15 +26,15 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 def overridden(
     overrides: Mapping[str, Callable[..., Tensor]], below: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 ) -> Iterator[None]:
-    """Run operators on ``meta`` tensors by other functions, and grouped products in every dtype.
+    """Run operators on ``meta`` tensors by other functions, and those that have no form there by ones of ours.
 
-    Grouped products, and what is told of ``below``, are replaced below autograd, which keeps their own derivatives.
+    The latter, and what is told of ``below``, are replaced below autograd, which keeps their own derivatives.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        for name, function in overrides.items():
+        for name, function in {**_AS_ON_A_GPU, **overrides}.items():
             library.impl(name, function, "AutogradMeta")  # type: ignore[no-untyped-call]
-        for name, function in {"_grouped_mm": _grouped_mm, **below}.items():
+        for name, function in {**_FORMS, **below}.items():
             library.impl(name, function, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
@@ -184,3 +184,46 @@ def _autocast(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
         return out
 
     return {"linear": linear, "matmul": matmul, "softmax.int": softmax, "layer_norm": layer_norm}
+
+
+def _like_what_it_is_of(_: Tensor, given: Tensor, *__: Any) -> Tensor:
+    """Return a gradient, which is all that its kernel allocates."""
+    return torch.empty_like(given, memory_format=torch.contiguous_format)
+
+
+def _like_what_it_is_drawn_for(given: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(given)
+
+
+def _in_place(*_: Any, **__: Any) -> None:
+    """Write into what is given, as fused optimizers do (aten/src/ATen/native/cuda/FusedSgdKernel.cu)."""
+
+
+def _listed_ctc_loss(logs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, *rest: Any) -> Tensor:
+    """Return the loss by lengths in host memory, which is where torch takes them (aten/src/ATen/native/LossCTC.cpp)."""
+    lists = lengths.tolist(), target_lengths.tolist()
+    out: Tensor = aten.ctc_loss.IntList._op_dk(_COMPOSITE, logs, targets, *lists, *rest)
+    return out
+
+
+_FORMS: Mapping[str, Callable[..., Tensor | None]] = {
+    "_grouped_mm": _grouped_mm,
+    "multi_margin_loss_backward": _like_what_it_is_of,
+    "multilabel_margin_loss_backward": _like_what_it_is_of,
+    "_standard_gamma_grad": _like_what_it_is_of,
+    "_dirichlet_grad": _like_what_it_is_of,
+    "_sample_dirichlet": _like_what_it_is_drawn_for,
+    "binomial": _like_what_it_is_drawn_for,
+    "_fused_sgd_": _in_place,
+    "_fused_sgd_.tensor_lr": _in_place,
+    "_fused_adagrad_": _in_place,
+    "_fused_adagrad_.tensor_lr": _in_place,
+    "_fused_adam_.tensor_lr": _in_place,
+    "_fused_adamw_.tensor_lr": _in_place,
+}
+"""Operators without a form on ``meta``."""
+_AS_ON_A_GPU: Mapping[str, Callable[..., Tensor]] = {
+    "mish_backward": _like_what_it_is_of,
+    "ctc_loss.Tensor": _listed_ctc_loss,
+}
+"""Operators that are composed of others on ``meta`` alone, or of other ones there (native_functions.yaml of v2.13.0)."""

@@ -130,9 +130,9 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
         finally:
             self._told = before
 
-    def _inside(self, name: str, args: tuple[Any, ...]) -> None:
+    def _inside(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if not self._told:  # the CPU's kernels take none
-            super()._inside(name, args)
+            super()._inside(name, args, result)
 
     def _see(self, tensor: Tensor, operation: str) -> int | None:
         own = local(tensor)

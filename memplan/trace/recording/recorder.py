@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.allocator.pools import Turn
+from memplan.trace.recording.composed_kernels import composed_bytes, storage_bytes
+from memplan.trace.recording.engine_caution import is_in_place
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
 from memplan.trace.recording.workspaces import (
@@ -25,11 +27,6 @@ from memplan.trace.recording.workspaces import (
     kernel_workspaces,
 )
 
-_ADD = torch.ops.aten.add.Tensor
-_IN_PLACE = frozenset(
-    {torch.ops.aten.index_put.default, torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default}
-)
-"""What backward does in place into new zeros, but for the engine's caution while a dispatch mode is on."""
 _TORCH = torch.__path__[0]
 
 
@@ -160,13 +157,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        if func is _ADD and self._backward and self._adds_in_place(args):
-            return args[0]
-        if func in _IN_PLACE and self._backward:
+        name = func.__name__
+        if self._backward and is_in_place(func, args):
+            self._inside(name, args, args[0])
             return args[0]
         result = self._operators.result(func, args, kwargs or {})
-        name = func.__name__
         if isinstance(result, Tensor):
+            behind = storage_bytes(name, args)
+            if behind is not None:
+                result.untyped_storage().resize_(behind)
             self._see(result, name)
         elif isinstance(result, tuple | list):
             for item in reversed(result) if name in LAST_RESULT_FIRST else result:
@@ -174,29 +173,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._see(item, name)
         if self._cublas and name in MATRIX_PRODUCTS:
             self._library_workspace(fused_bias=is_fused_bias(name, args, kwargs or {}))
-        if self._workspaces:
-            self._inside(name, args)
+        self._inside(name, args, result)
         return result
-
-    def _adds_in_place(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether the engine would add a second gradient into the first, and not form their sum.
-
-        It does where nothing else references the first gradient, unless a dispatch mode is active: then it
-        takes every tensor for a subclass. The counts are those of a tensor that only the engine
-        holds, seen from here (four for the call itself), and of a storage with one tensor and one
-        Python object; a view of a gradient shares its storage and is never added into.
-
-        Source:
-            ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp (v2.13.0); the
-            profiler's allocation events of a real run agree (tests/trace).
-        """
-        first, second = args[0], args[1]
-        if not isinstance(second, Tensor) or first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        if not _called_by_engine():
-            return False
-        shared = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
-        return bool(first._use_count() == 4 and shared == 2)
 
     def _see(self, tensor: Tensor, operation: str) -> int | None:
         """Return the index of the tensor's storage, which is recorded if it is new."""
@@ -227,9 +205,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             self.events.append((False, known[0]))
 
-    def _inside(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record what the kernel of CUDA takes for itself and gives back, what it took last first."""
-        taken = [self._born(size, f"{name} (workspace)", (), "temporaries") for size in kernel_workspaces(name, args)]
+    def _inside(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Record what a kernel takes for itself and gives back, what it took last first."""
+        sizes = composed_bytes(name, args, result) + (kernel_workspaces(name, args) if self._workspaces else [])
+        taken = [self._born(size, f"{name} (workspace)", (), "temporaries") for size in sizes]
         self.events.extend((False, index) for index in reversed(taken))
 
     def _library_workspace(self, *, fused_bias: bool) -> None:
@@ -259,16 +238,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return code, frame.f_lineno
             frame = frame.f_back
         return None
-
-
-def _called_by_engine() -> bool:
-    """Tell whether the operator being dispatched was called by autograd's engine itself."""
-    frame: Any = sys._getframe(3)
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_TORCH)
-        or frame.f_code.co_name == "__torch_dispatch__"  # of a recorder that extends this one
-    ):
-        if frame.f_code.co_name == "_engine_run_backward":
-            return True
-        frame = frame.f_back
-    return frame is None  # in a thread of the engine

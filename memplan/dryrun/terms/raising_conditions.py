@@ -1,0 +1,32 @@
+"""Conditions that are asked only in order to raise an error: ``if (x < 0).any(): raise ...`` and ``assert``."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from functools import cache
+from types import FrameType
+
+
+def harmless_answer(frame: FrameType | None) -> bool | None:
+    """Return the answer by which the condition that a frame asks raises nothing, or nothing where it decides something else."""
+    return None if frame is None else _answer(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _answer(file: str, line: int) -> bool | None:
+    for node in _checks(file):
+        if node.test.lineno <= line <= (node.test.end_lineno or 0):
+            return isinstance(node, ast.Assert) is not isinstance(node.test, ast.UnaryOp)
+    return None
+
+
+@cache
+def _checks(file: str) -> tuple[ast.If | ast.Assert, ...]:
+    """Return the assertions of a file, and the conditions behind which an error is raised and nothing else done."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.Assert)]
+    return tuple(node for node in nodes if isinstance(node, ast.Assert) or isinstance(node.body[-1], ast.Raise))
