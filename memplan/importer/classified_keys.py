@@ -10,9 +10,8 @@ from typing import Any
 
 from memplan.errors import MOST_EXPLAINED, match_hint, printable
 from memplan.importer.conditions import is_on, word
-from memplan.importer.interpreter import ARITHMETIC
+from memplan.importer.interpreter import ARITHMETIC, is_unknown
 from memplan.importer.reading import Reading, Refusal, UsedKey
-from memplan.importer.shell.expansions import REFERENCE
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, key_paths
 from memplan.importer.trainer_mappings import Mapped
 
@@ -78,14 +77,30 @@ def switch_problems(keys: GivenKeys, mapped: Mapped) -> Iterator[str]:
     """Yield every key that switches something on or off and has another value than that."""
     for name in _switches(mapped):
         value = keys.value(name)
-        if (
-            value is MISSING
-            or isinstance(value, bool | Mapping)
-            or word(value) in SWITCHES
-            or REFERENCE.search(str(value))
-        ):
+        if value is MISSING or isinstance(value, bool | Mapping) or word(value) in SWITCHES or is_unknown(value):
             continue
         yield f"{keys.where(name)}: expected true or false, got {printable(repr(value), 60)}"
+
+
+def _decided(mapped: Mapped) -> frozenset[str]:
+    """Return the keys whose values, and not parts of them, decide whether a mapping's rules hold."""
+    words: dict[str, set[str]] = {}
+    for rule in (*mapped.rules, *mapped.joined):
+        for name, wanted in [*rule.get("when", {}).items(), *rule.get("unless", {}).items()]:
+            words.setdefault(name, set()).update(map(str, wanted if isinstance(wanted, list) else [wanted]))
+    given = {"given", "absent"}
+    return frozenset(
+        name for name, of in words.items() if of - given and "*" not in "".join(of) and not name.startswith("$")
+    )
+
+
+def ask_for_unknown(reading: Reading, keys: GivenKeys, mapped: Mapped) -> None:
+    """Ask for values on which rules depend and that nobody can tell from a source."""
+    for name in sorted(_decided(mapped)):
+        value = keys.value(name)
+        said = f"{name} is {printable(str(value), 40)!r} in"
+        if is_unknown(value) and not any(said in need for need in reading.needs):
+            reading.need(f"the value of {name}: {said} {keys.where(name)}")
 
 
 def _is_nan(value: Any) -> bool:
@@ -96,6 +111,7 @@ def _is_nan(value: Any) -> bool:
 def sort_keys(reading: Reading, keys: GivenKeys, mapped: Mapped, sorted_keys: SortedKeys) -> None:
     """Sort the keys of one source, noting those that move memory and are not modelled as refused, and no switches' values."""
     reading.problems += switch_problems(keys, mapped)
+    ask_for_unknown(reading, keys, mapped)
     reading.problems += [
         f"{keys.where(path)}: expected a number, got NaN" for path, value in key_paths(keys.data) if _is_nan(value)
     ]

@@ -11,7 +11,7 @@ from memplan.errors import match_hint, printable
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refusal, Result, UsedKey, need_of, target
 from memplan.importer.shell.expansions import REFERENCE
-from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
 from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 
 COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank", "parallel.replicate")
@@ -37,6 +37,11 @@ def follow(reading: Reading, rules: Sequence[Mapping[str, Any]], keys: GivenKeys
     """
     for rule in rules:
         _Step(reading, rule, keys, rank).run()
+
+
+def is_unknown(value: Any) -> bool:
+    """Tell whether nobody can tell a value from a file: what a shell, OmegaConf or a program would put in."""
+    return isinstance(value, Expression) or (isinstance(value, str) and REFERENCE.search(value) is not None)
 
 
 def _named_in(path: str) -> bool:
@@ -120,7 +125,7 @@ class _Step:
 
     def _from_key(self, key: str) -> None:
         rule, value = self.rule, self.keys.value(key)
-        if isinstance(value, str) and REFERENCE.search(value) and not (rule.get("to") == MODEL and _named_in(value)):
+        if is_unknown(value) and not (rule.get("to") == MODEL and _named_in(value)):
             said = f"{key} is {printable(value, 40)!r} in {self.keys.where(key)}"
             self.reading.need(f"{need_of(rule['to'])}: {said}" if "to" in rule else f"the value of {key}: {said}")
             return

@@ -28,6 +28,11 @@ NO_TRAINER = "no trainer that memplan reads has these keys; name one: memplan im
 
 SCRIPT = "a script of one's own is not read, but executed without a GPU: memplan run {} --gpu NAME"
 
+NOTEBOOK = (
+    "a notebook that calls neither unsloth nor a trainer of TRL; save it as a script (jupyter nbconvert --to script),"
+    " which is executed without a GPU: memplan run SCRIPT --gpu NAME"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -48,7 +53,9 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
         InvalidFileError: No trainer's, or those of several.
         UnknownNameError: No trainer has the name given.
     """
-    none = SCRIPT.format(keys.name) if keys.form == "python" and keys.words else NO_TRAINER
+    none = NO_TRAINER
+    if keys.form == "python" and keys.words:
+        none = NOTEBOOK if keys.counted == "cell" else SCRIPT.format(keys.name)
     if named is not None:
         chosen = next((head for head in heads if _alike(head.trainer, named)), None)
         if chosen is None:

@@ -45,6 +45,10 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
         return _toml(text, name)
     if path.suffix in SCRIPTS:
         return _script(text, name)
+    if path.suffix == ".ipynb":
+        from memplan.importer.sources.notebook_cells import notebook_keys
+
+        return notebook_keys(_json(text, name).data, name)
     if path.suffix == ".py":
         from memplan.importer.sources.python_literals import python_keys
 

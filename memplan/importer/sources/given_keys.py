@@ -21,6 +21,10 @@ REPEATED = "duplicate key"
 """What the loader says of a key that is given twice; trainers' own loaders take the last one."""
 
 
+class Expression(str):
+    """A value that only running a program would tell, as it is written."""
+
+
 @dataclass(frozen=True, slots=True)
 class GivenKeys:
     """One source of keys."""

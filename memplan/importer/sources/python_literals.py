@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memplan.errors import InvalidFileError
-from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.sources.given_keys import Expression, GivenKeys
 
 
 def python_keys(text: str, name: str) -> GivenKeys:
     """Return the keywords of a file's calls as ``function.keyword``, and the literals of its assignments.
+
+    A keyword that is no literal, nor a name that has one there, is an :class:`Expression`.
 
     Raises:
         InvalidFileError: It is not Python.
@@ -25,21 +28,61 @@ def python_keys(text: str, name: str) -> GivenKeys:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
-    names: dict[str, Any] = {}
-    data: dict[str, Any] = {}
-    lines: dict[tuple[str | int, ...], int] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            value = _literal(node.value, names)
-            if value is not _UNKNOWN:
-                names[node.targets[0].id] = value
-                data[node.targets[0].id], lines[(node.targets[0].id,)] = value, node.lineno
-    calls = []
+    names = _Names(tree)
+    data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
+    lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
+    calls, absent = [], []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             calls.append(called := _called(node.func))
-            _keywords(called, node, names, data, lines)
-    return GivenKeys(name, data, lines, "python", tuple(call for call in calls if call))
+            unread = _keywords(called, node, names, data, lines)
+            absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
+    return GivenKeys(name, data, lines, "python", tuple(call for call in calls if call), absent=tuple(absent))
+
+
+class _Names:
+    """What names are given, one assignment after the other."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.given: dict[str, list[tuple[int, Any]]] = {}
+        for node, inside in _statements(tree.body, inside=False):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                value = _literal(node.value, self, node.lineno)
+            else:
+                value = Expression(ast.unparse(node)[:LONGEST])
+            targets: list[ast.AST] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]  # type: ignore[assignment]
+            for target in targets:
+                for named in ast.walk(target):
+                    if isinstance(named, ast.Name) and isinstance(named.ctx, ast.Store):
+                        whole = isinstance(target, ast.Name)
+                        self._set(named.id, node.lineno, value if whole else Expression(named.id), inside)
+
+    def _set(self, name: str, line: int, value: Any, inside: bool) -> None:
+        """Note an assignment; of one that may not happen, the value is known where the name has it already, or no other."""
+        earlier = self.given.setdefault(name, [])
+        if inside and earlier and earlier[-1][1] != value:
+            value = Expression(name)
+        earlier.append((line, value))
+
+    def at(self, name: str, line: int) -> Any:
+        """Return what a name is at a line."""
+        values = [value for set_at, value in self.given.get(name, ()) if set_at < line]
+        return values[-1] if values else Expression(name)
+
+    def last(self) -> dict[str, tuple[int, Any]]:
+        """Return what names are in the end, and where they were given it."""
+        return {name: values[-1] for name, values in self.given.items()}
+
+
+def _statements(body: Sequence[ast.stmt], *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield statements that may set names, in their order, each with whether it stands inside a branch, loop or function."""
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For):
+            yield node, inside
+        for part in ("body", "orelse", "finalbody"):
+            below = getattr(node, part, None)
+            if isinstance(below, list):
+                yield from _statements(below, inside=inside or not isinstance(node, ast.With | ast.Try))
 
 
 _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
@@ -57,22 +100,37 @@ def _tree(text: str) -> ast.Module:
         return ast.parse(plain)
 
 
-_UNKNOWN = object()
+LONGEST = 60
+"""Letters of an expression that a message shows."""
 FIRST = "0"
 """The keyword of what is given first, without one."""
 
 
 def _keywords(
-    called: str, node: ast.Call, names: dict[str, Any], data: dict[str, Any], lines: dict[tuple[str | int, ...], int]
-) -> None:
-    given = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
-    if called.endswith("_from_pretrained"):  # a model is often named without a keyword
-        given += [(FIRST, node.args[0])] if node.args else []
-    for name, expression in given if called else ():
-        value = _literal(expression, names)
+    called: str, node: ast.Call, names: _Names, data: dict[str, Any], lines: dict[tuple[str | int, ...], int]
+) -> list[str]:
+    """Take up the keywords of a call; return the mappings among them that settings may hold and nobody can tell."""
+    given = [
+        (keyword.arg, _literal(keyword.value, names, node.lineno), keyword.value.lineno) for keyword in node.keywords
+    ]
+    if called.endswith(("_from_pretrained", "Trainer")) and node.args:  # a model is often named without a keyword
+        given.append((FIRST, _literal(node.args[0], names, node.lineno), node.lineno))
+    unread = []
+    for name, value, line in given if called else ():
         inner = data.setdefault(called, {})
-        if value is not _UNKNOWN and isinstance(inner, dict):
-            inner[name], lines[called, name] = value, expression.lineno
+        if not isinstance(inner, dict):
+            continue
+        if name is not None:
+            inner[name], lines[called, name] = value, line
+        elif isinstance(value, dict):
+            inner.update(value)
+        elif called.endswith(SETTINGS):
+            unread.append(f"**{value}")
+    return unread
+
+
+SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
+"""Ends of the names of what settings are given to."""
 
 
 def _called(function: ast.expr) -> str:
@@ -86,34 +144,60 @@ def _called(function: ast.expr) -> str:
     return "_".join(reversed(parts[:2])) if parts else ""
 
 
-def _literal(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Return a literal's value, or that of a name that was given one."""
+def _literal(node: ast.expr, names: _Names, line: int) -> Any:
+    """Return a literal's value, or that of a name that was given one; else the expression."""
     try:
-        return _value(node, names)
+        return _value(node, names, line)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return _UNKNOWN
+        return Expression(_shown(node))
 
 
-def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+def _shown(node: ast.expr) -> str:
+    try:
+        return ast.unparse(node)[:LONGEST]
+    except (RecursionError, MemoryError):
+        return "an expression"
+
+
+def _value(node: ast.expr, names: _Names, line: int) -> Any:
     if isinstance(node, ast.Name):
-        return names.get(node.id, _UNKNOWN)
+        return names.at(node.id, line)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
+    if isinstance(node, ast.Call) and _called(node.func).endswith(BF16):
+        return True
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        value = _value(node.operand, names, line)
+        return Expression(_shown(node)) if isinstance(value, Expression) else not value
+    if isinstance(node, ast.IfExp):
+        test = _value(node.test, names, line)
+        return (
+            Expression(_shown(node))
+            if isinstance(test, Expression)
+            else _value(node.body if test else node.orelse, names, line)
+        )
+    if isinstance(node, ast.List | ast.Tuple):
+        items = [_value(item, names, line) for item in node.elts]
+        return Expression(_shown(node)) if any(isinstance(item, Expression) for item in items) else items
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.FloorDiv):
-        return _computed(node.op, _value(node.left, names), _value(node.right, names))
+        return _computed(node, _value(node.left, names, line), _value(node.right, names, line))
     return ast.literal_eval(node)
 
 
-def _computed(operator: ast.operator, left: Any, right: Any) -> Any:
+BF16 = ("is_bfloat16_supported", "is_bf16_supported")
+"""Questions that a GPU of compute capability 8.0 and above answers with yes, as memplan takes it where a trainer asks."""
+
+
+def _computed(node: ast.BinOp, left: Any, right: Any) -> Any:
     """Return what whole numbers come to; nothing else is computed."""
     if type(left) is not int or type(right) is not int or max(abs(left), abs(right)) > 2**40:
-        return _UNKNOWN
-    if isinstance(operator, ast.FloorDiv):
-        return left // right if right else _UNKNOWN
+        return Expression(_shown(node))
+    if isinstance(node.op, ast.FloorDiv):
+        return left // right if right else Expression(_shown(node))
     return (
         left * right
-        if isinstance(operator, ast.Mult)
+        if isinstance(node.op, ast.Mult)
         else left + right
-        if isinstance(operator, ast.Add)
+        if isinstance(node.op, ast.Add)
         else left - right
     )

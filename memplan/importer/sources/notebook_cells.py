@@ -1,0 +1,72 @@
+"""Notebooks: their cells of code as one Python file, without IPython's own lines; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from memplan.errors import InvalidFileError
+from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.sources.python_literals import python_keys
+from memplan.importer.sources.trl_calls import trl_keys
+
+_OWN = re.compile(
+    r"^([ \t]*)(?:[!%?](?:.*\\\n)*.*|(?:pip3?|conda|cd|ls|cat|mkdir|wget) [^=(\n]*|\w[\w.]*\?{1,2})$", re.MULTILINE
+)
+"""Lines that IPython runs: those of a shell, magics, help, and commands that it takes without a sign."""
+PYTHON = ("capture", "time", "timeit", "prun")
+"""Magics of a whole cell that is Python all the same."""
+
+
+def notebook_keys(document: Any, name: str) -> GivenKeys:
+    """Return the keywords and literals of a notebook's code, each with the number of its cell among all cells, from 1.
+
+    Args:
+        document: The notebook as parsed JSON: format 4 has ``cells``.
+
+    Raises:
+        InvalidFileError: It is no notebook, or a cell is not Python.
+    """
+    cells = list(_cells(document, name))
+    if not cells:
+        raise InvalidFileError([f"{name}: a notebook without cells of Python"])
+    starts, text = [], ""
+    for number, source in cells:
+        try:
+            ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise InvalidFileError([f"{name}: cell {number}: not Python that can be read"]) from None
+        starts.append(text.count("\n") + 1)
+        text += f"{source}\n"
+    keys = python_keys(text, name)
+    numbers = [number for number, _ in cells]
+    lines = {path: numbers[bisect_right(starts, line) - 1] for path, line in keys.lines.items()}
+    return trl_keys(replace(keys, lines=lines, counted="cell"))
+
+
+def _cells(document: Any, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the cells of Python with their numbers, IPython's lines in them passed."""
+    cells = document.get("cells") if isinstance(document, dict) else None
+    if not isinstance(cells, list):
+        raise InvalidFileError([f"{name}:1: not a notebook of format 4, which has cells"])
+    for number, cell in enumerate(cells, 1):
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        source = cell.get("source", "")
+        text = "".join(map(str, source)) if isinstance(source, list) else str(source)
+        magic = re.match(r"\s*%%(\w+)", text)
+        if magic and magic[1] not in PYTHON:
+            continue
+        yield number, _OWN.sub(r"\1pass", text) if not _is_python(text) else text
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

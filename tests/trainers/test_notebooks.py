@@ -1,0 +1,120 @@
+"""Notebooks and Python: literals are read, nothing is run, and what only a run would tell is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import memplan
+from memplan.errors import InvalidFileError
+
+
+def notebook(folder, *cells, name="job.ipynb", **more):
+    path = folder / name
+    made = [{"cell_type": "code", "source": cell.splitlines(keepends=True), "outputs": []} for cell in cells]
+    path.write_text(
+        json.dumps({"cells": [{"cell_type": "markdown", "source": ["# about"]}, *made], "nbformat": 4, **more})
+    )
+    return path
+
+
+UNSLOTH = (
+    "%%capture\n!pip install unsloth \\\n  trl\npip install xformers\ntorch?",
+    "from unsloth import FastLanguageModel\nmax_seq_length = 2048\ndtype = None\n"
+    "model, tokenizer = FastLanguageModel.from_pretrained(\n    model_name='Qwen/Qwen3-8B', max_seq_length=max_seq_length, load_in_4bit=True, dtype=dtype)",
+    "model = FastLanguageModel.get_peft_model(model, r=32, target_modules=['q_proj', 'v_proj'], lora_dropout=0)",
+    "%%bash\nls *.json | wc",
+    "from trl import SFTTrainer, SFTConfig\ntrainer = SFTTrainer(model=model, train_dataset=data, args=SFTConfig(\n"
+    "    per_device_train_batch_size=2, gradient_accumulation_steps=4, fp16=not is_bfloat16_supported(), optim='adamw_8bit'))",
+    "!nvidia-smi\ntrainer.train()",
+)
+
+
+def test_a_notebook_of_unsloth_is_read_as_its_script_would_be(tmp_path):
+    answer = memplan.import_file(notebook(tmp_path, *UNSLOTH)).to_dict()
+    training = answer["training"]
+    assert (answer["trainer"]["name"], answer["model"]["given"]) == ("unsloth", "Qwen/Qwen3-8B")
+    assert (training["micro_batch_size"], training["sequence_length"], training["adapter"]["rank"]) == (2, 2048, 32)
+    assert answer["needs"] == []
+    used = {one["key"]: one["line"] for one in answer["keys"]["used"]}
+    assert used["SFTConfig.per_device_train_batch_size"] == 6
+    path = notebook(tmp_path, *UNSLOTH)
+    assert memplan.plan(str(path), gpu="h100").training["adapter"]["rank"] == 32
+
+
+TRL = (
+    "from trl import SFTTrainer, SFTConfig\nfrom peft import LoraConfig\nmodel_id = 'Qwen/Qwen3-0.6B'",
+    "bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16)\n"
+    "model = AutoModelForCausalLM.from_pretrained(model_id, quantization_config=bnb, dtype=torch.bfloat16, attn_implementation='flash_attention_2', device_map='auto')",
+    "peft_config = LoraConfig(r=64, lora_alpha=16, lora_dropout=0.1, bias='none', target_modules='all-linear', task_type='CAUSAL_LM')",
+    "args = SFTConfig(output_dir='out', max_length=1024, packing=True, per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=True, optim='adamw_torch_fused')\n"
+    "trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, peft_config=peft_config)",
+)
+
+
+def test_a_notebook_of_trl_says_what_its_file_would_say(tmp_path):
+    answer = memplan.import_file(notebook(tmp_path, *TRL)).to_dict()
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "model_name_or_path: Qwen/Qwen3-0.6B\nload_in_4bit: true\nuse_bnb_nested_quant: true\ndtype: bfloat16\nattn_implementation: flash_attention_2\n"
+        "use_peft: true\nlora_r: 64\nlora_dropout: 0.1\nlora_target_modules: all-linear\nmax_length: 1024\npacking: true\nbf16: true\n"
+        "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\noptim: adamw_torch_fused\n"
+    )
+    expected = memplan.import_file(file).to_dict()
+    assert (answer["training"], answer["method"]) == (expected["training"], expected["method"])
+    assert answer["keys"]["unknown"] == answer["needs"] == []
+
+
+def test_a_model_that_trl_loads_by_its_name_has_trls_dtype(tmp_path):
+    call = "trainer = DPOTrainer('Qwen/Qwen3-0.6B', args=DPOConfig(beta=0.1, max_length=512, model_init_kwargs={'dtype': 'bfloat16'}))"
+    answer = memplan.import_file(notebook(tmp_path, call)).to_dict()
+    assert (answer["method"]["stage"], answer["training"]["weights"]["default"]) == ("dpo", "bf16")
+    own = "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-0.6B')\ntrainer = DPOTrainer(model, args=DPOConfig(beta=0.1, max_length=512))"
+    assert memplan.import_file(notebook(tmp_path, own)).to_dict()["training"]["weights"]["default"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("cell", "asked"),
+    [
+        ("args = SFTConfig(per_device_train_batch_size=opts.rows, max_length=64)", "--micro-batch-size N: per_device_train_batch_size is 'opts.rows' in"),
+        ("args = SFTConfig(max_length=size())", "--sequence-length N: max_length is 'size()'"),
+        ("n = 4\nif x:\n    n = 8\nargs = SFTConfig(per_device_train_batch_size=n, max_length=64)", "per_device_train_batch_size is 'n'"),
+        ("args = SFTConfig(max_length=64, **settings)", "what **settings gives SFTConfig"),
+        ("args = SFTConfig(max_length=64, gradient_checkpointing=opts.save)", "gradient_checkpointing is 'opts.save'"),
+        ("args = SFTConfig(max_length=64)\nmodel = get_peft_model(model, LoraConfig(r=8))", "adapters as TRL makes them"),
+        ("q = BitsAndBytesConfig(load_in_4bit=True)\nargs = SFTConfig(max_length=64)", "bnb_4bit_compute_dtype of 16 bits"),
+    ],
+)  # fmt: skip
+def test_what_only_a_run_would_tell_is_asked_for(tmp_path, cell, asked):
+    path = notebook(tmp_path, f"{cell}\ntrainer = SFTTrainer('Qwen/Qwen3-0.6B', args=args)")
+    assert asked in "".join(memplan.import_file(path).to_dict()["needs"])
+
+
+def test_a_name_is_what_it_was_given_before_the_call(tmp_path):
+    cells = (
+        "n = 4",
+        "args = SFTConfig(per_device_train_batch_size=n, max_length=2 * 256)\nn = 8",
+        "SFTTrainer('a/b', args=args)",
+    )
+    training = memplan.import_file(notebook(tmp_path, *cells)).to_dict()["training"]
+    assert (training["micro_batch_size"], training["sequence_length"]) == (4, 512)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", r"job\.ipynb:1: not a notebook of format 4"),
+        ('{"cells": []}', "a notebook without cells of Python"),
+        ('{"cells": [{"cell_type": "code", "source": "a b c"}]}', "cell 1: not Python"),
+        ('{"cells": [{"cell_type": "code", "source": "import torch"}]}', "a notebook that calls neither unsloth nor a trainer of TRL|no trainer"),
+        ('{"cells": [{"cell_type": "code", "source": "Trainer(model)"}]}', "a notebook that calls neither unsloth nor"),
+        ('{"cells": [', r"job\.ipynb:1: not JSON"),
+        ('{"cells": [7, {"cell_type": "code", "source": 3}]}', "no trainer|neither"),
+    ],
+)  # fmt: skip
+def test_what_is_no_notebook_that_can_be_read_is_said_in_a_line(tmp_path, text, said):
+    path = tmp_path / "job.ipynb"
+    path.write_text(text)
+    with pytest.raises(InvalidFileError, match=said):
+        memplan.import_file(path)
