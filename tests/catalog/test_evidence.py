@@ -135,6 +135,9 @@ def test_every_status_rests_on_evidence_that_is_there(catalog, section):
         assert path.is_file(), f"{name}: {path.name}"
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["schema"] == "memplan/experiment/1":
+            assert name in EXPERIMENTED, (
+                f"{name}: its evidence is an experiment; EXPERIMENTED says which rows are about it"
+            )
             rows = [row for row in record["rows"] if row["momentum"] in EXPERIMENTED[name]]
             assert rows, name
             diverged = any(row["diverged"] == len(record["seeds"]) for row in rows)
@@ -142,6 +145,7 @@ def test_every_status_rests_on_evidence_that_is_there(catalog, section):
         elif record["schema"] == "memplan/literature/1":
             assert record["verdict"] == status, name
         else:
+            assert record["verdict"] in STANDINGS, f"{path.name}: verdict {record['verdict']} bears no status"
             assert status in STANDINGS[record["verdict"]], f"{name}: {record['verdict']}"
 
 

@@ -17,9 +17,17 @@ from memplan.model.readers.gguf import BlockLayout
 FORMATS_FILE = Path(__file__).parents[2] / "configs" / "weight_formats.yaml"
 
 
+REQUIRED_KEYS = {"block_bytes", "block_elements", "kind", "sources"}
+
+
 @pytest.fixture(scope="session")
 def formats() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load(FORMATS_FILE.read_text(encoding="utf-8"))
+    entries = yaml.safe_load(FORMATS_FILE.read_text(encoding="utf-8"))
+    missing = {name: sorted(REQUIRED_KEYS - entry.keys()) for name, entry in entries.items()}
+    assert not any(missing.values()), (
+        f"{FORMATS_FILE.name}: keys are missing: { {k: v for k, v in missing.items() if v} }"
+    )
+    return entries
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ CHANGED_SINCE_THE_PACKAGE = {"Q8_1": (32, 36)}
 
 @pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=lambda kind: kind.name)
 def test_every_type_of_the_package_is_in_the_table_with_its_layout(kind, layouts):
+    assert kind.value in layouts, f"configs/weight_formats.yaml has no entry of ggml_type {kind.value}, {kind.name}"
     layout = layouts[kind.value]
     expected = CHANGED_SINCE_THE_PACKAGE.get(kind.name, gguf.GGML_QUANT_SIZES[kind])
     assert (layout.block_elements, layout.block_bytes) == expected
