@@ -127,7 +127,8 @@ class _Step:
         rule, value = self.rule, self.keys.value(key)
         if is_unknown(value) and not (rule.get("to") == MODEL and _named_in(value)):
             said = f"{key} is {printable(value, 40)!r} in {self.keys.where(key)}"
-            self.reading.need(f"{need_of(rule['to'])}: {said}" if "to" in rule else f"the value of {key}: {said}")
+            named = "to" in rule and not rule["to"].startswith("let.")
+            self.reading.need(f"{need_of(rule['to']) if named else f'the value of {key}'}: {said}")
             return
         if "table" in rule:
             self._from_table(key, value)

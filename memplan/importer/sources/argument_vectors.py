@@ -84,7 +84,7 @@ def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[
     texts: list[str] = []
     places: list[int] = []
     for at, word in enumerate(words if lines else _whole_expressions(words)):
-        text = (str(word) if lines else filled(str(word), Scope())).strip()
+        text = (str(word) if lines else _without_half_a_quote(filled(str(word), Scope()))).strip()
         split = text.startswith("--") and " " in text and "=" not in text.split(" ")[0]
         several = _SEVERAL_ASSIGNED.fullmatch(text)
         parts = text.split(None, 1) if split else text.split() if several else [text]
@@ -92,6 +92,11 @@ def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[
         texts += parts
         places += [lines[at]] * len(parts) if lines else range(len(places) + 1, len(places) + len(parts) + 1)
     return texts, places
+
+
+def _without_half_a_quote(text: str) -> str:
+    """Return a word without a quote that only begins or only ends it, as it is left where a script was cut at its blanks."""
+    return text.strip('"') if text.count('"') == 1 else text
 
 
 def _whole_expressions(words: Sequence[str]) -> list[str]:
