@@ -17,7 +17,8 @@ from memplan.plan.sizes.largest_model import max_parameters
 from memplan.published import planned
 from memplan.published.judged_tables import CellInputs
 from memplan.published.notes_accounting import BUFFER_SIDE
-from memplan.published.planned import LLAMAS, Planned, shape_plan
+from memplan.published.notes_rules import notes_rules
+from memplan.published.planned import Planned, shape_plan
 from memplan.step.states.optimizer_scratch import tensor_temporaries
 from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolution.resolve_config import resolve
@@ -129,7 +130,7 @@ class Corrections:
     def largest_llama(self, inputs: CellInputs) -> Value:
         """Return the largest of the five real Llamas that fits."""
         config, device = inputs.named("config"), self._device(inputs)
-        fitting = [size for size, model in LLAMAS.items() if self.planned.fits(model, config, device)]
+        fitting = [size for size, model in notes_rules().models.items() if self.planned.fits(model, config, device)]
         return fitting[-1] if fitting else "< 1B"
 
     def fewest_gpus(self, inputs: CellInputs) -> Value:

@@ -13,10 +13,10 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint
+from memplan.published.notes_rules import Charge, notes_rules
 from memplan.units import ceil_div
 
 GB = 10**9
@@ -30,81 +30,14 @@ ACCOUNTINGS: dict[str, str] = {
 }
 """Accounting -> what it does, in a phrase."""
 
-WEIGHTS: dict[str, Fraction] = {
-    "fp16": Fraction(2),
-    "q4": Fraction(18, 32),
-    "iq3": Fraction("0.31"),
-    "iq2": Fraction("0.25"),
-}
-GRADIENTS: dict[str, Fraction] = {"bf16": Fraction(2), "fp8": Fraction(1)}
-ADAM_BITS = 2 * 32
 
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Bytes per parameter as the notes count them: no scales, no master weights."""
-
-    weights: Fraction
-    gradients: Fraction
-    states: Fraction
-
-    @property
-    def total(self) -> Fraction:
-        """Sum of the parts."""
-        return self.weights + self.gradients + self.states
-
-
-def _parts(weights: Fraction, gradients: str, state_bits: int) -> Parts:
-    return Parts(weights, GRADIENTS[gradients], Fraction(state_bits, 8))
-
-
-SCALE_PARTS: dict[str, Parts] = {
-    "fp16-adam": _parts(WEIGHTS["fp16"], "bf16", ADAM_BITS),
-    "fp16-muon": _parts(WEIGHTS["fp16"], "bf16", 32),
-    "q4-adam": _parts(WEIGHTS["q4"], "bf16", ADAM_BITS),
-    "q4-muon-bf16": _parts(WEIGHTS["q4"], "bf16", 16),
-    "q4-muon-int8": _parts(WEIGHTS["q4"], "bf16", 8),
-    "tier1": _parts(WEIGHTS["q4"], "bf16", 4),
-    "tier2": _parts(WEIGHTS["q4"], "fp8", 4),
-    "iq3-muon-int4": _parts(WEIGHTS["iq3"], "bf16", 4),
-    "tier3": _parts(WEIGHTS["iq3"], "fp8", 4),
-    "q4-muon-int2": _parts(WEIGHTS["q4"], "bf16", 2),
-    "iq2-fp8-muon-int4": _parts(WEIGHTS["iq2"], "fp8", 4),
-}
-NOMINAL_Q4 = Fraction(4, 8)
-PRECISION_PARTS: dict[str, Parts] = {
-    "fp16-adam": _parts(WEIGHTS["fp16"], "bf16", ADAM_BITS),
-    "fp16-muon": _parts(WEIGHTS["fp16"], "bf16", 32),
-    "q4-muon-int8": _parts(NOMINAL_Q4, "bf16", 8),
-    "tier1": _parts(NOMINAL_Q4, "bf16", 4),
-}
-PARTS: dict[str, dict[str, Parts]] = {
-    SCALE: SCALE_PARTS,
-    PRECISION: PRECISION_PARTS,
-    MINIMUM_GPUS: {name: PRECISION_PARTS[name] for name in ("fp16-adam", "tier1")},
-}
-"""Accounting -> the configs that it knows."""
-
-CARD_GIGABYTES: dict[str, int] = {
-    "rtx3060": 12,
-    "rtx3090": 24,
-    "rtx4090": 24,
-    "rtx-a6000": 48,
-    "a100-sxm-40gb": 40,
-    "a100-sxm-80gb": 80,
-    "h100-sxm-80gb": 80,
-    "mi300x": 192,
-}
-"""Catalog GPU -> gigabytes on its box, for the cards of the notes."""
-
-
-def parts_of(accounting: str, config: str) -> Parts:
+def parts_of(accounting: str, config: str) -> Charge:
     """Return the bytes per parameter that an accounting charges a config with.
 
     Raises:
         UnknownNameError: The notes say nothing of the config; the message has those that they know.
     """
-    known = PARTS[accounting]
+    known = notes_rules().charges[accounting]
     if config not in known:
         raise UnknownNameError(
             f"accounting {accounting}: the notes have no rule for config {config!r}; they have {', '.join(known)}"
@@ -118,19 +51,20 @@ def card_gigabytes(accounting: str, gpu: str) -> int:
     Raises:
         UnknownNameError: They have no such card.
     """
-    if gpu not in CARD_GIGABYTES:
-        hint = match_hint(gpu, CARD_GIGABYTES)
+    sizes = notes_rules().gigabytes
+    if gpu not in sizes:
+        hint = match_hint(gpu, sizes)
         raise UnknownNameError(
-            f"accounting {accounting}: the notes have no GPU {gpu!r}{hint}; they have {', '.join(CARD_GIGABYTES)}"
+            f"accounting {accounting}: the notes have no GPU {gpu!r}{hint}; they have {', '.join(sizes)}"
         )
-    return CARD_GIGABYTES[gpu]
+    return sizes[gpu]
 
 
 # ------------------------------------------------------------------ largest parameter counts
 USABLE: dict[str, Fraction] = {SCALE: Fraction("0.80"), PRECISION: Fraction("0.85"), MINIMUM_GPUS: Fraction(1)}
 """Accounting -> share of the card that it uses."""
 
-BUFFER_SIDE = 4096
+BUFFER_SIDE, FP16_BYTES = 4096, 2
 DTYPE_BITS: dict[str, int] = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 
@@ -157,32 +91,13 @@ def largest_parameters(accounting: str, config: str, memory_bytes: int) -> Fract
     parts = parts_of(accounting, config)
     buffer = Fraction(0)
     if accounting == PRECISION:
-        buffer = buffer_bytes("fp32" if parts.weights == WEIGHTS["fp16"] else "bf16")
+        buffer = buffer_bytes("fp32" if Fraction(parts.weights) == FP16_BYTES else "bf16")
     return (USABLE[accounting] * memory_bytes - buffer) / parts.total
 
 
 # ------------------------------------------------------------------ what fits where
 FITS_TOTALS: dict[str, int] = {"fp16-adam": 2, "tier1": 2, "tier3": 2}
 """Config -> decimals that its bytes per parameter are cut to in the tables of what fits where."""
-
-CARDS_IN_ORDER: tuple[tuple[str, int], ...] = (
-    ("RTX 3060", 12),
-    ("RTX 3090", 24),
-    ("RTX 4090", 24),
-    ("A6000", 48),
-    ("A100 40GB", 40),
-    ("A100 80GB", 80),
-    ("H100", 80),
-    ("H100 NVL", 94),
-    ("MI300X", 192),
-    ("2x RTX 4090", 48),
-    ("4x RTX 4090", 96),
-    ("8x H100", 640),
-)
-"""Cards and gigabytes in the order of the notes' script, which is not that of their size."""
-
-LLAMAS: tuple[int, ...] = (1, 3, 8, 70, 405)
-"""Nominal billions of parameters."""
 
 
 def _fits_total(config: str) -> Fraction:
@@ -196,14 +111,14 @@ def first_card(config: str, billions: int) -> str:
         The first with ``GB * 10^9 >= billions * 10^9 * bytes_per_parameter / 0.80``.
     """
     needed = billions * BILLION * _fits_total(config) / USABLE[SCALE]
-    return next((name for name, size in CARDS_IN_ORDER if size * GB >= needed), ">640GB")
+    return next((name for name, card in notes_rules().cards.items() if card.gigabytes * GB >= needed), ">640GB")
 
 
 def largest_llama(config: str, memory_bytes: int) -> str:
     """Return the largest nominal Llama that ``0.80 * memory / bytes_per_parameter`` holds."""
     most = USABLE[SCALE] * memory_bytes / _fits_total(config)
-    fitting = [size for size in LLAMAS if size * BILLION <= most]
-    return f"{fitting[-1]}B" if fitting else "< 1B"
+    fitting = [size for size in notes_rules().models if int(size.removesuffix("B")) * BILLION <= most]
+    return fitting[-1] if fitting else "< 1B"
 
 
 def state_bytes(config: str, billions: Fraction) -> Fraction:
@@ -227,9 +142,9 @@ def minimum_gpus(config: str, billions: Fraction) -> tuple[int, str]:
     if billions <= 0:
         raise InvalidFileError([f"accounting {MINIMUM_GPUS}: expected a positive nominal size, got {billions}"])
     needed = state_bytes(config, billions)
-    if needed <= CARD_GIGABYTES["rtx4090"] * GB:
+    if needed <= card_gigabytes(MINIMUM_GPUS, "rtx4090") * GB:
         return 1, "rtx4090"
-    size = Fraction(needed, CARD_GIGABYTES["h100-sxm-80gb"] * GB)
+    size = Fraction(needed, card_gigabytes(MINIMUM_GPUS, "h100-sxm-80gb") * GB)
     return ceil_div(size.numerator, size.denominator), "h100-sxm-80gb"
 
 

@@ -10,16 +10,15 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
 from memplan.model.model import Model
 from memplan.published.notes_accounting import (
-    CARD_GIGABYTES,
     GB,
     MINIMUM_GPUS,
-    PARTS,
     card_gigabytes,
     largest_parameters,
     minimum_gpus,
     parts_of,
     state_bytes,
 )
+from memplan.published.notes_rules import notes_rules
 from memplan.units import parse_bytes
 
 
@@ -91,7 +90,7 @@ def _card_bytes(accounting: str, cards: Cards, catalog: Catalog) -> dict[str, in
         raise InvalidFileError(["both --gpu and --gpu-memory given: give one of them"])
     if cards.gpu_memory is not None:
         return {f"a GPU of {cards.gpu_memory}": parse_bytes(cards.gpu_memory)}
-    names = list(CARD_GIGABYTES) if cards.gpu is None else [catalog.gpus.name_of(cards.gpu)]
+    names = list(notes_rules().gigabytes) if cards.gpu is None else [catalog.gpus.name_of(cards.gpu)]
     return {name: card_gigabytes(accounting, name) * GB for name in names}
 
 
@@ -102,7 +101,7 @@ def _configs(accounting: str, config: str | None, catalog: Catalog) -> list[str]
         UnknownNameError: The notes have no rule for the config.
     """
     if config is None:
-        return list(PARTS[accounting])
+        return list(notes_rules().charges[accounting])
     name = catalog.configs.name_of(config) if config in catalog.configs else config
     parts_of(accounting, name)
     return [name]
@@ -127,7 +126,7 @@ def fewest_by_notes(accounting: str, model: Model, config: str | None, catalog: 
     placements = []
     for name in _configs(accounting, config, catalog):
         count, gpu = minimum_gpus(name, billions)
-        usable, needed = CARD_GIGABYTES[gpu] * GB * count, int(state_bytes(name, billions))
+        usable, needed = card_gigabytes(accounting, gpu) * GB * count, int(state_bytes(name, billions))
         placements.append(NotesPlacement(accounting, name, gpu, count, usable, needed))
     return placements
 

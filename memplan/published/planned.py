@@ -18,39 +18,13 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import fewest_devices, upper_bytes
 from memplan.plan.suggested.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
+from memplan.published.notes_rules import notes_rules
 from memplan.published.table_schema import PublishedFile, Shape
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
 
 BATCH, SEQUENCE = 1, 2048
 """At which jobs are planned: the shipped configs' own."""
-
-LLAMAS = {
-    "1B": "llama-3.2-1b",
-    "3B": "llama-3.2-3b",
-    "8B": "llama-3.1-8b",
-    "70B": "llama-3.1-70b",
-    "405B": "llama-3.1-405b",
-}
-"""Nominal size -> the model that it means."""
-
-CARDS: dict[str, tuple[str, int]] = {
-    "RTX 3060": ("rtx3060", 1),
-    "RTX 3090": ("rtx3090", 1),
-    "RTX 4090": ("rtx4090", 1),
-    "A6000": ("rtx-a6000", 1),
-    "A100 40GB": ("a100-sxm-40gb", 1),
-    "A100 80GB": ("a100-sxm-80gb", 1),
-    "H100": ("h100-sxm-80gb", 1),
-    "MI300X": ("mi300x", 1),
-    "2x RTX 4090": ("rtx4090", 2),
-    "4x RTX 4090": ("rtx4090", 4),
-    "8x H100": ("h100-sxm-80gb", 8),
-}
-"""The notes' cards -> catalog GPU and how many."""
-
-SUGGESTED_CARDS = ("rtx3060", "rtx4090", "a100-sxm-80gb", "h100-sxm-80gb", "b200-sxm-180gb")
-"""The cards that the notes recommend something for; Blackwell is a B200."""
 
 
 class Planned:
@@ -114,7 +88,11 @@ class Planned:
 
     def smallest_card(self, model: str, config: str) -> str | None:
         """Return the notes' card with the least memory on which a model fits, or None."""
-        devices = {label: self.device(*card) for label, card in CARDS.items()}
+        devices = {
+            label: self.device(card.gpu, card.count)
+            for label, card in notes_rules().cards.items()
+            if card.gpu is not None
+        }
         ordered = sorted(devices, key=lambda label: devices[label].usable_bytes(0))
         return next((label for label in ordered if self.fits(model, config, devices[label])), None)
 
@@ -142,9 +120,10 @@ class Planned:
         if gpu not in self._suggested:
             setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
             models = [(name, self.model(name)) for name in self.catalog.models.entries]
-            cards = [self.device(name, 1) for name in SUGGESTED_CARDS]
+            names = notes_rules().recommended
+            cards = [self.device(name, 1) for name in names]
             rows = suggested_configs(models, setups, cards, verdict)
-            self._suggested.update(zip(SUGGESTED_CARDS, rows, strict=True))
+            self._suggested.update(zip(names, rows, strict=True))
         row = self._suggested[gpu]
         if quantity == "precision":
             narrow = " and ".join(name for name, _ in row.faster)

@@ -30,9 +30,9 @@ def _parts(accounting: str) -> Callable[[CellInputs], Value]:
         parts = notes_accounting.parts_of(accounting, inputs.named("config"))
         baseline = notes_accounting.parts_of(accounting, "fp16-adam").total
         figures = {
-            "weights": parts.weights,
-            "gradients": parts.gradients,
-            "states": parts.states,
+            "weights": Fraction(parts.weights),
+            "gradients": Fraction(parts.gradients),
+            "states": Fraction(parts.states),
             "total": parts.total,
             "improvement": baseline / parts.total,
         }

@@ -42,6 +42,15 @@ def test_three_billion_parameters_miss_the_card_that_the_notes_name(cell):
     assert (found.printed, found.recomputed, found.corrected, found.wrong) == ("RTX 3060", "RTX 3060", "RTX 3090", True)
 
 
+def test_a_card_holds_a_smaller_llama_than_the_notes_say(cell):
+    row = [cell("s000.t05", "RTX 4090 24GB", column) for column in ("FP16+Adam", "Q4+Muon 4-bit", "IQ3+FP8+Muon")]
+    assert [(one.printed, one.corrected, one.wrong) for one in row] == [
+        ("1B", "1B", False),
+        ("3B", "3B", False),
+        ("8B", "3B", True),
+    ]
+
+
 def test_bytes_per_parameter_are_the_planners(cell, setup_of):
     found = cell("s000.t01", "IQ3 + FP8 grad + Muon 4-bit", "TOTAL")
     assert found.corrected == formatted_like("1.81", (bytes_per_parameter(setup_of("tier3")).total,)) == "1.91"

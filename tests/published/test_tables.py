@@ -15,6 +15,7 @@ from memplan.documents.printed_numbers import Records
 from memplan.documents.schemas import validate
 from memplan.published.judged_tables import STATUSES, counts_of
 from memplan.published.judgement import Judge
+from memplan.published.notes_rules import FILE, NotesRules, notes_rules
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import FOLDER, Library, Origin, PublishedFile
 
@@ -45,6 +46,12 @@ def test_a_document_passes_the_strict_schema_and_is_the_value_that_is_used(path)
     document = load_document(path)
     assert document.problems == ()
     assert validate(PublishedFile, document) == LIBRARY.files[path.stem]
+
+
+def test_what_the_rules_count_with_passes_its_strict_schema():
+    document = load_document(ROOT / FILE)
+    assert document.problems == ()
+    assert validate(NotesRules, document) == notes_rules()
 
 
 def test_there_are_49_tables_and_603_cells():
