@@ -91,6 +91,12 @@ def test_what_only_a_run_would_tell_is_asked_for(tmp_path, cell, asked):
     assert asked in "".join(memplan.import_file(path).to_dict()["needs"])
 
 
+def test_a_variable_of_the_environment_sets_the_allocator(tmp_path):
+    cell = 'import os\nos.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"'
+    training = memplan.import_file(notebook(tmp_path, cell, *UNSLOTH)).to_dict()["training"]
+    assert training["allocator"] == "expandable"
+
+
 def test_a_name_is_what_it_was_given_before_the_call(tmp_path):
     cells = (
         "n = 4",

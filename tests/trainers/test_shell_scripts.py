@@ -30,6 +30,7 @@ def commands(text):
         ("$((N*2))", ["16"]),
         ("$(( $N / 3 ))", ["2"]),
         ("$((N / 0))", ["$((N / 0))"]),
+        ("$(( ($N > 1) ? 1 : 0 ))", ["1"]),
         ('"${L[@]}"', ["--x", "a b"]),
         ("${L[@]}", ["--x", "a", "b"]),
         ('"${L[*]}"', ["--x a b"]),
@@ -50,6 +51,7 @@ def commands(text):
         ('"$@"', []),
         ("${1:-7}", ["7"]),
         ("a\\ b", ["a b"]),
+        (f"${{{'9' * 5000}}}${{L[\u00b2]}}", [f"${{{'9' * 5000}}}${{L[\u00b2]}}"]),
         ('"{\\"a\\": 1}"', ['{"a": 1}']),
     ],
 )
@@ -77,6 +79,10 @@ def test_a_word_becomes_what_a_shell_makes_of_it(word, expected):
         ("X=`hostname`; nohup python a.py --x $X &\n", [("python", "a.py", "--x", "`hostname`")]),
         ("! [ -n \"$X\" ] && python a.py\n", [("python", "a.py")]),
         ("echo python a.py; pip install x\n", []),
+        ("N=2\nread -r -d '' cmd <<EOF\npython a.py --n $N \\\n  --s 'b'\nEOF\nbash -c \"${cmd}\"\n", [("python", "a.py", "--n", "2", "--s", "b")]),
+        ("N=2\nsrun bash <<'EOF'\npython a.py --n $N\nEOF\npython b.py\n", [("python", "a.py", "--n", "2"), ("python", "b.py")]),
+        ("cat <<A <<B\n1\nA\n2\nB\npython a.py\n", [("python", "a.py")]),
+        ("C=\"\"\"\npython `pwd`/a.py $X \\\n --n 1\n\"\"\"\n{ echo $C\n eval \"$C\"\n} || { exit 1\n}\n", [("python", "`pwd`/a.py", "--n", "1")]),
     ],
 )  # fmt: skip
 def test_the_commands_of_a_script_come_out_with_their_words(text, expected):
@@ -151,6 +157,11 @@ def test_the_files_that_a_script_names_lie_beside_it_or_are_asked_for(tmp_path):
     assert "the file lora2.yaml, which the command names: --with FILE" in memplan.import_file(other).to_dict()["needs"]
 
 
+def test_a_number_of_processes_beyond_any_is_none(tmp_path):
+    path = written(tmp_path, f"torchrun --nproc_per_node {'9' * 5000} sft.py --model_name_or_path a/b --packing true\n")
+    assert memplan.import_file(path).to_dict()["training"]["parallel"]["data"] == 1
+
+
 def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_path):
     path = written(tmp_path, "python prepare.py\ntrl sft --model_name_or_path a/b --packing true\n\ntrl dpo --model_name_or_path a/c --beta 0.1\n")  # fmt: skip
     answer = memplan.import_file(path).to_dict()
@@ -169,6 +180,7 @@ def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_
         ("x=" + "$(" * 60 + "\n", "nested too deeply|does not end"),
         ("f() { f; f; }\nf\n" + "python a.py\n" * 6000, "more than 5,000 commands"),
         ("# nothing\n", "starts no trainer"),
+        ("A=(x y)\n" + "A=(${A[@]} ${A[@]})\n" * 30, "more than 5,000 words in A"),
         ("python own.py --lr 1\n", "no trainer that memplan reads has these keys"),
         ("X=1\n" * 200_000, "larger than"),
     ],

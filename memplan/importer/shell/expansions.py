@@ -25,6 +25,8 @@ _BRACED = re.compile(
 _DEFAULT = re.compile(r"(:?[-=+?])(.*)", re.DOTALL)
 _CUT = re.compile(r"(##?|%%?)(.*)", re.DOTALL)
 _EXPR = re.compile(r"expr\s+(.+)", re.DOTALL)
+_CHOICE = re.compile(r"([^?]+)\?([^:?]+):([^:?]+)")
+_INDEX = re.compile(r"[0-9]{1,6}")
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 Value = str | list[str] | None
@@ -214,7 +216,7 @@ def _variable(name: str, scope: Scope, place: str = "") -> Value:
         return list(scope.arguments)
     if name == "#":
         return str(len(scope.arguments))
-    if name.isdigit() and 0 < int(name) <= len(scope.arguments):
+    if _INDEX.fullmatch(name) and 0 < int(name) <= len(scope.arguments):
         return scope.arguments[int(name) - 1]
     if name not in scope.variables:
         return "" if scope.in_test else UNKNOWN
@@ -223,7 +225,7 @@ def _variable(name: str, scope: Scope, place: str = "") -> Value:
         return value if place in ("", "@", "*", "0") else UNKNOWN
     if place in ("@", "*"):
         return value
-    index = int(place) if place.isdigit() else 0 if not place else len(value)
+    index = int(place) if _INDEX.fullmatch(place) else 0 if not place else len(value)
     return value[index] if index < len(value) else UNKNOWN
 
 
@@ -282,6 +284,15 @@ OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
 }
 
+COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
 
 def _number(text: str, scope: Scope, depth: int) -> Value:
     """Return what arithmetic of whole numbers comes to, :data:`UNKNOWN` where a part of it is not known."""
@@ -289,6 +300,9 @@ def _number(text: str, scope: Scope, depth: int) -> Value:
     if "$" in plain or len(plain) > 1000:
         return UNKNOWN
     try:
+        if chosen := _CHOICE.fullmatch(plain):
+            holds = _evaluated(ast.parse(chosen[1].strip(), mode="eval").body, scope)
+            plain = chosen[2] if holds else chosen[3]
         return str(_evaluated(ast.parse(plain.strip(), mode="eval").body, scope))
     except (SyntaxError, ValueError, TypeError, ZeroDivisionError, RecursionError, MemoryError):
         return UNKNOWN
@@ -307,6 +321,9 @@ def _evaluated(node: ast.expr, scope: Scope) -> int:
         left, right = _evaluated(node.left, scope), _evaluated(node.right, scope)
         if max(abs(left), abs(right)) < 2**40:
             return OPERATIONS[type(node.op)](left, right)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
+        left, right = _evaluated(node.left, scope), _evaluated(node.comparators[0], scope)
+        return int(COMPARISONS[type(node.ops[0])](left, right))
     raise ValueError(text_of_node(node))
 
 

@@ -17,6 +17,7 @@ MOST = 5_000
 """Commands of a script that are followed; calls of functions inside functions could be without end."""
 DEEPEST = 8
 SETTING = frozenset(("export", "declare", "typeset", "readonly", "local"))
+SHELLS = frozenset(("bash", "sh", "zsh"))
 TESTS = frozenset(("[", "[[", "test"))
 QUIET = frozenset(("echo", "printf", "cat", "mkdir", "cd", "pushd", "popd", "ls", "rm", "cp", "mv", "ln", "touch", "chmod", "tar", "unzip", "wget", "curl", "pip", "pip3", "conda", "git", "sleep", "tee", "grep", "sed", "awk", "module", "ulimit", "trap", "set", "shift", "wait", "kill", "exit", "return", "source", ".", "huggingface-cli", "nvidia-smi", "date", "hostname",))  # fmt: skip
 """Commands that start no training."""
@@ -169,6 +170,8 @@ class _Run:
             return self._setting(words, sure)
         if words[0].text in TESTS:
             return outcome([token.text for token in words], self.scope)
+        if document := next((token for token in words if token.document is not None), None):
+            return self._with_document(words, document, sure)
         expanded, lines, unset = self._expanded(words)
         while expanded and expanded[0] in WRAPPERS:
             expanded, lines = expanded[1:], lines[1:]
@@ -200,6 +203,17 @@ class _Run:
             self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset)))
         return None
 
+    def _with_document(self, words: Sequence[Token], document: Token, sure: bool) -> bool | None:
+        """Follow a command that a here-document is given: ``read`` sets a variable to it, a shell runs it."""
+        plain = [token for token in words if token.document is None]
+        text = text_of(document.document or "", self.scope)
+        if plain[0].text == "read" and plain[-1].text.isidentifier():
+            self._set(plain[-1].text, text.strip(), (document,), sure)
+            return None
+        if plain[-1].text.rpartition("/")[2] in SHELLS:
+            return self._again(text, document.line + 1, sure)
+        return self._simple(Simple(tuple(plain)), sure)
+
     def _called(self, function: str, arguments: list[str], sure: bool) -> bool | None:
         before, self.scope.arguments = self.scope.arguments, tuple(arguments)
         self.depth += 1
@@ -224,6 +238,8 @@ class _Run:
         lines: list[int] = []
         unset: list[tuple[str, int]] = []
         for token in words:
+            if token.document is not None:
+                continue
             items = fields(token.text, self.scope)
             whole = _WHOLE.fullmatch(token.text)
             if whole and items and whole[1] not in self.scope.variables and _is_further(texts, whole[1]):
@@ -269,6 +285,8 @@ class _Run:
 
     def _set(self, name: str, value: Value, where: Sequence[Token], sure: bool) -> None:
         """Set a variable; where that may not happen, another value than it has is not known."""
+        if isinstance(value, list) and len(value) > MOST:
+            raise InvalidFileError([f"{self.name}: more than {MOST:,} words in {name}: give the command that trains"])
         if not sure and self.scope.variables.get(name, "") != value:
             value = UNKNOWN
         self.scope.variables[name] = value
@@ -285,14 +303,14 @@ def _leading_assignments(words: Sequence[Token]) -> Sequence[Token]:
 def _script_word(words: Sequence[str]) -> int | None:
     """Return where the script stands that ``bash -c`` is given."""
     for place, word in enumerate(words[:-2]):
-        if word.rpartition("/")[2] in ("bash", "sh", "zsh") and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
+        if word.rpartition("/")[2] in SHELLS and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
             return place + 2
     return None
 
 
 def _moved(token: Token, line: int) -> Token:
     inner = None if token.words is None else tuple(_moved(word, line) for word in token.words)
-    return Token(token.text, line + token.line - 1, token.operator, inner)
+    return Token(token.text, line + token.line - 1, token.operator, inner, token.document)
 
 
 def _is_further(before: Sequence[str], name: str) -> bool:

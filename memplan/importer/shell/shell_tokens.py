@@ -12,6 +12,7 @@ OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "(", ")", "\n")
 
 _REDIRECTION = re.compile(r"[0-9]*(?:<<<|<<-?|<&|>&|>>|>\||<>|<|>)|&>>?")
 _NEXT_WORD = re.compile(r"[ \t]*(\\?['\"]?)([^\s;&|<>()'\"]+)['\"]?")
+HERE_DOCUMENT = "<<"
 _ARRAY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=\(")
 CLOSED_BY = {"(": ")", "{": "}"}
 DEEPEST = 40
@@ -25,6 +26,7 @@ class Token:
     line: int
     operator: bool = False
     words: tuple[Token, ...] | None = None  # Of ``NAME=( ... )``, whose name ``text`` ends with
+    document: str | None = None  # The text of a here-document, in double quotes where it is expanded
 
 
 def tokens(text: str, name: str) -> list[Token]:
@@ -42,7 +44,7 @@ class _Reader:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
         self.line = 1
-        self.documents: list[str] = []  # Ends of here-documents that begin behind this line
+        self.resume = 0  # Where the line behind the here-documents that begin on this line starts; 0 where none do
 
     def all(self) -> list[Token]:
         """Return everything to the end."""
@@ -82,14 +84,14 @@ class _Reader:
             return None
         line = self.line
         if redirected := _REDIRECTION.match(self.text, self.at):
-            self._pass_redirection(redirected)
-            return None
+            return self._redirection(redirected)
         for operator in OPERATORS:
             if self.text.startswith(operator, self.at):
                 self.at += len(operator)
                 if operator == "\n":
                     self.line += 1
-                    self._pass_documents()
+                    self._step(max(self.resume - self.at, 0))
+                    self.resume = 0
                 return Token(operator, line, operator=True)
         if array := _ARRAY.match(self.text, self.at):
             self.at = array.end()
@@ -99,28 +101,30 @@ class _Reader:
         self._pass_word()
         return Token(self.text[start : self.at].replace("\\\n", ""), line)
 
-    def _pass_redirection(self, redirected: re.Match[str]) -> None:
-        """Pass a redirection and the word behind it; that of a here-document ends the lines that follow this one."""
+    def _redirection(self, redirected: re.Match[str]) -> Token | None:
+        """Pass a redirection and the word behind it; return a here-document, whose lines follow this one."""
         self.at = redirected.end()
         sign = redirected[0].lstrip("0123456789")
         if sign in ("<<", "<<-") and (end := _NEXT_WORD.match(self.text, self.at)):
-            self.documents.append(end[2])
             self.at = end.end()
-            return
+            text = self._document(end[2])
+            plain = text.replace("'", "'\\''") if end[1] else text.replace('"', '\\"')
+            return Token(HERE_DOCUMENT, self.line, document=f"'{plain}'" if end[1] else f'"{plain}"')
         self._pass_blanks()
         if self.at < len(self.text) and self.text[self.at] not in "\n;&|()":
             self._pass_word()
         elif self.text.startswith("(", self.at):
             self._pass_balanced(0)
+        return None
 
-    def _pass_documents(self) -> None:
-        for end in self.documents:
-            closed = re.compile(rf"^[ \t]*{re.escape(end)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
-            if closed is None:
-                raise self._unclosed(f"the here-document that {end[:40]!r} ends", self.line)
-            self.line += self.text.count("\n", self.at, closed.end())
-            self.at = closed.end()
-        self.documents = []
+    def _document(self, end: str) -> str:
+        """Return the text of a here-document that begins behind this line, or behind those that this line began before."""
+        start = self.resume or self._end_of_line() + 1
+        closed = re.compile(rf"^[ \t]*{re.escape(end)}[ \t]*$", re.MULTILINE).search(self.text, start)
+        if closed is None:
+            raise self._unclosed(f"the here-document that {end[:40]!r} ends", self.line)
+        self.resume = closed.end()
+        return self.text[start : closed.start()].replace("\\\n", "")
 
     def _pass_word(self) -> None:
         while self.at < len(self.text):

@@ -254,6 +254,10 @@ def visible_gpus(command: CommandLine) -> int | None:
     return len([part for part in shown if part.strip()]) * (nodes or 1) or None if each else None
 
 
+LARGEST_DIGITS = 10
+"""No number of processes has as many."""
+
+
 def _whole(value: Any) -> int:
     text = str(value).strip("'\"")
-    return int(text) if text.isascii() and text.isdigit() else 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) < LARGEST_DIGITS else 0

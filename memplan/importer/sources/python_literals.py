@@ -37,7 +37,24 @@ def python_keys(text: str, name: str) -> GivenKeys:
             calls.append(called := _called(node.func))
             unread = _keywords(called, node, names, data, lines)
             absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
-    return GivenKeys(name, data, lines, "python", tuple(call for call in calls if call), absent=tuple(absent))
+    words = tuple(call for call in calls if call)
+    return GivenKeys(name, data, lines, "python", words, environment=_environment(tree), absent=tuple(absent))
+
+
+def _environment(tree: ast.Module) -> dict[str, str]:
+    """Return the variables that a file sets as ``os.environ["NAME"] = "..."``."""
+    variables: dict[str, str] = {}
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        if (
+            isinstance(target, ast.Subscript)
+            and ast.unparse(target.value) == "os.environ"
+            and isinstance(node, ast.Assign)
+        ):
+            name, value = target.slice, node.value
+            if isinstance(name, ast.Constant) and isinstance(value, ast.Constant):
+                variables[str(name.value)] = str(value.value)
+    return variables
 
 
 class _Names:
