@@ -57,6 +57,9 @@ class StackModels:
     dropout: bool = True  # Whether its models have the dropout that a model or a config says
     # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
     experts: Literal["released", "apart"] = "released"
+    # What torch's attention is given: heads as they were formed (``views``), or copied where they are not ``contiguous``, and
+    # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now.
+    attended: Literal["views", "contiguous", "repeated"] = "views"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +191,9 @@ class Stack:
     batch: tuple[BatchTensor, ...]  # Tensors of a micro-batch on the device
     # When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``, before
     # adapters are put on, or after them, which an adapter on the embedding tells; ``trained-layers`` does so with the
-    # input of the first layer that trains, and checkpoints layers that train alone.
-    input_gradients: Literal["never", "checkpointed", "checkpointed-adapted", "always", "trained-layers"]
+    # input of the first layer that trains, and checkpoints layers that train alone; ``reentrant`` where checkpointing
+    # would find nothing to train without, or weights are prepared for training beside codes, both of which scripts do.
+    input_gradients: Literal["never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant"]
     clip_gradients: bool  # Whether it clips where a config does not say
     not_modelled: tuple[str, ...]  # What else it does that the formula does not follow, a job of it being refused then
     keys: Mapping[str, str]  # Key of a training config -> what the stack calls it; none where it takes memplan's own

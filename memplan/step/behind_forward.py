@@ -185,7 +185,7 @@ def forward_alone(
 def _named_embeddings(inputs: StepInputs) -> Form:
     """Return the embeddings, which a model of transformers has names for until its layers have run."""
     spec, setup = inputs.spec, inputs.setup
-    if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
+    if not family_code(setup.stack, spec.architecture).forms_tables:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
     positions = single_form(Part.TEMPORARIES, Quantity.POSITIONS, row) if spec.learned_positions else ZERO

@@ -47,7 +47,7 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
 def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what a model has names for until its layers have run: embeddings, where nothing else keeps them."""
     spec, setup = inputs.spec, inputs.setup
-    if not family_code(setup.stack.model_code, spec.architecture).forms_tables:
+    if not family_code(setup.stack, spec.architecture).forms_tables:
         return ZERO
     if setup.has_value_head and not spec.learned_positions:
         return ZERO  # named with all that layers are given

@@ -182,7 +182,7 @@ def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:
 def buffers(inputs: StepInputs) -> Form:
     """Return token ids, targets, positions and rotary tables."""
     spec, setup = inputs.spec, inputs.setup
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     positions = 8 if spec.learned_positions and not code.forms_tables else 0
     scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
     micro_steps = setup.config.gradient_accumulation_steps
@@ -255,7 +255,7 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
 def tables_of_graph(inputs: StepInputs) -> Form:
     """Return rotary tables that each forward forms anew, which go with its graph."""
     spec, setup = inputs.spec, inputs.setup
-    forms = family_code(setup.stack.model_code, spec.architecture).forms_tables
+    forms = family_code(setup.stack, spec.architecture).forms_tables
     return rotary_tables(spec, setup, wide=inputs.regime.wide_tables) if forms else ZERO
 
 

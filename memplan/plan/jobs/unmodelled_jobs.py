@@ -59,7 +59,7 @@ EXPERT_PROJECTIONS = frozenset(("all-linear", "gate_proj", "up_proj", "down_proj
 
 def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
     """Raise for adapters that a library puts on stacked experts, where no tape has them or PEFT itself refuses."""
-    adapter, code = setup.config.adapter, family_code(setup.stack.model_code, model.spec.architecture)
+    adapter, code = setup.config.adapter, family_code(setup.stack, model.spec.architecture)
     if adapter is None or not code.adapts_experts or EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
         return
     what, last = (

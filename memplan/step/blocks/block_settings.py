@@ -111,7 +111,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
         fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
         flash_attn=setup.runs_flash_attn,
-        code=family_code(setup.stack.model_code, spec.architecture),
+        code=family_code(setup.stack, spec.architecture),
         regime=regime,
         gathered_rows=setup.stack.rotary_tables.gathered,
         copies_fused=setup.stack.models.fused_qkv == "copies",

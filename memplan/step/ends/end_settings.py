@@ -92,7 +92,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels == "shifted",
         embedding_dropout=block.dropout if drops else 0.0,
-        input_gradients=_input_gradients(setup) and not (asks_by_layer(setup) and has_images(spec, setup)),
+        input_gradients=embeds_with_gradient(setup) and not (asks_by_layer(setup) and has_images(spec, setup)),
         table_gradients=setup.stack.input_gradients in ("checkpointed", "always"),
         scores=setup.scores,
         answers=setup.answer_length > 0,
@@ -116,13 +116,13 @@ def _arguments(
         form -= layer_arguments(spec, setup, masked=masked, retained=True)
     if spec.learned_positions and block.code.forms_tables:  # names of embeddings whose sum the layers are given
         row = spec.hidden_size * setup.residual_bytes
-        leaf = _input_gradients(setup) and frozen
+        leaf = embeds_with_gradient(setup) and frozen
         form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
         form += ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     return tuple([(Quantity(place), size) for place, size in enumerate(form.totals()) if size])
 
 
-def _input_gradients(setup: TrainingSetup) -> bool:
+def embeds_with_gradient(setup: TrainingSetup) -> bool:
     """Tell whether the output of a frozen embedding is made to need a gradient."""
     if setup.config.freeze.input_gradients is not None:
         return setup.config.freeze.input_gradients
@@ -130,6 +130,8 @@ def _input_gradients(setup: TrainingSetup) -> bool:
     checkpoints = rule in ("checkpointed", "checkpointed-adapted") or (
         rule == "trained-layers" and setup.config.freeze == ALL_TRAIN
     )
+    if rule == "reentrant":
+        checkpoints = setup.stack.checkpointing.reentrant or bool(setup.kbit_floats)
     return rule == "always" or (checkpoints and setup.checkpointing != "none")
 
 

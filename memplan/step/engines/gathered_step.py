@@ -201,7 +201,7 @@ class GatheredStep:
 
     def _modules(self) -> Modules:
         setup, spec = self.inputs.setup, self.inputs.spec
-        tables = int(family_code(setup.stack.model_code, spec.architecture).forms_tables and not spec.learned_positions)
+        tables = int(family_code(setup.stack, spec.architecture).forms_tables and not spec.learned_positions)
         wrapped = setup.config.adapter is not None
         outside = setup.profile.loss in (*TOKEN_CHUNKS, *FUSED_LOSSES)
         head = f"{spec.names.embedding if spec.tie_word_embeddings else spec.names.head}.weight" if outside else ""
@@ -299,9 +299,7 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
         what = "adapter.kind: dora"
     elif setup.profile.loss == "cut-cross-entropy":
         what = "kernels.loss: cut-cross-entropy, which gathers the head by itself,"
-    elif family_code(setup.stack.model_code, spec.architecture).own_linear and not (
-        adapter and setup.checkpointing == "full"
-    ):
+    elif family_code(setup.stack, spec.architecture).own_linear and not (adapter and setup.checkpointing == "full"):
         what = f"model: {spec.name}, whose graph keeps views of gathered weights, without LoRA and full checkpointing,"
     elif rules.ranks == 1:
         what = "parallel.data: 1"

@@ -29,7 +29,7 @@ class ModelArguments:
     def __init__(self, stream: EventStream, inputs: StepInputs, taped: ModelOnTape, values: Sequence[int]) -> None:
         self._stream, self._inputs, self._values = stream, inputs, values
         self._section, self._given = taped.head.section, taped.settings.arguments
-        self._code = family_code(inputs.setup.stack.model_code, inputs.spec.architecture)
+        self._code = family_code(inputs.setup.stack, inputs.spec.architecture)
         self._named: dict[Quantity, list[int]] = {}
         self._stays: list[int] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from memplan.catalog.stacks import ModelCode
+from memplan.catalog.stacks import ModelCode, Stack
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import ModelSpec
@@ -51,6 +51,8 @@ class FamilyCode:
     query_first: bool = False  # Whether the query is rotated before key and value are formed
     # Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
     repeats_keys: bool = False
+    # Whether torch's attention is given contiguous copies of what lies apart, beside which the caller has names for it.
+    contiguous_heads: bool = False
     names_parts: bool = False  # Whether a layer has names for what attention and feed-forward add until it ends
     # Whether grouped products of experts run in the dtype of their weights, under autocast too.
     grouped_uncast: bool = False
@@ -257,12 +259,21 @@ _BY_FAMILY: Mapping[ModelCode, Mapping[str, FamilyCode]] = {
 }
 
 
-def family_code(code: ModelCode, architecture: str) -> FamilyCode:
-    """Return how a family runs in somebody's implementation.
+def family_code(stack: Stack, architecture: str) -> FamilyCode:
+    """Return how a family runs in the implementation that a stack has its models from, at the stack's version.
 
     Raises:
         CannotAnswerError: The implementation differs from family to family, and this one's is not described.
     """
+    code = _newest_code(stack.model_code, architecture)
+    if stack.models.attended == "views":
+        return code
+    if stack.models.attended == "repeated" and code.asks_for_groups:
+        return replace(code, contiguous_heads=True, asks_for_groups=False, repeats_keys=True)
+    return replace(code, contiguous_heads=True)
+
+
+def _newest_code(code: ModelCode, architecture: str) -> FamilyCode:
     if code in _ONE_DECODER:
         return _ONE_DECODER[code]
     if architecture not in (described := _BY_FAMILY[code]):
@@ -281,7 +292,7 @@ def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:
     """
     given = setup.config.dropout
     residual, attention = (spec.dropout, spec.attention_dropout) if given is None else (given, given)
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     off = code.dropout_modules if setup.disables_dropout else "neither"
     residual = residual if code.drops_residual and off not in ("both", "residual") else 0.0
     return residual, 0.0 if off in ("both", "attention") else attention
@@ -289,7 +300,7 @@ def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:
 
 def tables_apart(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """Tell whether each layer has rotary tables of its own: torchtune's ``lora_*`` builders but those with scaled ones make them so."""
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     if setup.config.adapter is None or not code.adapted_tables_apart:
         return setup.stack.rotary_tables.each == "layer"
     scaled = spec.tie_word_embeddings or spec.max_position_embeddings > UNSCALED_POSITIONS

@@ -20,7 +20,7 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
         masked: Whether scaled-dot-product attention is given a mask of booleans.
         retained: Only what some layer is given.
     """
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     requested = setup.profile.attention != "eager" and not setup.runs_flash_attn
     idle = code.idle_mask and not spec.window and not retained and requested
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
@@ -49,7 +49,7 @@ def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
     kinds = [number in spec.full_layers for number in range(spec.num_hidden_layers)]
     if len(set(kinds)) == len(set(kinds[:layer])):
         return ZERO
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.residual_bytes)
     return one if _masks(spec, setup, code, retained=True) == one + one else ZERO
 
@@ -84,7 +84,7 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
     """
     if setup.runs_flash_attn:
         return False
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     if (
         not (code.added_mask or code.masks_layers)
         or setup.profile.attention == "eager"
@@ -104,7 +104,7 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
         entries; ``d`` dimensions of a head are rotated, an entry has ``e`` bytes; once for a model and each of its
         bases, or once for each layer.
     """
-    tables, code = setup.stack.rotary_tables, family_code(setup.stack.model_code, spec.architecture)
+    tables, code = setup.stack.rotary_tables, family_code(setup.stack, spec.architecture)
     widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
     widths_by_dtype = {"fp32": 4, "compute": setup.compute_bytes, "residual": setup.residual_bytes}
     widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes

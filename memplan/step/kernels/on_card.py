@@ -206,7 +206,7 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
 def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
     """Return the kernel of attention within a window, which takes a mask; None where there is no window to see to."""
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
-    code = family_code(setup.stack.model_code, model.spec.architecture)
+    code = family_code(setup.stack, model.spec.architecture)
     if (
         not model.spec.window
         or not (code.added_mask or code.masks_layers)
@@ -268,7 +268,7 @@ def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCal
                 and isinstance(part, Attention)
                 and part.num_heads > part.num_key_value_heads
             )
-            code = family_code(setup.stack.model_code, model.spec.architecture)
+            code = family_code(setup.stack, model.spec.architecture)
             asks = code.asks_for_groups
             one = isinstance(part, Attention) and part.num_key_value_heads == 1
             yield AttentionCall(

@@ -31,7 +31,7 @@ def refuse_own_adapters(model: Model, setup: TrainingSetup) -> None:
     if stack.model_code != "torchtune":
         return
     heads = model.spec.runs[0].layer.attention
-    code = family_code(stack.model_code, model.spec.architecture)
+    code = family_code(stack, model.spec.architecture)
     if isinstance(heads, Attention) and heads.query_size != model.spec.hidden_size and not code.own_head_width:
         raise CannotAnswerError(
             f"stack: {stack.label} builds {model.spec.architecture} of heads that together are as wide as the model, "
@@ -93,7 +93,7 @@ def _refuse_codes(model: Model, setup: TrainingSetup) -> None:
         return
     if setup.config.compute_dtype != "bf16":
         raise CannotAnswerError(f"{where} is modelled over bf16, and not over {setup.config.compute_dtype}")
-    code = family_code(stack.model_code, model.spec.architecture)
+    code = family_code(stack, model.spec.architecture)
     matrices = [tensor for tensor in model.inventory if tensor.role == "hidden_matrix"]
     if odd := [tensor for tensor in matrices if tensor.elements % stored.block_elements]:
         raise CannotAnswerError(

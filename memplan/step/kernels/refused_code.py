@@ -152,7 +152,7 @@ def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
     Raises:
         CannotAnswerError: Its layers are no ``nn.Linear`` (transformers 5.23.0, ``replace_with_bnb_linear``).
     """
-    code = family_code(setup.stack.model_code, spec.architecture)
+    code = family_code(setup.stack, spec.architecture)
     apart = getattr(spec.runs[0].layer.attention, "query_key_norm_scope", "head") == "each"
     if apart and setup.stack.model_code != "transformers":
         raise CannotAnswerError(

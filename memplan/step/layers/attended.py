@@ -33,6 +33,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
         return stepwise_attention(builder, heads, part)
     if stepwise and part is not None and builder.settings.code.scales_in_place:
         return masked_in_layer(builder, heads, part)
+    if builder.settings.code.contiguous_heads and not stepwise and not builder.settings.flash_attn:
+        heads = _contiguous(builder, heads)
     if builder.settings.regime.masked and builder.settings.code.asks_for_groups and not stepwise:
         heads = ungrouped(builder, heads, expands=True)  # before autocast casts them
     query, key, value = (builder.lowered(x) for x in heads.tensors)
@@ -54,6 +56,24 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
             return bucketed_attention(builder, lowered)
         efficient = builder.profile.attention == "efficient"
         return attention_kernel(builder, ungrouped(builder, lowered) if efficient else lowered)
+
+
+def _contiguous(builder: Builder, heads: Heads) -> Heads:
+    """Return heads in copies where they do not lie in order, and repeated where they are not told of in groups.
+
+    Source:
+        ``sdpa_attention_forward`` in transformers/integrations/sdpa_attention.py, 4.48.0 to 4.56.2.
+    """
+    tensors: list[Value] = []
+    with builder.tape.alive(*heads.tensors):
+        heads = ungrouped(builder, heads) if builder.settings.code.repeats_keys else heads
+        for x, number in zip(heads.tensors, (heads.number, heads.groups, heads.groups), strict=True):
+            with builder.tape.alive(*heads.tensors, *tensors):
+                tensors.append(
+                    builder.copied(x, moves=x.apart and number > 1 and not builder.settings.regime.one_token)
+                )
+    query, key, value = tensors
+    return heads._replace(query=query, key=key, value=value)
 
 
 def _masked(builder: Builder, heads: Heads) -> Value:

@@ -47,7 +47,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if builder.settings.code.cuts_sequences:
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
-        if builder.settings.code.repeats_keys:
+        if builder.settings.code.repeats_keys and not builder.settings.code.contiguous_heads:
             with builder.tape.alive(query):
                 heads = ungrouped(builder, heads, expands=builder.settings.code.asks_for_groups)
         named = (*named, value) if builder.settings.code.names_all else named
@@ -214,7 +214,7 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     """Whether attention's result has heads before tokens, so that joining the heads copies it.
 
     Products of matrices put it out so. Flash and cuDNN allocate it like the query, which is so where it was
-    concatenated, or put out by a kernel that normalises it after its rotation; what is cut out of padded heads lies
+    concatenated, copied, or put out by a kernel that normalises it after its rotation; what is cut out of padded heads lies
     apart in any case. With one head, and but for padding with one token, the two are the same.
     """
     if builder.settings.code.cuts_sequences:
@@ -227,9 +227,10 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     joined = 0 < part.rotary_dim < part.head_dim or builder.settings.code.joins_rotated
     partial = joined and builder.profile.rotary == "composite"
     put_out = part.norms_rotated and builder.profile.norm != "composite"
+    ordered = builder.settings.code.contiguous_heads and not builder.settings.flash_attn
     first = (
         eager
         or builder.profile.attention == "math"
-        or ((partial or put_out) and builder.profile.attention in ("flash", "cudnn"))
+        or ((partial or put_out or ordered) and builder.profile.attention in ("flash", "cudnn"))
     )
     return first and not builder.settings.regime.one_token

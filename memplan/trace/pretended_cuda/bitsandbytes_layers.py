@@ -64,14 +64,16 @@ def _flattens(setup: TrainingSetup) -> bool:
 
 def quantised(model: Any, setup: TrainingSetup) -> Any:
     """Return ``model`` with its linear layers, the head aside, replaced as transformers' loading does."""
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.integrations import bitsandbytes
+    from transformers.quantizers import base
 
+    layers: Any = bitsandbytes
+    unquantised: Any = getattr(base, "get_keys_to_not_convert", None) or layers.get_keys_to_not_convert  # before 5.0
     options = bitsandbytes_options(setup)
-    retained = [*get_keys_to_not_convert(model)]
+    retained = [*unquantised(model)]
     retained += [] if setup.stack.quantised_towers else [part.removesuffix(".") for part in TOWER_PARTS]
     biases = {path: module.bias for path, module in model.named_modules() if getattr(module, "bias", None) is not None}
-    model = replace_with_bnb_linear(model, retained, options)
+    model = layers.replace_with_bnb_linear(model, retained, quantization_config=options)
     for path, layer in list(model.named_modules()):
         if _is_quantised(layer):
             _fill(layer, setup)

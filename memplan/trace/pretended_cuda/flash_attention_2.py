@@ -165,11 +165,16 @@ INSTALLED_CHECKS = ("_flash_attn_import_error", "_flash_attn_2_can_dispatch")
 
 @contextmanager
 def flash_attention_2() -> Iterator[None]:
-    """Let transformers find flash-attn 2, with the allocations of its kernels on a card; rows are full."""
-    from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+    """Let transformers find flash-attn 2, from 5.0 on, with the allocations of its kernels on a card; rows are full."""
+    from transformers import PreTrainedModel, modeling_flash_attention_utils
     from transformers.models.falcon import modeling_falcon
 
     own: Any = modeling_flash_attention_utils
+    if not hasattr(own, "_loaded_implementation"):
+        yield
+        return
+    from transformers import masking_utils
+
     functions = flash_attn_func, _of_lengths, None, own._pad_input, own._unpad_input
     check = next(name for name in INSTALLED_CHECKS if hasattr(PreTrainedModel, name))
     register: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -32,6 +34,8 @@ from memplan.training.rules.stack_rules import casts_trained, is_flattened
 DROPOUT_KEYS = (
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout"
 )  # fmt: skip
+DTYPE = "torch_dtype" if Version(transformers.__version__) < Version("4.56") else "dtype"
+"""What loading calls the dtype of weights, since transformers 4.56."""
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 """Tokens that no step without values reads; those of large vocabularies lie outside of small ones."""
 
@@ -96,13 +100,13 @@ def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any]
         return frozen(_from_a_checkpoint(auto, config, dtype, inputs).train(), inputs)
     with without_memory():
         try:
-            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+            model = auto.from_config(config, **{DTYPE: dtype}, attn_implementation=attention)
         except ImportError as error:
             raise CannotAnswerError(f"transformers cannot run {inputs.keys['model_type']} so: {error}") from None
         except ValueError as error:  # as loading decides where nothing is asked for
             if attention == "flash_attention_2":
                 raise CannotAnswerError(f"transformers: {str(error).partition('.')[0]}") from None
-            model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
+            model = auto.from_config(config, **{DTYPE: dtype}, attn_implementation="eager")
         model = model.to(dtype)
         model.tie_weights()  # 5.0 leaves that to loading where nothing has memory
         if quantises(setup):
@@ -144,8 +148,8 @@ def _from_a_checkpoint(auto: Any, config: Any, dtype: torch.dtype, inputs: Stack
     ):
         raise CannotAnswerError("kernels of Liger and cut cross-entropy are patched into a traced model alone")
     with tempfile.TemporaryDirectory() as folder:
-        auto.from_config(config, dtype=dtype).save_pretrained(folder)
-        options: dict[str, Any] = {"dtype": dtype, "device_map": {"": inputs.device}}
+        auto.from_config(config, **{DTYPE: dtype}).save_pretrained(folder)
+        options: dict[str, Any] = {DTYPE: dtype, "device_map": {"": inputs.device}}
         if quantises(inputs.setup):
             options["quantization_config"] = bitsandbytes_options(inputs.setup)
         try:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate.accelerator
 import peft
@@ -19,6 +20,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
+from memplan.step.ends.end_settings import embeds_with_gradient
 from memplan.step.states.parallel_shards import runs_engine
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
@@ -68,6 +70,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if inputs.setup.config.adapter is not None:
             model = with_adapters(model, inputs)
+            if inputs.setup.stack.input_gradients == "reentrant" and embeds_with_gradient(inputs.setup):
+                model.enable_input_require_grads()
         arguments = transformers.TrainingArguments(**training_arguments(inputs, Path(folder)))
         rows = Rows(inputs.setup)
         trainer: Any = transformers.Trainer(
@@ -108,14 +112,10 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
             stack.enter_context(one)
         for owner, name, answer in answers:
             setattr(owner, name, answer)
-        before = os.environ.get(DEVICE)
-        os.environ[DEVICE] = "meta"
+        stack.enter_context(mock.patch.dict(os.environ, {DEVICE: "meta"}))  # with what TrainingArguments writes into it
         try:
             yield
         finally:
-            os.environ.pop(DEVICE)
-            if before is not None:
-                os.environ[DEVICE] = before
             for owner, name, original in saved:
                 setattr(owner, name, original)
             AcceleratorState._reset_state(reset_partial_state=True)

@@ -52,6 +52,7 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
     layers = _layers(model)
     for number, layer in enumerate(layers, start=1):
         _watch_layer(layer, number, recorder)
+    _watch_checkpointing(model, layers, recorder)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     head = head or next((part for name, part in model.named_modules() if name.endswith("score")), None)
     if isinstance(head, nn.Module):
@@ -95,9 +96,34 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
 
     layer.register_forward_pre_hook(entering)
     layer.register_forward_hook(leaving, always_call=True)
-    inner = getattr(layer, "_gradient_checkpointing_func", None)
-    if not getattr(layer, "gradient_checkpointing", False) or inner is None:
-        return
+    if (inner := _checkpoints(layer)) is not None:
+        layer._gradient_checkpointing_func = _told(inner, number, instant, recorder)
+
+
+def _watch_checkpointing(model: Any, layers: list[nn.Module], recorder: Recorder) -> None:
+    """Do for layers that their model checkpoints, as before transformers 4.53, what is done for those that do it themselves."""
+    numbers = {id(layer): number for number, layer in enumerate(layers, start=1)}
+    for part in model.modules():
+        if id(part) in numbers or (inner := _checkpoints(part)) is None:
+            continue
+
+        def checkpointed(function: Any, *args: Any, _inner: Any = inner, **options: Any) -> Any:
+            number = numbers.get(id(getattr(function, "func", function).__self__))
+            told = _told(_inner, number, f"layer {number} backward", recorder) if number else _inner
+            return told(function, *args, **options)
+
+        part._gradient_checkpointing_func = checkpointed
+
+
+def _checkpoints(part: Any) -> Any:
+    """Return the function by which a module checkpoints, where it does."""
+    return (
+        getattr(part, "_gradient_checkpointing_func", None) if getattr(part, "gradient_checkpointing", False) else None
+    )
+
+
+def _told(inner: Any, number: int, instant: str, recorder: Recorder) -> Any:
+    """Return a function that checkpoints a layer and tells when backward reaches its result, and of the first layer what it is given."""
 
     def checkpointed(function: Any, *args: Any, **options: Any) -> Any:
         first = tensor_of(args)
@@ -109,7 +135,7 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
             recorder.backward_reaches(tensor, instant)
         return output
 
-    layer._gradient_checkpointing_func = checkpointed
+    return checkpointed
 
 
 def _is_reentrant(function: Any) -> bool:

@@ -1,0 +1,33 @@
+"""Plans of stacks as they were at older versions."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError
+
+ROWS = 8
+
+
+def planned(stack, model="llama-3.2-1b", length=1024):
+    sizes = {"micro_batch_size": ROWS, "sequence_length": length}
+    return memplan.plan(model, gpu="a100-sxm-80gb", config="bf16-adamw", stack=stack, **sizes, set={"autocast": False})
+
+
+def test_repeated_keys_and_values_and_copies_stay_until_backward():
+    repeated, copied, views = (planned(f"transformers@{at}") for at in ("4.53", "4.55", "4.57"))
+    layers, tokens, hidden, grouped = 16, ROWS * 1024, 2048, 512
+    retained = [plan.components["activations"] for plan in (repeated, copied, views)]
+    attention = layers * tokens * 2  # bytes of one number for each token in all layers
+    assert retained[1] - retained[2] == attention * hidden
+    assert retained[0] - retained[1] == attention * 2 * (hidden - grouped)
+
+
+def test_what_ran_otherwise_then_is_refused_by_name():
+    with pytest.raises(CannotAnswerError, match="8192 is beyond the window of 4096 tokens"):
+        planned("transformers@4.51", "mistral-7b-v0.1", 8192)
+    with pytest.raises(CannotAnswerError, match="models of family mixtral are not modelled for transformers"):
+        planned("transformers@4.57", "mixtral-8x7b")
+    with pytest.raises(CannotAnswerError, match="is older than"):
+        planned("transformers@4.49")
