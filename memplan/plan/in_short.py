@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memplan.step.blocks.fused_adapters import kept_decoded_bytes
+from memplan.step.blocks.fused_adapters import decoded_weight_bytes
 from memplan.training.image_models import plans_images
 from memplan.training.own_settings import own_settings
 from memplan.training.stack_models import TEXT_ALONE
@@ -52,10 +52,10 @@ def rows_alone(plan: MemoryPlan) -> str:
     return f"Rows hold text alone: rows with images{given} need more{how}."
 
 
-def kept_decoded(plan: MemoryPlan) -> str:
+def decoded_weights_note(plan: MemoryPlan) -> str:
     """Return what functions keep decoded of every layer, and the key that costs it; nothing where they do not."""
     setup = plan.setup
-    size = kept_decoded_bytes(plan.model, setup)
+    size = decoded_weight_bytes(plan.model, setup)
     if not size or (setup.checkpointing != "none" and setup.stack.checkpointing.reentrant):
         return ""
     own = ", ".join(item.text for item in own_settings(setup.stack, [("kernels.adapters", "composite")]))

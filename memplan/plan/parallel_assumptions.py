@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import TrainingConfig
-from memplan.plan.in_short import kept_decoded
+from memplan.plan.in_short import decoded_weights_note
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole
@@ -179,7 +179,7 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
         yield "codes of quantised weights are whole on each GPU, which accelerate does not shard"
     elif config.parallel.staged_codes:
         yield "codes of weights that were staged on the CPU are sharded in bytes; scales, whole on each GPU, are buffers of axolotl's parametrisation, which decodes a weight as it is asked for"
-        if words := kept_decoded(plan):
+        if words := decoded_weights_note(plan):
             yield words
     elif any(is_coded(entry.tensor, plan.setup) for entry in plan.states.tensors):
         yield "codes of quantised weights are stored in bf16 and sharded; their scales are whole on each GPU"

@@ -22,7 +22,7 @@ from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
 from memplan.step.kernels.on_card import on_card
 from memplan.step.states.cast_biases import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
-from memplan.step.states.partitioned_weights import held_states
+from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.played import Instant
 from memplan.training.adapters import adapter_tensors
@@ -74,7 +74,7 @@ class CompiledPlan:
         self.own = model = _of_rank(divided(self.model, setup), setup)
         self.setup = setup
         refuse_unmodelled(model, setup)
-        states = held_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
+        states = rank_model_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
         self._regimes = FormsByRegime(self.model, model, setup, states)
         if setup.formats["hidden_matrix"].product == "integers":
             own = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)

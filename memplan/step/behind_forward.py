@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memplan.step.alive_around_layers import returned_before
 from memplan.step.ends.head_on_tape import evaluated_head
-from memplan.step.kept_by_loop import returned_before
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape

@@ -91,7 +91,7 @@ def generation_moments(
         yield from _forward(tapes, (rows, 1), cached, -old, ids)
     returned = 4 if setup.autocast else setup.compute_bytes
     chosen = constant_form(Part.LOGITS, rows * spec.vocab_size * (returned + 4 * FORMED_AGAIN))
-    yield Instant(GENERATION, "choice of a token", chosen + _kept(cached + ID_BYTES * rows * (ids + 2)))
+    yield Instant(GENERATION, "choice of a token", chosen + _activations(cached + ID_BYTES * rows * (ids + 2)))
 
 
 def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: int) -> Iterator[Instant]:
@@ -106,13 +106,13 @@ def _forward(tapes: Tapes, shape: tuple[int, int], cached: int, own: int, ids: i
     inputs, taped, values = tapes(*shape)
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     arguments += tables_of_graph(inputs) * shape[0]  # positions are counted row by row
-    retained = _kept(cached + ID_BYTES * shape[0] * ids)
+    retained = _activations(cached + ID_BYTES * shape[0] * ids)
     for moment in forward_alone(inputs, taped, ZERO, GENERATION, arguments, head=False):
-        less = _kept(own if moment.operation in BEFORE_CACHE else 0)
+        less = _activations(own if moment.operation in BEFORE_CACHE else 0)
         yield Instant(
             GENERATION, f"{moment.operation} as it generates", fixed_form(moment.form, values) + retained - less
         )
 
 
-def _kept(size: int) -> Form:
+def _activations(size: int) -> Form:
     return constant_form(Part.ACTIVATIONS, size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from memplan.step.kept_by_loop import stream_form
+from memplan.step.alive_around_layers import stream_form
 from memplan.step.kernels.image_rows import named_features
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs

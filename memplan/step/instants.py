@@ -15,6 +15,21 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
+from memplan.step.alive_around_layers import (
+    called_again,
+    embedded_leaf,
+    escaped_form,
+    leaf_apart,
+    left_stretch,
+    let_go,
+    logits_of_loop,
+    named_embeddings,
+    named_input,
+    passed_on,
+    retained_graph,
+    returned_before,
+    stream_form,
+)
 from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.ends.head_on_tape import IN_PIECES
@@ -29,21 +44,6 @@ from memplan.step.head_instants import (
     tied_sum,
     waiting_form,
 )
-from memplan.step.kept_by_loop import (
-    called_again,
-    embedded_leaf,
-    escaped_form,
-    held_by_loop,
-    held_graph,
-    leaf_apart,
-    left_stretch,
-    let_go,
-    named_embeddings,
-    named_input,
-    passed_on,
-    returned_before,
-    stream_form,
-)
 from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
@@ -55,7 +55,7 @@ from memplan.step.playing.places import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
-from memplan.step.step_inputs import StepInputs, buffers, joined_ids, kept_arguments, rows_to_come, tables_of_graph
+from memplan.step.step_inputs import StepInputs, buffers, joined_ids, retained_arguments, rows_to_come, tables_of_graph
 from memplan.step.tapes.linear_forms import (
     EMBEDDING_DIRECT_INDICES,
     LATE_CHUNKS,
@@ -157,9 +157,9 @@ def step_on_tape(
 def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     """Return the closed forms of a training step."""
     setup = inputs.setup
-    resident = held_by_loop(setup, taped)
+    resident = logits_of_loop(setup, taped)
     passes = partial(_one_pass, inputs, taped)
-    candidates = tuple(i.around(resident) for i in step_instants(inputs, taped, passes, held_graph(inputs, taped)))
+    candidates = tuple(i.around(resident) for i in step_instants(inputs, taped, passes, retained_graph(inputs, taped)))
     return StepForms(candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula)
 
 
@@ -198,7 +198,7 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
     if config.gradient_accumulation_steps > 1:
         for instant in one_pass(constant_form(Part.GRADIENTS, inputs.gradient_bytes), "again"):
             yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
-    validated = held_by_loop(inputs.setup, taped) if inputs.setup.profile.loss in IN_PIECES else ZERO
+    validated = logits_of_loop(inputs.setup, taped) if inputs.setup.profile.loss in IN_PIECES else ZERO
     for instant in after_backward(inputs, taped, filled_bytes, validated):
         yield instant.around(graph)
 
@@ -266,7 +266,7 @@ def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[F
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
     """Yield the moments of forward; ``base`` is there throughout."""
-    base += held_graph(inputs, taped) + joined_ids(inputs.setup, forward=True)
+    base += retained_graph(inputs, taped) + joined_ids(inputs.setup, forward=True)
     yield from _forward(inputs, taped, played, base, leaf_apart(inputs, taped))
 
 
@@ -306,7 +306,7 @@ def _forward(
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
     called = is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
-    around += kept_arguments(inputs) - arguments - (ZERO if called else named)
+    around += retained_arguments(inputs) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     around -= named if called else ZERO

@@ -259,7 +259,7 @@ def tables_of_graph(inputs: StepInputs) -> Form:
     return rotary_tables(spec, setup, wide=inputs.regime.wide_tables) if forms else ZERO
 
 
-def kept_arguments(inputs: StepInputs) -> Form:
+def retained_arguments(inputs: StepInputs) -> Form:
     """Return what layers have been called with that checkpointing keeps, to call them again."""
     if inputs.setup.checkpointing == "none":
         return ZERO

@@ -11,7 +11,7 @@ import memplan
 from memplan.catalog.config_keys.parallel_keys import DeepSpeed, Parallel
 from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.step.engines.reduced_gradients import Buckets, Kept
+from memplan.step.engines.reduced_gradients import Buckets, WholeGradients
 from memplan.step.states.flat_partitions import FlatGroup, RankShare
 from memplan.step.states.model_states import model_states
 from memplan.step.states.partitioned_weights import partitions
@@ -54,16 +54,16 @@ def test_every_gradient_leaves_and_each_rank_ends_with_its_own(group, size, coun
     for name in reversed(group.names):
         assert bucket_bytes <= buckets.arrive(name).communication <= bucket_bytes + 2 * max(size, *group.sizes)
     buckets.end()
-    assert buckets.held.communication == 0
+    assert buckets.resident.communication == 0
     if not lingers:
-        assert buckets.held.gradients == max(share.gradient_bytes for share in shares)
+        assert buckets.resident.gradients == max(share.gradient_bytes for share in shares)
 
 
 def test_whole_gradients_stay_and_are_not_there_twice():
-    first = Kept({"a": 10, "b": 20}, 100, again=False)
-    assert (first.held.bytes, first.arrive("a").communication, first.held.gradients) == (0, 100, 10)
-    again = Kept({"a": 10, "b": 20}, 100, again=True)
-    assert (again.arrive("a").gradients, again.held.gradients) == (30, 30)
+    first = WholeGradients({"a": 10, "b": 20}, 100, again=False)
+    assert (first.resident.bytes, first.arrive("a").communication, first.resident.gradients) == (0, 100, 10)
+    again = WholeGradients({"a": 10, "b": 20}, 100, again=True)
+    assert (again.arrive("a").gradients, again.resident.gradients) == (30, 30)
 
 
 @pytest.mark.parametrize(("stage", "states"), [(1, 12), (2, 12)])

@@ -22,7 +22,7 @@ from memplan.plan.sizes.largest_model import fewest_devices
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.divided.sent_bytes import sent_bytes
 from memplan.step.states.model_states import model_states
-from memplan.step.states.parallel_shards import gathered_setup, held, shard, unit
+from memplan.step.states.parallel_shards import gathered_setup, rank_tensors, shard, unit
 from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB, format_bytes
@@ -61,7 +61,7 @@ def unsharded(catalog):
 def test_one_rank_holds_everything(unsharded, shape):
     tensor = ParameterTensor("w", shape, "hidden_matrix")
     assert shard(tensor, 1) == tensor
-    assert all(held((tensor,), setup) == (tensor,) for setup in unsharded)
+    assert all(rank_tensors((tensor,), setup) == (tensor,) for setup in unsharded)
 
 
 def test_a_shard_is_what_torch_gives_the_first_rank():
@@ -89,7 +89,10 @@ def test_each_matrix_of_an_adapter_is_a_flat_tensor_alone(catalog, apart):
     flat = FlatShards(use_orig_params=apart)
     setup = setup_of(catalog, Parallel(7, 3, engine="fsdp1", flat=flat), stack="trl", adapter=Adapter(rank=4))
     matrices = [ParameterTensor(f"m.layers.{{}}.q.lora_{part}.weight", (4, 100), "hidden_matrix", 3) for part in "AB"]
-    assert [tensor.shape for tensor in held(matrices, setup)] == [(58,), (58,)]  # of 400 elements, seven equal pieces
+    assert [tensor.shape for tensor in rank_tensors(matrices, setup)] == [
+        (58,),
+        (58,),
+    ]  # of 400 elements, seven equal pieces
     layer = [ParameterTensor("m.layers.{}.q.weight", (100, 100), "hidden_matrix", 3), *matrices]
     frozen = unit(layer, setup)
     assert (frozen.gathered_bytes, frozen.kept_bytes, frozen.reduced_bytes) == (2 * 7 * 1429, 0, 0)
@@ -100,7 +103,7 @@ def test_axolotl_shards_codes_in_bf16_and_leaves_their_scales_whole(catalog):
     config = TrainingConfig("", **NF4_OF_AXOLOTL, parallel=Parallel(8, 3), compute_dtype="bf16")
     setup = resolve(config, catalog, "test")
     matrix = ParameterTensor("layers.{}.q_proj.weight", (30, 128), "hidden_matrix", 2)
-    (own,) = held((matrix,), setup)
+    (own,) = rank_tensors((matrix,), setup)
     assert (own.shape, setup.format_names[own.role]) == ((120,), "bf16")  # 30 * 128 codes, four in an element, by 8
     assert unit((matrix,), setup).gathered_bytes == 8 * 120 * 2
     scales = model_states(setup, (matrix,), ()).weight_bytes - 2 * 120 * 2

@@ -6,7 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError
-from memplan.step.blocks.fused_adapters import kept_decoded_bytes
+from memplan.step.blocks.fused_adapters import decoded_weight_bytes
 
 STAGED = {"parallel.zero_stage": 3, "parallel.staged_codes": True}
 DECODED = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192) * 2
@@ -20,7 +20,7 @@ def planned(**keys):
 
 def test_functions_keep_decoded_weights_of_every_layer_though_layers_are_computed_again():
     fused, apart = planned(), planned(**{"kernels.adapters": "composite"})
-    assert kept_decoded_bytes(fused.memory.model, fused.memory.setup) == DECODED
+    assert decoded_weight_bytes(fused.memory.model, fused.memory.setup) == DECODED
     assert fused.instants["loss backward"] - apart.instants["loss backward"] == DECODED
     assert fused.memory.persistent_bytes == apart.memory.persistent_bytes
     assert any("lora_mlp_kernel: false" in line for line in fused.memory.assumptions)

@@ -15,7 +15,7 @@ from memplan.errors import CannotAnswerError
 from memplan.report.json_schemas import schema_of
 from memplan.solver.layouts import layout_search
 from memplan.solver.layouts.arms import NOTABLE
-from memplan.solver.layouts.degrees import Asked, layouts, share
+from memplan.solver.layouts.degrees import LayoutSpace, layouts, share
 from memplan.solver.search.cluster import Cluster
 
 SMALL = memplan.Shapes(
@@ -58,7 +58,7 @@ def test_the_front_is_what_trying_everything_finds(searched, device):
     for spot in sorted(tried, key=lambda one: one.time.token_femtoseconds):
         if not expected or spot.upper_bytes <= expected[-1].upper_bytes * (NOTABLE - 1) // NOTABLE:
             expected.append(spot)
-    assert [row.spot for row in answer.found.rows] == expected
+    assert [row.spot for row in answer.front.rows] == expected
     assert len(expected) > 2
 
 
@@ -68,7 +68,7 @@ def test_each_row_saved_and_planned_again_has_the_same_bytes(searched, device, c
         again = memplan.plan(shapes=SMALL, gpu=device, config=row.training, catalog=catalog).memory.by_share
         assert again is None or again.upper_bytes == row.upper_bytes
         assert row.verdict == "fits"
-    for found in answer.found.rows:
+    for found in answer.front.rows:
         apart = found.plan.apart_bytes  # of a CUDA graph, which a search leaves out
         upper, expected = found.plan.upper_bytes - apart, found.plan.device_bytes - apart
         assert (upper, expected) == (found.spot.upper_bytes, found.spot.device_bytes)
@@ -86,7 +86,7 @@ def test_json_is_what_its_schema_says_and_names_stack_degrees_and_traffic(search
 @given(gpus=st.integers(1, 20_000), per_node=st.sampled_from((1, 4, 8, 72)))
 def test_every_layout_uses_all_gpus_and_shares_matrices_within_a_node(catalog, gpus, per_node):
     stack = catalog.stack("torchtitan")
-    for config in layouts(TrainingConfig(""), stack, Asked(gpus, per_node)):
+    for config in layouts(TrainingConfig(""), stack, LayoutSpace(gpus, per_node)):
         parallel = config.parallel
         assert parallel.data * share(parallel) == gpus
         assert per_node % parallel.tensor == 0

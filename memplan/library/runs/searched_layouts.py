@@ -14,11 +14,11 @@ from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
-from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, cluster_asked
+from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, requested_cluster
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
-from memplan.solver.layouts.degrees import AXES, Asked
-from memplan.solver.layouts.layout_search import FoundLayouts, LayoutRequest, find_layouts
+from memplan.solver.layouts.degrees import AXES, LayoutSpace
+from memplan.solver.layouts.layout_search import LayoutFront, LayoutRequest, find_layouts
 
 CONFIG = "mixed-adamw"
 """What several GPUs train with where nothing is said: fp32 weights and states that are divided, products in bf16."""
@@ -39,13 +39,13 @@ class Layouts(Answer):
         catalog: What names were looked up in.
     """
 
-    found: FoundLayouts
+    front: LayoutFront
     catalog: Catalog
 
     @cached_property
     def rows(self) -> tuple[Plan, ...]:
         """The plans; the ``training`` of each can be given back as ``config``."""
-        return tuple(Plan(row.plan, self.catalog) for row in self.found.rows)
+        return tuple(Plan(row.plan, self.catalog) for row in self.front.rows)
 
     @property
     def verdict(self) -> Verdict:
@@ -56,7 +56,7 @@ class Layouts(Answer):
         """Return the answer of ``memplan suggest --gpus``; ``strict`` was the search's."""
         from memplan.report.layouts.layouts_answer import layouts_document
 
-        return layouts_document(self.found, self.catalog.hash if full else "", unit)
+        return layouts_document(self.front, self.catalog.hash if full else "", unit)
 
 
 def searches_layouts(given: ModelGiven, options: JobOptions) -> bool:
@@ -95,11 +95,11 @@ def suggest_layouts(model: ModelGiven = None, **options: Unpack[SearchOptions]) 
         raise InvalidFileError(["gpus: several GPUs share a job; give their number"])
     device, catalog = inputs.device(), inputs.catalog
     bases = tuple(_bases(inputs, options.get("min_sequence") or 1))
-    cluster = cluster_asked(device, catalog, options)
-    requested = Asked(inputs.gpus, cluster.per_node, _fixed_degrees(inputs, bases[0]), inputs.config is not None)
+    cluster = requested_cluster(device, catalog, options)
+    requested = LayoutSpace(inputs.gpus, cluster.per_node, _fixed_degrees(inputs, bases[0]), inputs.config is not None)
     request = LayoutRequest(
         bases=bases,
-        asked=requested,
+        space=requested,
         cluster=cluster,
         fixed=tuple(path[0] for path in keys_set(inputs)),
         min_batch=options.get("min_batch") or 1,

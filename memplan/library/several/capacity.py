@@ -229,11 +229,11 @@ def _ways(inputs: JobInputs, model: Model, count: int) -> list[TrainingSetup]:
     setup = inputs.setup(model, gpus=count)
     if count == 1 or "tensor" not in setup.stack.divides:
         return [setup]
-    from memplan.solver.layouts.degrees import AXES, Asked, layouts
+    from memplan.solver.layouts.degrees import AXES, LayoutSpace, layouts
     from memplan.solver.search.cluster import GPUS_PER_NODE
     from memplan.training.resolution.resolve_config import resolve
 
-    requested = Asked(count, GPUS_PER_NODE, fixed=set(AXES) - {"tensor", "sequence"})
+    requested = LayoutSpace(count, GPUS_PER_NODE, fixed=set(AXES) - {"tensor", "sequence"})
     rest = (config for config in layouts(setup.config, setup.stack, requested) if config.parallel.tensor > 1)
     return [setup, *(resolve(config, inputs.catalog, setup.name) for config in rest)]
 

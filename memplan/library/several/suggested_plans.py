@@ -137,7 +137,7 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         strict=options.get("strict", False),
         most=options.get("most") or 5,
         host_bytes=None if host is None else parse_bytes(host),
-        cluster=cluster_asked(device, inputs.catalog, options),
+        cluster=requested_cluster(device, inputs.catalog, options),
         parallels=parallels(base.parallel, inputs.gpus, fixed=divided),
     )
     search = suggestions(known, request, device, inputs.catalog)
@@ -160,7 +160,7 @@ def _refuse_unsearched(setup: TrainingSetup) -> None:
         raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")
 
 
-def cluster_asked(device: Device, catalog: Catalog, options: SearchOptions) -> Cluster:
+def requested_cluster(device: Device, catalog: Catalog, options: SearchOptions) -> Cluster:
     """Return where several GPUs are: the nodes and the network that were named, else eight GPUs of the vendor's own.
 
     Raises:

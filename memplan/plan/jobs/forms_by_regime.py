@@ -21,7 +21,7 @@ from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
-from memplan.step.states.partitioned_weights import held_states
+from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Coefficients, Part, Pieces, constant_form, fixed_form, quantities
 from memplan.step.tapes.played import Instant, dominant
@@ -94,7 +94,7 @@ class FormsByRegime:
         setup, states = generating_setup(self.setup), self.states
         if setup is not self.setup:  # nothing is cast for products
             adapters = adapter_tensors(self.model, setup)
-            states = held_states(setup, self.model.inventory, adapters, self.model.spec.hidden_size)
+            states = rank_model_states(setup, self.model.inventory, adapters, self.model.spec.hidden_size)
 
         def tapes(rows: int, tokens: int) -> tuple[StepInputs, ModelOnTape, Sequence[int]]:
             regime = regime_of(self.model, setup, rows, tokens)

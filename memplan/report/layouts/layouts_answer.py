@@ -13,7 +13,7 @@ from memplan.units import format_bytes, format_count
 if TYPE_CHECKING:
     from memplan.catalog.config_keys.parallel_keys import Parallel
     from memplan.plan.memory_plan import MemoryPlan
-    from memplan.solver.layouts.layout_search import FoundLayouts, LayoutRow
+    from memplan.solver.layouts.layout_search import LayoutFront, LayoutRow
 
 SECOND = 10**12
 MOST_REASONS = 3
@@ -27,14 +27,14 @@ WHAT_OVERLAPS = (
 )
 
 
-def layouts_document(result: FoundLayouts, catalog_hash: str, unit: str) -> Document:
+def layouts_document(result: LayoutFront, catalog_hash: str, unit: str) -> Document:
     """Return the front, or what comes nearest.
 
     Args:
         catalog_hash: For the JSON.
         unit: Unit of bytes in tables.
     """
-    cluster, requested = result.request.cluster, result.request.asked
+    cluster, requested = result.request.cluster, result.request.space
     data: dict[str, Any] = {
         "schema": "memplan/layouts/1",
         "gpus": requested.gpus,
@@ -59,7 +59,7 @@ def layouts_document(result: FoundLayouts, catalog_hash: str, unit: str) -> Docu
     return Document(data, (*blocks, _sentence(result, unit)))
 
 
-def _row_data(row: LayoutRow, result: FoundLayouts, catalog_hash: str) -> dict[str, Any]:
+def _row_data(row: LayoutRow, result: LayoutFront, catalog_hash: str) -> dict[str, Any]:
     """Return one answer: a plan, and what the search says of it besides."""
     time, parallel = row.spot.time, row.spot.config.parallel
     return plan_data(row.plan, catalog_hash) | {
@@ -88,9 +88,9 @@ def _row_data(row: LayoutRow, result: FoundLayouts, catalog_hash: str) -> dict[s
     }
 
 
-def _heading(result: FoundLayouts, unit: str) -> tuple[str, ...]:
+def _heading(result: LayoutFront, unit: str) -> tuple[str, ...]:
     request, cluster = result.request, result.request.cluster
-    gpus = request.asked.gpus
+    gpus = request.space.gpus
     nodes = -(-gpus // cluster.per_node)
     where = (
         f"{nodes:,} nodes of {cluster.per_node}, {cluster.network or 'no network known'} between"
@@ -116,7 +116,7 @@ def sharding(parallel: Parallel) -> str:
     return f"fsdp2{groups}" if parallel.zero_stage else "ddp"
 
 
-def _memory_table(result: FoundLayouts, unit: str) -> Table:
+def _memory_table(result: LayoutFront, unit: str) -> Table:
     rows = []
     for rank, row in enumerate(result.rows, 1):
         config, plan = row.spot.config, row.plan
@@ -139,7 +139,7 @@ def _memory_table(result: FoundLayouts, unit: str) -> Table:
     return Table(headers, tuple(rows))
 
 
-def _time_table(result: FoundLayouts, unit: str) -> Table:
+def _time_table(result: LayoutFront, unit: str) -> Table:
     rows = []
     for rank, row in enumerate(result.rows, 1):
         time = row.spot.time
@@ -198,15 +198,15 @@ def _own_words(plan: MemoryPlan) -> str:
     return f"{plan.setup.stack.name}: {', '.join(said)}"
 
 
-def _left_out(result: FoundLayouts) -> tuple[str, ...]:
+def _left_out(result: LayoutFront) -> tuple[str, ...]:
     shown = [f"Left out: {reason}" for reason in result.left_out[:MOST_REASONS]]
     more = len(result.left_out) - MOST_REASONS
     return (*shown, *([f"... and {more} more; --json has them"] if more > 0 else []))
 
 
-def _sentence(result: FoundLayouts, unit: str) -> str:
+def _sentence(result: LayoutFront, unit: str) -> str:
     row = result.rows[0]
-    plan, gpus = row.plan, result.request.asked.gpus
+    plan, gpus = row.plan, result.request.space.gpus
     needs = f"{format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}"
     return (
         f"{VERDICT_WORDS[plan.verdict]}: {plan.model.spec.name} fits on {gpus:,} x {result.device.name}; the fastest takes up to {needs} "
@@ -214,11 +214,11 @@ def _sentence(result: FoundLayouts, unit: str) -> str:
     )
 
 
-def _miss_sentence(result: FoundLayouts, miss: MemoryPlan, unit: str) -> str:
+def _miss_sentence(result: LayoutFront, miss: MemoryPlan, unit: str) -> str:
     parallel, over = miss.setup.config.parallel, format_bytes(miss.upper_bytes - miss.usable_bytes, unit)
     tensor = f"tensor {parallel.tensor}{' with sequence' if parallel.sequence else ''}, " if parallel.tensor > 1 else ""
     return (
-        f"NO: none of {result.layouts} layouts of {result.request.asked.gpus:,} x {result.device.name} fits. The nearest miss needs up to "
+        f"NO: none of {result.layouts} layouts of {result.request.space.gpus:,} x {result.device.name} fits. The nearest miss needs up to "
         f"{format_bytes(miss.upper_bytes, unit)}, {over} too much: {tensor}data {parallel.data}, {sharding(parallel)}, "
         f"{miss.setup.config.checkpointing_words} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}."
     )

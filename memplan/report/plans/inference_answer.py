@@ -25,7 +25,7 @@ class ServedAnswer:
 
     model: Model
     device: Device
-    asked: Mapping[str, Any]  # ``context``, ``concurrency``, ``kv_dtype``, ``weights`` and ``engine``
+    request: Mapping[str, Any]  # ``context``, ``concurrency``, ``kv_dtype``, ``weights`` and ``engine``
     served: Served
     largest_context: int
     largest_concurrency: int
@@ -39,10 +39,10 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
     head = (
         f"{WORDS[served.verdict]:<6} {format_bytes(total, unit)} expected, {format_bytes(served.upper_bytes, unit)} "
         f"worst case, {format_bytes(served.usable_bytes, unit)} usable",
-        f"       {answer.device.name}, served, engine {answer.asked['engine']}",
-        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))}), weights {answer.asked['weights']}, "
-        f"cache {answer.asked['kv_dtype']},",
-        f"       context {answer.asked['context']:,}, concurrency {answer.asked['concurrency']:,}",
+        f"       {answer.device.name}, served, engine {answer.request['engine']}",
+        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))}), weights {answer.request['weights']}, "
+        f"cache {answer.request['kv_dtype']},",
+        f"       context {answer.request['context']:,}, concurrency {answer.request['concurrency']:,}",
     )
     rows = [*served.components.items(), ("device", total)]
     table = Table(
@@ -50,8 +50,8 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
         tuple((name, format_bytes(size, unit), f"{100 * size / total:.1f} %") for name, size in rows),
     )
     reach = (
-        f"largest context at concurrency {answer.asked['concurrency']:,}: {answer.largest_context:,} tokens",
-        f"largest concurrency at context {answer.asked['context']:,}: {answer.largest_concurrency:,} sequences",
+        f"largest context at concurrency {answer.request['concurrency']:,}: {answer.largest_context:,} tokens",
+        f"largest concurrency at context {answer.request['context']:,}: {answer.largest_concurrency:,} sequences",
     )
     failed = served.verdict == "no" or (strict and served.verdict == "tight")
     blocks = (head, table, reach, tuple(f"Assumed: {note}" for note in answer.notes))
@@ -89,7 +89,7 @@ def _data(answer: ServedAnswer, catalog_hash: str) -> dict[str, Any]:
             "memory_bytes": answer.device.memory_bytes,
             "usable_bytes": served.usable_bytes,
         },
-        "inference": dict(answer.asked),
+        "inference": dict(answer.request),
         "components": [{"name": name, "bytes": size} for name, size in served.components.items()],
         "device_bytes": served.device_bytes,
         "upper_bytes": served.upper_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.in_short import experts_format, kept_decoded, rows_alone, runs_text_alone
+from memplan.plan.in_short import decoded_weights_note, experts_format, rows_alone, runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS
@@ -201,7 +201,7 @@ def _notes(plan: MemoryPlan) -> Iterator[str]:
     """Yield what a reader has to know of the answer besides."""
     if words := rows_alone(plan):
         yield f"Note: {words}"
-    if words := kept_decoded(plan):
+    if words := decoded_weights_note(plan):
         yield f"Note: {words}"
     yield from card_notes(plan)
 

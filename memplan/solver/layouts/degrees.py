@@ -19,7 +19,7 @@ from memplan.step.states.parallel_shards import FULLY_SHARDED
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LayoutSpace:
     """What layouts are asked for."""
 
     gpus: int  # GPUs in all
@@ -28,7 +28,7 @@ class Asked:
     own_precision: bool = True  # Whether dtypes stay as they are, too, where an engine wants others
 
 
-Axis = Callable[[TrainingConfig, Stack, Asked], Iterator[TrainingConfig]]
+Axis = Callable[[TrainingConfig, Stack, LayoutSpace], Iterator[TrainingConfig]]
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -47,21 +47,21 @@ def share(parallel: Parallel) -> int:
     return parallel.tensor * parallel.pipeline * parallel.context
 
 
-def _tensor(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
+def _tensor(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield every number of GPUs of a node that may share each layer's matrices."""
     for degree in divisors(requested.gpus) if "tensor" in stack.divides else (1,):
         if degree == 1 or (degree <= requested.per_node and requested.per_node % degree == 0):
             yield _with(config, tensor=degree)
 
 
-def _sequence(config: TrainingConfig, stack: Stack, _: Asked) -> Iterator[TrainingConfig]:
+def _sequence(config: TrainingConfig, stack: Stack, _: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield whether these share what lies between the matrices too."""
     yield config
     if config.parallel.tensor > 1 and "sequence" in stack.divides:
         yield _with(config, sequence=True)
 
 
-def _sharding(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
+def _sharding(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield what data parallel GPUs divide: everything or nothing, and DeepSpeed's stages where the stack runs it."""
     for stage in (FULLY_SHARDED,) if "tensor" in stack.divides else (FULLY_SHARDED, 0):
         yield _with(config, zero_stage=stage)
@@ -73,7 +73,7 @@ def _sharding(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterato
         yield _with(config, engine="deepspeed", zero_stage=stage)
 
 
-def _groups(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
+def _groups(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield how many groups may each divide everything anew, two GPUs at least in each."""
     yield config
     parallel = config.parallel
@@ -91,7 +91,7 @@ AXES: Mapping[str, Axis] = {
 """Key of ``parallel`` -> what it may be."""
 
 
-def layouts(config: TrainingConfig, stack: Stack, requested: Asked) -> Iterator[TrainingConfig]:
+def layouts(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield a config with every layout of so many GPUs; what is left by the degrees is data parallel.
 
     Args:

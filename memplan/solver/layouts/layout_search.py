@@ -14,7 +14,7 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.layouts.arms import UNNAMED, Arm, Refusal, Spot, front, nearest_miss, reason
-from memplan.solver.layouts.degrees import Asked, layouts
+from memplan.solver.layouts.degrees import LayoutSpace, layouts
 from memplan.solver.layouts.step_time import StepClock
 from memplan.solver.search.axes import BATCHES
 from memplan.solver.search.cluster import Cluster, rates_among
@@ -29,7 +29,7 @@ class LayoutRequest:
     """What is searched."""
 
     bases: tuple[TrainingConfig, ...]  # Configs to share out, each of a stack of its own
-    asked: Asked  # How many GPUs, and what is fixed of their layout
+    space: LayoutSpace  # How many GPUs, and what is fixed of their layout
     cluster: Cluster  # Where they are
     fixed: tuple[str, ...] = ()  # Keys of the configs that stay as they are, besides those of ``parallel``
     min_batch: int = 1  # Smallest micro-batch
@@ -59,7 +59,7 @@ class LayoutRow:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundLayouts:
+class LayoutFront:
     """The front, or the nearest miss."""
 
     model: Model
@@ -73,7 +73,7 @@ class FoundLayouts:
     rates_of: str  # The GPU whose rates the times are of
 
 
-def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> FoundLayouts:
+def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> LayoutFront:
     """Return how so many GPUs best share a job.
 
     Args:
@@ -90,10 +90,10 @@ def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: 
     refusals = search.refusals | {reason(arm.refusal): arm.refusal for arm in arms if arm.refusal is not None}
     if not rows and miss is None:
         error = next(iter(refusals.values()))
-        told = f"no layout of {request.asked.gpus:,} GPUs can be planned: {reason(error)}"
-        raise InvalidFileError([told]) if isinstance(error, InvalidFileError) else CannotAnswerError(told)
+        message = f"no layout of {request.space.gpus:,} GPUs can be planned: {reason(error)}"
+        raise InvalidFileError([message]) if isinstance(error, InvalidFileError) else CannotAnswerError(message)
     counts = search.layouts, len(arms), tuple(refusals)
-    return FoundLayouts(model, device, request, rows, miss, *counts, search.rates.source)
+    return LayoutFront(model, device, request, rows, miss, *counts, search.rates.source)
 
 
 class _Search:
@@ -109,7 +109,7 @@ class _Search:
         """Yield every layout with every kind of checkpointing."""
         for base in self.request.bases:
             stack = self.catalog.stack(base.stack)
-            for config in self._noted(layouts(base, stack, self.request.asked)):
+            for config in self._noted(layouts(base, stack, self.request.space)):
                 self.layouts += 1
                 for way in _checkpointing(config, stack, self.request.fixed):
                     yield from self._noted(self._arm(one) for one in (replace(config, activation_checkpointing=way),))

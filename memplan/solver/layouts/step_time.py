@@ -53,7 +53,7 @@ class StepClock:
         self.plan, self.cluster, self.rates = plan, cluster, rates
         work = work_of(plan.own, plan.setup, plan.states)
         self.sent, self.among = sent_by_group(plan.setup, plan.own.inventory, plan.states.gradient_bytes)
-        retained = kept_share(plan.own.spec, plan.setup.config.parallel.tensor, plan.setup.config.parallel.sequence)
+        retained = saved_share(plan.own.spec, plan.setup.config.parallel.tensor, plan.setup.config.parallel.sequence)
         self.work: Work = replace(work, sent_bytes=0, stream_bytes=int(work.stream_bytes * retained))
         self.update: UpdateWork = update_work(plan.setup, plan.states)
         trained = (entry for entry in plan.states.tensors if entry.trainable)
@@ -103,7 +103,7 @@ class StepClock:
         return replace(self.rates, peer_bytes=rate).peer_traffic(sent)
 
 
-def kept_share(own: ModelSpec, ranks: int, sequence: bool) -> Fraction:
+def saved_share(own: ModelSpec, ranks: int, sequence: bool) -> Fraction:
     """Return what a GPU keeps of a layer's saved tensors where several share its matrices.
 
     Args:

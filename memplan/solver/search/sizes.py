@@ -30,7 +30,7 @@ from memplan.solver.search.timing import (
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import tensor_temporaries, trained_kinds
 from memplan.step.states.parallel_shards import bucket_bytes
-from memplan.step.states.partitioned_weights import held_states
+from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -107,7 +107,7 @@ class Sizes:
         """Return the states of a setup, equal tensors merged."""
         if self._adapters is None:
             self._adapters = merged(adapter_tensors(self.model, setup))
-        return held_states(setup, self._inventory, self._adapters, self.model.spec.hidden_size)
+        return rank_model_states(setup, self._inventory, self._adapters, self.model.spec.hidden_size)
 
     def resolved(self, state: StateChoice) -> tuple[TrainingSetup, ModelStates]:
         """Return a combination with its names looked up, and its states; both are the same for every pass.

@@ -41,7 +41,7 @@ class Builder:
         self.weights = weights
         self.compute = settings.compute_bytes
         self.tape = Tape()
-        self.held: list[Value] = []
+        self.named_values: list[Value] = []
         self.named: list[Value] = []
 
     def weight(self, name: str) -> Weight:

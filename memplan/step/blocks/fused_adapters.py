@@ -35,7 +35,7 @@ def run_together(name: str) -> list[str]:
     return [f"{part}.{other}" for names in TOGETHER if own in names for other in names] or [name]
 
 
-def kept_decoded_bytes(model: Model, setup: TrainingSetup) -> int:
+def decoded_weight_bytes(model: Model, setup: TrainingSetup) -> int:
     """Return the weights that functions were given decoded, and keep from forward to the end of backward; 0 where they are given codes.
 
     Source:

@@ -17,10 +17,10 @@ from functools import cached_property
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
+from memplan.step.alive_around_layers import logits_of_loop
 from memplan.step.behind_forward import EVALUATION
 from memplan.step.fused.compiled_layer import refuse_compiled_layers
 from memplan.step.instants import StepForms, step_instants
-from memplan.step.kept_by_loop import held_by_loop
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.playing.section import SavedTensor
@@ -237,7 +237,7 @@ class CompiledModel:
 
 def compile_compiled_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     """Return the closed forms of a training step whose model torch compiles."""
-    model, resident = CompiledModel(inputs, taped), held_by_loop(inputs.setup, taped)
+    model, resident = CompiledModel(inputs, taped), logits_of_loop(inputs.setup, taped)
     candidates = [i for i in step_instants(inputs, taped, model.one_pass) if i.name != EVALUATION]
     candidates += model.evaluation(resident) if inputs.setup.config.evaluation else ()
     around = tuple(i.around(resident) for i in candidates)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
-from memplan.step.engines.reduced_gradients import Buckets, Gradients, Held, Kept
+from memplan.step.alive_around_layers import escaped_form, graph_of_loss
+from memplan.step.engines.reduced_gradients import Buckets, EngineBytes, Gradients, WholeGradients
 from memplan.step.head_instants import root_form, tied_sum
 from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
-from memplan.step.kept_by_loop import escaped_form, graph_of_loss
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
@@ -103,8 +103,8 @@ class EnginePass:
             yield replace(moment, name="end of backward")
         yield from self.tied(self, following, around + waits)
         for moment in leaf_instants(inputs, taped, around):
-            yield following.with_held(moment)
-        if not isinstance(gradients, Kept):
+            yield following.with_resident(moment)
+        if not isinstance(gradients, WholeGradients):
             last = Instant("end of backward", "reduction of the last bucket", around)
             yield besides(last, gradients.end())
 
@@ -128,7 +128,7 @@ class EnginePass:
 def forward_beside(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
     """Yield the moments of forward, beside which nothing changes."""
     for moment in forward_instants(walk.inputs, walk.taped, played, ZERO):
-        yield following.with_held(moment)
+        yield following.with_resident(moment)
 
 
 def tied_gradients(walk: EnginePass, following: Following, around: Form) -> Iterator[Instant]:
@@ -138,7 +138,7 @@ def tied_gradients(walk: EnginePass, following: Following, around: Form) -> Iter
         return
     waits = constant_form(Part.GRADIENTS, walk.taped.head.delayed_bytes)
     for moment in tied_sum(walk.inputs, walk.taped, around, "layer"):
-        yield following.with_held(moment)
+        yield following.with_resident(moment)
     formed = constant_form(Part.GRADIENTS, weight.formed_bytes)
     arrived = Instant("end of backward", f"{weight.name} gradient", around - waits + formed)
     yield following.arrive(weight.name, arrived)
@@ -187,7 +187,9 @@ class EngineStep:
         config = self.inputs.setup.config
         several, stage = config.gradient_accumulation_steps > 1, config.parallel.zero_stage
         leaves = stage == 2 or (self._count == 2 and not several)
-        yield from self._pass.instants(self._buckets(last=not several) if leaves else self._kept(again=False))
+        yield from self._pass.instants(
+            self._buckets(last=not several) if leaves else self._whole_gradients(again=False)
+        )
         if stage == 1 and not leaves and not several:
             yield self._reduced_at_the_end()
         if several:
@@ -196,7 +198,7 @@ class EngineStep:
             elif self._count == 2:
                 second = self._buckets().with_whole(sum(self._sizes.values()))
             else:
-                second = self._kept(again=True)
+                second = self._whole_gradients(again=True)
                 yield replace(self._reduced_at_the_end(), name="second backward")
             for instant in self._pass.instants(second):
                 yield replace(instant, name="second backward", operation=f"{instant.operation} ({instant.name})")
@@ -213,8 +215,8 @@ class EngineStep:
         leaves = NORM_BYTES * last if self.inputs.setup.steps_on_host else None
         return Buckets(self.groups, self.shares, lingers=stage == 1, copies=self._copies, leaves=leaves, **sizes)
 
-    def _kept(self, *, again: bool) -> Kept:
-        return Kept(self._sizes, self._size * self._width * self._count, again=again)
+    def _whole_gradients(self, *, again: bool) -> WholeGradients:
+        return WholeGradients(self._sizes, self._size * self._width * self._count, again=again)
 
     def _reduced_at_the_end(self) -> Instant:
         """Return the fullest moment of reducing gradients that have stayed whole, in the order of the model."""
@@ -251,19 +253,19 @@ class Following:
         """
         if number < 0:
             self.forget()
-        yield from self.told(parts, self.walk(parts, number, own), around)
+        yield from self.named_moments(parts, self.walk(parts, number, own), around)
 
-    def walk(self, parts: tuple[Segment, ...], number: int, own: str = "") -> list[tuple[Held, Held]]:
+    def walk(self, parts: tuple[Segment, ...], number: int, own: str = "") -> list[tuple[EngineBytes, EngineBytes]]:
         """Return what is there besides, before each mark of a part and at it."""
         resident = []
         for _, _, mark in parts:
-            before = self._gradients.held
+            before = self._gradients.resident
             at = before if mark is None else self._gradients.arrive(numbered(mark.name or own, number), mark.kind)
             resident.append((before, at))
         return resident
 
-    def told(
-        self, parts: tuple[Segment, ...], resident: list[tuple[Held, Held]], around: Form
+    def named_moments(
+        self, parts: tuple[Segment, ...], resident: list[tuple[EngineBytes, EngineBytes]], around: Form
     ) -> Iterator[tuple[str, Instant]]:
         """Yield the moments of a part that was walked through, and the instants that they name."""
         for place, ((moments, marked, _), (before, at)) in enumerate(zip(parts, resident, strict=True)):
@@ -273,22 +275,22 @@ class Following:
             if marked is not None and self._is_more(2 * place + 1, at):
                 yield marked.name, besides(marked.around(around), at)
 
-    def _is_more(self, place: int, resident: Held) -> bool:
+    def _is_more(self, place: int, resident: EngineBytes) -> bool:
         if resident.bytes <= self._most.get(place, -1):
             return False
         self._most[place] = resident.bytes
         return True
 
-    def with_held(self, moment: Instant) -> Instant:
+    def with_resident(self, moment: Instant) -> Instant:
         """Return a moment with the buckets and gradients that are there."""
-        return besides(moment, self._gradients.held)
+        return besides(moment, self._gradients.resident)
 
     def arrive(self, name: str, moment: Instant) -> Instant:
         """Return the moment at which a gradient is taken in."""
         return besides(moment, self._gradients.arrive(name))
 
 
-def besides(moment: Instant, resident: Held) -> Instant:
+def besides(moment: Instant, resident: EngineBytes) -> Instant:
     """Return a moment with what is there besides."""
     form = moment.form + constant_form(Part.TEMPORARIES, resident.communication)
     return replace(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
+from memplan.step.alive_around_layers import embedded_leaf, graph_of_loss, leaf_apart, named_embeddings, retained_graph
 from memplan.step.behind_forward import EVALUATION, behind_forward
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
@@ -28,10 +29,9 @@ from memplan.step.engines.engine_step import (
 )
 from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
 from memplan.step.engines.module_visits import Modules
-from memplan.step.engines.reduced_gradients import Held
+from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.head_instants import TIED_SUM
 from memplan.step.instants import StepForms, saved_by_layers
-from memplan.step.kept_by_loop import embedded_leaf, graph_of_loss, held_graph, leaf_apart, named_embeddings
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
@@ -40,7 +40,7 @@ from memplan.step.playing.recomputation import Mark
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.partitioned_weights import Partitions, partitions
 from memplan.step.states.single_tensors import in_layers
-from memplan.step.step_inputs import StepInputs, buffers, kept_arguments, tables_of_graph
+from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
 from memplan.step.tapes.played import Instant
 from memplan.step.units.host_memory import FP32_BYTES
@@ -58,17 +58,17 @@ class _Listed:
 
     def __init__(self, modules: Modules) -> None:
         self.visits: list[Visit] = []
-        self.held = Held(0, 0)
+        self.resident = EngineBytes(0, 0)
         self._modules = modules
 
-    def arrive(self, name: str, kind: str = "gradient") -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
         """Take down what begins."""
         self.visits += begun(self._modules, name, kind)
-        return self.held
+        return self.resident
 
-    def end(self) -> Held:
+    def end(self) -> EngineBytes:
         """Return nothing."""
-        return self.held
+        return self.resident
 
 
 def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
@@ -128,15 +128,15 @@ class GatheredGradients:
         self._elements = self._waiting = 0
 
     @property
-    def held(self) -> Held:
+    def resident(self) -> EngineBytes:
         """What is there between two marks."""
-        return Held(self._gathered.bytes, self._rules.gradient_bytes + self._waiting)
+        return EngineBytes(self._gathered.bytes, self._rules.gradient_bytes + self._waiting)
 
-    def arrive(self, name: str, kind: str = "gradient") -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
         """Take in what is marked."""
         if kind == "gradient":
             return self._take(name)
-        before = self.held
+        before = self.resident
         if kind == "saved":
             self._gathered.hold(self._modules.parameters(name))
             return before
@@ -148,18 +148,18 @@ class GatheredGradients:
             for module, parameters in self._modules.ends(way, name):
                 self._gathered.release(module, parameters, backward=way == "backward")
         most = max((self._gathered.fetch() for _ in begun(self._modules, name, kind)), default=0)
-        return max(before, Held(most, before.gradients), key=lambda resident: resident.bytes)
+        return max(before, EngineBytes(most, before.gradients), key=lambda resident: resident.bytes)
 
-    def end(self) -> Held:
+    def end(self) -> EngineBytes:
         """Reduce what is left, and let go of what is gathered still."""
         most = self._reduce()
         self._gathered.end()
         return most
 
-    def _take(self, name: str) -> Held:
+    def _take(self, name: str) -> EngineBytes:
         """Take the gradient of a parameter into the bucket, which is reduced first where it has no room."""
         elements, rules = self._sizes[name], self._rules
-        most = self.held
+        most = self.resident
         if self._elements + elements > rules.bucket and self._names:
             most = self._reduce()
         self._names.append(name)
@@ -167,9 +167,9 @@ class GatheredGradients:
         self._elements += elements
         return most
 
-    def _reduce(self) -> Held:
+    def _reduce(self) -> EngineBytes:
         """Return the most that is there: all gradients of the bucket interleaved in a tensor, with the padding of each."""
-        sizes, ranks, before = [self._sizes[name] for name in self._names], self._rules.ranks, self.held
+        sizes, ranks, before = [self._sizes[name] for name in self._names], self._rules.ranks, self.resident
         padded = [ranks * ceil_div(size, ranks) for size in sizes]
         copies = self._rules.copies or self._elements > self._rules.bucket
         in_place = not copies or sizes == padded[:1] or not sizes
@@ -177,7 +177,7 @@ class GatheredGradients:
         if self._leaving is not None:
             copied += self._leaving.most([size // ranks for size in padded], self._rules.width)
         self._names, self._elements, self._waiting = [], 0, 0
-        return Held(before.communication + copied, before.gradients)
+        return EngineBytes(before.communication + copied, before.gradients)
 
 
 class GatheredStep:
@@ -237,7 +237,7 @@ class GatheredStep:
             if instant.name == "gradient clipping":
                 continue  # its norm is a part of the step
             if instant.name == EVALUATION:  # which gathers no more than a forward that trains
-                instant = besides(instant, Held(most, 0))
+                instant = besides(instant, EngineBytes(most, 0))
             yield instant.around(graph) if instant.name == "optimizer step" else instant
 
 
@@ -262,28 +262,28 @@ def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) 
     inputs, taped = walk.inputs, walk.taped
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     named, apart = named_embeddings(inputs, taped), leaf_apart(inputs, taped)
-    around = held_graph(inputs, taped) + arguments + tables_of_graph(inputs)
+    around = retained_graph(inputs, taped) + arguments + tables_of_graph(inputs)
     for _, moment in following.through(walk.embedding.forward, around):
         yield replace(moment, name="forward")
     around += apart + named + played.embedding.saved
-    walked: list[tuple[int, int, list[tuple[Held, Held]]]] = []
+    walked: list[tuple[int, int, list[tuple[EngineBytes, EngineBytes]]]] = []
     for kind, run in zip(taped.kinds, taped.runs, strict=True):
         for number in range(run.first, run.first + run.count):
             walked.append((kind, number, following.walk(walk.layers[kind].forward, number)))
             around += played.layers[kind].saved
-    head = around + kept_arguments(inputs) - arguments - named
+    head = around + retained_arguments(inputs) - arguments - named
     for kind in set(taped.kinds):
         below = around
         following.forget()
         for other, _, helds in reversed(walked):
             below -= played.layers[other].saved
             if other == kind:
-                for _, moment in following.told(walk.layers[kind].forward, helds, below):
+                for _, moment in following.named_moments(walk.layers[kind].forward, helds, below):
                     yield replace(moment, name="forward")
     for _, moment in following.through(walk.head.forward, head):
         yield replace(moment, name="forward")
     for moment in behind_forward(inputs, taped, head + played.head.saved):
-        yield following.with_held(moment)
+        yield following.with_resident(moment)
 
 
 def _refuse(inputs: StepInputs, rules: Partitions) -> None:

@@ -22,7 +22,7 @@ from memplan.step.states.flat_partitions import FlatGroup, Piece, RankShare
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class EngineBytes:
     """What is there besides a model's own tensors."""
 
     communication: int  # Buckets and copies
@@ -38,17 +38,17 @@ class Gradients(Protocol):
     """What becomes of the gradients of one backward."""
 
     @property
-    def held(self) -> Held:
+    def resident(self) -> EngineBytes:
         """What is there between two of them."""
 
-    def arrive(self, name: str, kind: str = "gradient") -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
         """Take in the gradient of a parameter, or what else is marked; return the most that is there besides it meanwhile."""
 
-    def end(self) -> Held:
+    def end(self) -> EngineBytes:
         """Take in what is left; return the most that is there meanwhile."""
 
 
-class Kept:
+class WholeGradients:
     """Gradients that stay whole, as under ZeRO 1 until the last micro-step has run backward.
 
     Args:
@@ -59,19 +59,19 @@ class Kept:
 
     def __init__(self, sizes: Mapping[str, int], bucket_bytes: int, *, again: bool) -> None:
         self._sizes, self._bucket_bytes, self._again = sizes, bucket_bytes, again
-        self.held = Held(bucket_bytes, sum(sizes.values())) if again else Held(0, 0)
+        self.resident = EngineBytes(bucket_bytes, sum(sizes.values())) if again else EngineBytes(0, 0)
 
-    def arrive(self, name: str, kind: str = "gradient") -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
         """Keep the gradient of a parameter, or add it to the one that is there."""
         del kind
-        before = self.held
+        before = self.resident
         if not self._again:
-            self.held = Held(self._bucket_bytes, before.gradients + self._sizes[name])
-        return Held(self._bucket_bytes, before.gradients)
+            self.resident = EngineBytes(self._bucket_bytes, before.gradients + self._sizes[name])
+        return EngineBytes(self._bucket_bytes, before.gradients)
 
-    def end(self) -> Held:
+    def end(self) -> EngineBytes:
         """Keep what is there."""
-        return self.held
+        return self.resident
 
 
 class Buckets:
@@ -107,28 +107,28 @@ class Buckets:
         self._elements = self._waiting = self._whole = self._lingering = 0
         self._before, self._zeros = [0] * len(shares), [0] * len(shares)
         self._own: dict[int, int] = {} if leaves is None else dict.fromkeys(range(len(shares)), 0)
-        self.held = Held(0, 0)
+        self.resident = EngineBytes(0, 0)
 
     def with_own(self) -> Buckets:
         """Return the same where ranks have gradients of micro-steps before, as many as of this one."""
         self._before = [share.gradient_bytes + share.zeros_bytes for share in self._shares]
-        self.held = self._now()
+        self.resident = self._now()
         return self
 
     def with_whole(self, size: int) -> Buckets:
         """Return the same where whole gradients of so many bytes are there, which leave as they arrive; and the buckets."""
         self._whole = size
-        self.held = Held(self._bucket_bytes, size)
+        self.resident = EngineBytes(self._bucket_bytes, size)
         return self
 
-    def _now(self, *, buckets: bool = False) -> Held:
+    def _now(self, *, buckets: bool = False) -> EngineBytes:
         """Return what is there: on the rank that has the most."""
         resident = zip(range(len(self._shares)), self._before, self._zeros, strict=True)
         own = max(before + zeros + self._own.get(rank, 0) for rank, before, zeros in resident)
         gradients = self._whole + self._waiting + self._lingering + own
-        return Held(self._bucket_bytes if buckets else 0, gradients)
+        return EngineBytes(self._bucket_bytes if buckets else 0, gradients)
 
-    def arrive(self, name: str, kind: str = "gradient") -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
         """Take in the gradient of a parameter; return the most that is there besides it meanwhile."""
         del kind
         elements = sum(size for _, size in self._pieces[name])
@@ -139,18 +139,18 @@ class Buckets:
         self._elements += elements
         self._waiting = elements * self._width if elements > self._size else 0
         self._whole -= min(self._whole, elements * self._width)
-        self.held = self._now(buckets=True)
+        self.resident = self._now(buckets=True)
         return most
 
-    def end(self) -> Held:
+    def end(self) -> EngineBytes:
         """Reduce what is left, and make zeros of what has no gradient; the buckets go."""
         most = self._reduce()
         self._lingering = 0
         self._zeros = [share.zeros_bytes for share in self._shares]
-        self.held = self._now()
+        self.resident = self._now()
         return max(most, self._now(buckets=True), key=lambda resident: resident.bytes)
 
-    def _reduce(self) -> Held:
+    def _reduce(self) -> EngineBytes:
         """Return the most that is there: with a copy of the gradients, or with those that ranks have copied for themselves."""
         copied, before = self._copied(), self._now(buckets=True)
         owners = {rank for name in self._names for rank, _ in self._pieces[name]}
@@ -159,13 +159,15 @@ class Buckets:
         after = self._now(buckets=True)
         if self._leaves:
             leaving = self._leaves * max((size for name in self._names for size in self._owned(name)), default=0)
-            after = Held(after.communication, after.gradients + leaving)
+            after = EngineBytes(after.communication, after.gradients + leaving)
         if self._lingers:
             self._lingering += self._waiting
             for rank in owners if self._waiting else ():
                 self._own[rank] -= self._waiting
         self._names, self._elements, self._waiting = [], 0, 0
-        return max(after, Held(before.communication + copied, before.gradients), key=lambda resident: resident.bytes)
+        return max(
+            after, EngineBytes(before.communication + copied, before.gradients), key=lambda resident: resident.bytes
+        )
 
     def _owned(self, name: str) -> list[int]:
         """Return the pieces of a parameter that its owners have."""

@@ -13,7 +13,7 @@ from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.kernels.family_code import FamilyCode, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.step_inputs import StepInputs, kept_arguments, tables_of_graph
+from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity
 
 
@@ -39,7 +39,7 @@ class ModelArguments:
         for quantity, storage in embedding.named:
             self._named.setdefault(quantity, []).append(storage)
         every = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
-        retained = kept_arguments(inputs)
+        retained = retained_arguments(inputs)
         self._stream.of("activations")
         for quantity in (Quantity.POSITIONS, Quantity.SCORES):
             stays, size = (form.coefficient(Part.ACTIVATIONS, quantity) for form in (retained, every))

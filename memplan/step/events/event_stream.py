@@ -125,9 +125,9 @@ class PlayedSection:
         return self._events.keeps_output
 
     @property
-    def kept(self) -> dict[str, int]:
+    def gradient_storages(self) -> dict[str, int]:
         """The weights whose gradients stay, by name, and their storages."""
-        return {name: self.name(storage) for name, storage in self._events.kept}
+        return {name: self.name(storage) for name, storage in self._events.gradient_storages}
 
     @property
     def escaped(self) -> list[int]:

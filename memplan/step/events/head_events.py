@@ -137,7 +137,9 @@ class ChunkedLoss:
             part.backward(stream.allocate(LOSS_BYTES), libraries, use_up)
             if part.leaving != NO_STORAGE:
                 rows.append(part.leaving)
-            self._gradients.add(part.kept, sums, first_sum=part is self._parts[-2] if self._chunks > 1 else False)
+            self._gradients.add(
+                part.gradient_storages, sums, first_sum=part is self._parts[-2] if self._chunks > 1 else False
+            )
         stream.free_all(self._losses)
         return self._gradients.joined(self._rows, rows), self._gradients.stored(sums, use_up)
 

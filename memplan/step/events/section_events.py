@@ -35,7 +35,7 @@ class SectionEvents:
     keeps_output: bool
     arriving: int  # The gradient of its output, which another part has allocated and this one frees
     leaving: int  # The gradient of ``entry``, for the part before
-    kept: tuple[tuple[str, int], ...]  # Name of each weight whose gradient stays -> its storage
+    gradient_storages: tuple[tuple[str, int], ...]  # Name of each weight whose gradient stays -> its storage
     products: tuple[Places, Places]  # Places of libraries' first products, in forward and in backward
     used_up: UsedUp = ()  # Gradients that are used up within backward, and where among its events
     escaped: tuple[int, ...] = ()  # What nodes hold as attributes until the graph of the loss goes
@@ -89,7 +89,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
     backward, in_backward = recorder.cut()
     escaped = player.escaping_storages()
     leaf = _leaf(player)
-    backward += recorder.rest([leaving, *recorder.kept.values(), *escaped, *leaf])
+    backward += recorder.rest([leaving, *recorder.gradient_storages.values(), *escaped, *leaf])
     events = SectionEvents(
         storages=tuple(recorder.storages),
         forward=tuple([2 * player.escaped.get(code >> 1, code >> 1) + (code & 1) for code in forward]),
@@ -100,7 +100,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         keeps_output=recorder.keeps_output,
         arriving=arriving,
         leaving=leaving,
-        kept=tuple(recorder.kept.items()),
+        gradient_storages=tuple(recorder.gradient_storages.items()),
         products=(in_forward, in_backward),
         used_up=recorder.used_up(),
         escaped=escaped,
@@ -149,7 +149,7 @@ def forward_events(section: Section) -> SectionEvents:
         keeps_output=recorder.keeps_output,
         arriving=NO_STORAGE,
         leaving=NO_STORAGE,
-        kept=(),
+        gradient_storages=(),
         products=(in_forward, ()),
         returned=_returned(tape, forward),
     )

@@ -181,7 +181,7 @@ class StepPlayer:
             if place == 1:
                 self.stream.begin("layers backward")
             part.backward(gradient, self._libraries["backward"], partial(self._use_up, number))
-            self._keep(part.kept, number, waiting, mode)
+            self._keep(part.gradient_storages, number, waiting, mode)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
             if len(parts) - place - 2 == lowest and not self._called_again:
                 self.stream.free_all(arguments.staying)

@@ -24,7 +24,7 @@ from memplan.step.states.update_algorithms import RULES, kinds, makes_nothing, s
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tensors.state_slots import is_exempt, slot_bytes
 from memplan.step.tensors.tensor_states import TensorStates
-from memplan.step.tensors.update_kernels import has_fused_kernel, kept_slots
+from memplan.step.tensors.update_kernels import has_fused_kernel, slots_of_class
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import ceil_div
 
@@ -154,7 +154,7 @@ class Updates:
         slots = optimizer.exempt_slots if is_exempt(optimizer, shape) else optimizer.slots
         sizes = [
             (slot, slot_bytes(slot, shape, own))
-            for slot in kept_slots(entry.stepper or "", slots)
+            for slot in slots_of_class(entry.stepper or "", slots)
             if slot.dimensions != ("more" if len(shape) < 2 else "one")
             and (slot.device == "device" or (slot.device == "device-if-fused" and fused))
         ]

@@ -263,7 +263,7 @@ def _moments(
 
 def _ends(program: Program, order: Schedule) -> dict[int, list[str]]:
     """Return what has its memory until a step of an order, and no longer."""
-    last, stays = program.last_reads(order.order), program.kept() | {name for _, name in order.taken}
+    last, stays = program.last_reads(order.order), program.outliving() | {name for _, name in order.taken}
     for step, number in enumerate(order.order):
         kernel = program.kernels[number]
         if kernel.kind == "called":  # all that it returns is there until the last part of it is taken

@@ -125,15 +125,15 @@ class RankSizes:
 class LayerPart:
     """Half of a layer, its norm included: bytes that it keeps, and the most that its backward takes beyond all that is kept below and with it."""
 
-    kept: int
+    saved: int
     backward: int
 
 
 def layer_sizes(rank: RankSizes, layer: Layer) -> tuple[int, int]:
     """Return what a layer keeps of a micro-batch, and the most that its backward takes beyond."""
     attention, feed = _attention(rank, layer), _feed_forward(rank, layer)
-    retained = attention.kept + feed.kept
-    backward = max(feed.backward, attention.backward - feed.kept)
+    retained = attention.saved + feed.saved
+    backward = max(feed.backward, attention.backward - feed.saved)
     if rank.batch.whole_layers:
         return rank.stream, retained + backward
     return retained, backward

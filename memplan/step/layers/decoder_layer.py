@@ -53,7 +53,7 @@ def layer_section(
     entry = given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     entry.leaf = leaf
     output = layer_output(builder, entry, layer)
-    builder.tape.touch(*builder.held)
+    builder.tape.touch(*builder.named_values)
     return Section(builder.tape, entry, output)
 
 
@@ -82,9 +82,9 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         with builder.tape.alive(x):
             return builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
     first = normed(x, 0)
-    builder.held += [first] if code.names_norm else []
+    builder.named_values += [first] if code.names_norm else []
     part = builder.dropped(attention_part(builder, first, layer))
-    builder.held += [part] if code.names_attention else []
+    builder.named_values += [part] if code.names_attention else []
     x = added(x, part)
     with builder.tape.alive(x):
         return added(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
@@ -142,7 +142,7 @@ def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
     with tape.alive(named):
         part = attention_part(builder, named, layer)
         part = normed(part) if after else part
-        builder.held.append(part)
+        builder.named_values.append(part)
         if layer.placement == "parallel":
             named = named if alone else normed(x)
             total = builder.add(part, x)

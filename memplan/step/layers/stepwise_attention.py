@@ -45,10 +45,10 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
         else:
             with tape.alive(*unmasked):
                 shifted = weights = _probabilities(builder, scores, own)
-        builder.held.append(weights)
+        builder.named_values.append(weights)
         with tape.alive(shifted, weights):
             weights = builder.dropped(weights, builder.settings.attention_dropout)
-            builder.held.append(weights)
+            builder.named_values.append(weights)
             if code.own_scores:
                 tape.returned = weights
             read, value = builder.lowered(weights), builder.lowered(value)

@@ -28,7 +28,7 @@ class _Chunk:
 
     product: Sizes  # Copies of its rows and of the head, and its logits
     entropy: Sizes  # Log-probabilities, their exponentials and the product of both, beside logits
-    kept: Sizes  # Copies that the product's backward reads
+    copies: Sizes  # Copies that the product's backward reads
     formed: int  # What else the head's gradient of one chunk takes until it has the weight's dtype
     formed_again: int  # The same beside the sum of those of other chunks
 
@@ -67,7 +67,7 @@ def token_chunk_cross_entropy(
         tape.apply("choose rows", [(cut, NEW)], rows, [order], traits=copied)
         with tape.alive(rows, labels):
             point = _step(builder, "head of a chunk", rows, chunk.product, [(ONE, formed)], (rows, labels), own)
-            point = _step(builder, "loss of a chunk", point, chunk.entropy, [*chunk.kept, *chunk.entropy, *summed])
+            point = _step(builder, "loss of a chunk", point, chunk.entropy, [*chunk.copies, *chunk.entropy, *summed])
             point = _step(builder, "head of a chunk again", point, (), [*chunk.product, *summed])
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("mean", [(point, NEW)], loss, traits=SAVES_NOTHING)

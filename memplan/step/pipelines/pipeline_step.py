@@ -19,7 +19,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward
 from memplan.step.instants import StepForms, saved_by_layers
 from memplan.step.pipelines.rank_memory import RankMemory
-from memplan.step.pipelines.rank_timeline import Held, moments_of
+from memplan.step.pipelines.rank_timeline import StageStates, moments_of
 from memplan.step.pipelines.stage_layers import layers_of_stages
 from memplan.step.ranks.chunked_head import chunk_losses
 from memplan.step.ranks.sharded_forward import rows_of_head, with_gathered
@@ -52,7 +52,7 @@ def compile_pipeline_step(
     step = sharded_step(whole, setup, states, regime)
     step = replace(step, inputs=replace(step.inputs, optimizer=_largest_update(setup, states, step, layers)))
     rank = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel))
-    retained = rank.kept_gradients()
+    retained = rank.reduced_gradient_sizes()
     behind = rank.received + constant_form(Part.GRADIENTS, sum(retained) - states.gradient_bytes)
     candidates = [*_all_instants(rank), *(one.around(behind) for one in after_backward(step.inputs, step.taped, 0))]
     return StepForms(
@@ -89,13 +89,13 @@ def _all_instants(rank: RankMemory) -> Iterator[Instant]:
             yield Instant(one.name, one.operation, one.form, one.communication or there, one.reduces)
 
 
-def _gather(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
+def _gather(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
     """Yield the moment at which the last unit of a stage that is gathered as a whole is copied out of its buffer."""
     size = sum(unit.copied_bytes for unit in rank.units_of(stage))
     yield with_gathered("forward", "gather of a stage", rank.around(resident), size)
 
 
-def _forward(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
+def _forward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
     """Yield the forward of a micro-batch: of the first and the last layer, whose units are gathered one after another the first time."""
     step, size, gathers, done = rank.step, rank.sizes[stage], not rank.has_gathered(stage, resident), 0
     around, layer, unit = rank.around(resident) + rank.entered(stage), rank.layer, rank.step.units[0]
@@ -125,7 +125,7 @@ def _forward(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
         yield moment.around(around - rank.logits * resident.outputs, "forward")
 
 
-def _chunks(rank: RankMemory, resident: Held, around: Form) -> Iterator[Instant]:
+def _chunks(rank: RankMemory, resident: StageStates, around: Form) -> Iterator[Instant]:
     """Yield the last stage's norm and its loss over chunks, which run backward too; norm and head are gathered first.
 
     Args:
@@ -147,7 +147,7 @@ def _chunks(rank: RankMemory, resident: Held, around: Form) -> Iterator[Instant]
         yield replace(moment, name="forward")
 
 
-def _backward(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
+def _backward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
     """Yield the backward of a micro-batch, whose gradients are summed: those of the stage's first are the sums."""
     step, size, first = rank.step, rank.sizes[stage], not resident.summed[rank.own.index(stage)]
     played = step.played_as("first" if first or rank.converts else "again")
@@ -178,7 +178,7 @@ def _backward(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]
         yield from _summing(rank, step.first, around, there, first=first)
 
 
-def _head_backward(rank: RankMemory, resident: Held, saved: Form, *, first: bool) -> Iterator[Instant]:
+def _head_backward(rank: RankMemory, resident: StageStates, saved: Form, *, first: bool) -> Iterator[Instant]:
     """Yield the backward of loss and head, or of the norm alone whose loss has run backward before.
 
     Args:
@@ -215,7 +215,7 @@ def _summing(rank: RankMemory, unit: Unit, around: Form, summed: int, *, first: 
         yield Instant("backward", "sum of gradients", around + constant_form(Part.GRADIENTS, summed + most))
 
 
-def _reduce(rank: RankMemory, stage: int, resident: Held) -> Iterator[Instant]:
+def _reduce(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
     """Yield the reduction of a stage's gradients, unit by unit, each of whose weights is let go of before."""
     step, around, units = rank.step, rank.around(resident), list(rank.units_of(stage))
     yield Instant("gradient reduction", "start", around)

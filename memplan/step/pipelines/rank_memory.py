@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from memplan.model.inventory import inventory_of
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, stages_of
-from memplan.step.pipelines.rank_timeline import Held, Tail, moments_of
+from memplan.step.pipelines.rank_timeline import StageStates, Tail, moments_of
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import Unit, unit
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
@@ -110,7 +110,7 @@ class RankMemory:
         """The last stage of the pipeline."""
         return len(self.sizes) - 1
 
-    def has_gathered(self, stage: int, resident: Held) -> bool:
+    def has_gathered(self, stage: int, resident: StageStates) -> bool:
         """Tell whether a stage's weights are gathered."""
         return resident.gathered[self.own.index(stage)]
 
@@ -153,7 +153,7 @@ class RankMemory:
         summed = self.norm.reduced_bytes * tail.summed
         return step.tail.gathered_bytes * tail.gathered + pending, retained + summed
 
-    def gathered_bytes(self, resident: Held) -> int:
+    def gathered_bytes(self, resident: StageStates) -> int:
         """Return the weights that are gathered before an action, and what is there of buffers."""
         total = 0
         for index, units in enumerate(self.units):
@@ -162,7 +162,7 @@ class RankMemory:
             total += sum(unit.gathered_bytes for unit in units) * resident.gathered[index]
         return total
 
-    def around(self, resident: Held) -> Form:
+    def around(self, resident: StageStates) -> Form:
         """Return what is there before an action."""
         form, gradients = self.received, 0
         for index, stage in enumerate(self.own):
@@ -179,7 +179,7 @@ class RankMemory:
         form += constant_form(Part.TEMPORARIES, self.gathered_bytes(resident))
         return form + constant_form(Part.GRADIENTS, gradients)
 
-    def kept_gradients(self) -> tuple[int, ...]:
+    def reduced_gradient_sizes(self) -> tuple[int, ...]:
         """Return the sizes of the tensors that hold the rank's gradients from their reduction on.
 
         Where the norm's and the head's have been reduced together after the head's alone, the norm's are a view of a tensor

@@ -34,7 +34,7 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StageStates:
     """What there is before an action; tuples have one number for each of a rank's stages."""
 
     pairs: tuple[int, ...]  # Micro-batches that have run forward and not backward
@@ -48,9 +48,9 @@ class Held:
 
 
 @lru_cache(maxsize=256)
-def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, Held], ...]:
+def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, StageStates], ...]:
     """Return what a rank does with what there is before: of what is done alike, where no stage has fewer in flight."""
-    alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, Held]]] = {}
+    alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, StageStates]]] = {}
     for action, resident in _all_moments(rank, parallel):
         rest = (action.kind, action.stage, replace(resident, pairs=(), waiting=()))
         alike.setdefault(rest, {}).setdefault((*resident.pairs, *resident.waiting), (action, resident))
@@ -66,7 +66,7 @@ def _highest(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return chosen
 
 
-def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]:
+def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageStates]]:
     """Yield all that a rank does in a step, each with what there is before."""
     own, named = stages_of(rank, parallel), parallel.order in ONE_STAGE
     place = {stage: index for index, stage in enumerate(own)}
@@ -77,7 +77,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, Held]]
     tail, last = Tail(), parallel.pipeline * parallel.virtual - 1
     for action in actions_of(rank, parallel):
         index = place[action.stage]
-        resident = Held(
+        resident = StageStates(
             tuple(pairs),
             tuple(waiting),
             tuple(gathered),

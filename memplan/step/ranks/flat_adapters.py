@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from memplan.step.engines.engine_step import Segment, Segments, engine_pass
 from memplan.step.engines.gathered_step import walked_forward
 from memplan.step.engines.module_visits import FIRST, SECOND
-from memplan.step.engines.reduced_gradients import Held
+from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.playing.recomputation import ACTIVATION
 from memplan.step.ranks.sharded_units import Pass, ShardedStep
 from memplan.step.states.parallel_shards import Unit
@@ -115,11 +115,11 @@ class FlatGathers:
         self._root_narrow = step.first.copying_bytes
 
     @property
-    def held(self) -> Held:
+    def resident(self) -> EngineBytes:
         """What is there between two marks."""
-        return Held(self._communication, self._gradients)
+        return EngineBytes(self._communication, self._gradients)
 
-    def arrive(self, name: str, kind: str = "gradient") -> Held:
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
         """Take in what is marked; return the most that is there besides meanwhile."""
         most = self._communication + self._root_narrow
         self._root_narrow = 0
@@ -135,11 +135,11 @@ class FlatGathers:
             most = max(most, self._reach(name))
         elif kind == "left backward" and name in self._handles and not self._is_adapter(name):
             self._leaving = name
-        return Held(most, self._gradients)
+        return EngineBytes(most, self._gradients)
 
-    def end(self) -> Held:
+    def end(self) -> EngineBytes:
         """Let go of all that is gathered still."""
-        most = self.held
+        most = self.resident
         self._communication = 0
         return most
 
@@ -221,16 +221,16 @@ class FlatGathers:
         self._reshard(name)
         return max(most, self._gather_ahead(name)) if self._prefetch == "post" else most
 
-    def _reduce(self, name: str) -> Held:
+    def _reduce(self, name: str) -> EngineBytes:
         """Take in the gradient of an adapter's matrix, which is copied into a flat tensor and reduced; return the most meanwhile."""
         module = name.rpartition(".")[0]
         unit, of = self._handles[module].unit, self._of
         before = self._gradients
-        copied = Held(self._communication, before + unit.reduced_bytes * (not of.beside))
+        copied = EngineBytes(self._communication, before + unit.reduced_bytes * (not of.beside))
         most = self._let_go(module)
         if not of.reduces:
             self._gradients += unit.reduced_bytes * (not of.beside)
-            return max(copied, Held(most, self._gradients), key=lambda resident: resident.bytes)
+            return max(copied, EngineBytes(most, self._gradients), key=lambda resident: resident.bytes)
         self._gradients += unit.kept_bytes - unit.reduced_bytes * of.beside
-        reduced = Held(self._communication, before + unit.kept_bytes + unit.narrow_bytes)
-        return max(copied, Held(most, before), reduced, key=lambda resident: resident.bytes)
+        reduced = EngineBytes(self._communication, before + unit.kept_bytes + unit.narrow_bytes)
+        return max(copied, EngineBytes(most, before), reduced, key=lambda resident: resident.bytes)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from memplan.step.head_instants import head_backward, tied_sum
 from memplan.step.model_on_tape import PlayedModel
-from memplan.step.ranks.sharded_forward import instant_with, leaf_kept, rows_of_head, with_gathered
+from memplan.step.ranks.sharded_forward import instant_with, leaf_output, rows_of_head, with_gathered
 from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import tables_of_graph
@@ -62,7 +62,7 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
         yield with_gathered(instant.name, instant.operation, instant.form, root)
     for instant in played.embedding.backward:
         yield instant_with(instant.around(around, _END), root)
-    around += leaf_kept(step) - constant_form(Part.GRADIENTS, waiting)
+    around += leaf_output(step) - constant_form(Part.GRADIENTS, waiting)
     yield from _put_together(step.first, (_END, around, step.whole_of_first), root, 0, of)
 
 

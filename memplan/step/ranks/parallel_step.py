@@ -20,10 +20,17 @@ from collections.abc import Iterator
 from functools import partial
 
 from memplan.model.model import Model
+from memplan.step.alive_around_layers import (
+    called_again,
+    embedded_leaf,
+    escaped_form,
+    let_go,
+    logits_of_loop,
+    passed_on,
+)
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.head_instants import head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
-from memplan.step.kept_by_loop import called_again, embedded_leaf, escaped_form, held_by_loop, let_go, passed_on
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
@@ -32,8 +39,8 @@ from memplan.step.ranks.sharded_forward import (
     evaluated,
     forward,
     instant_with,
-    leaf_kept,
     leaf_of,
+    leaf_output,
     rows_of_head,
     with_gathered,
 )
@@ -59,7 +66,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     """
     step = sharded_step(model, setup, states, regime)
     inputs = step.inputs
-    resident = held_by_loop(setup, step.taped)
+    resident = logits_of_loop(setup, step.taped)
     candidates = tuple(
         instant.around(resident) for instant in step_instants(inputs, step.taped, partial(_passes, step))
     )
@@ -234,7 +241,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     before = name if step.reentrant else before
     if step.apart:
         over, under = over or step.tail, under or step.first
-    root, waiting = step.held_bytes, over.reduced_bytes if over and of.reduces else 0
+    root, waiting = step.root_weight_bytes, over.reduced_bytes if over and of.reduces else 0
     next_gathered = under.buffer_bytes if under else 0
     ahead = next_gathered + (under.cast_bytes if under else 0)
     arrived = step.arrived
@@ -251,7 +258,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and name != step.end_instant:
         gone = passed_on(step.inputs) - called_again(step.inputs) - let_go(step.inputs, 1)
-        name, around = step.end_instant, around + leaf_kept(step) - gone
+        name, around = step.end_instant, around + leaf_output(step) - gone
         resident = root + waiting + own.gathered_bytes + next_gathered
         yield with_gathered(name, "gradients of the first layer", around + arrived + gradients, resident)
     if not of.reduces:
@@ -272,7 +279,7 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     """
     communication = step.first.gathered_bytes + (step.units[0].reduced_bytes if of.reduces else 0)
     formed = around
-    around += leaf_kept(step)
+    around += leaf_output(step)
     reached = step.taped.leaf is not None or step.first.reduced_bytes  # by backward, whose hook copies it
     if not step.stays and step.apart and reached:
         gathered = communication + step.first.copying_bytes

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memplan.step.alive_around_layers import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.behind_forward import behind_forward
 from memplan.step.divided.divided_ends import FORWARD_BYTES
 from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
-from memplan.step.kept_by_loop import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.cross_entropy import COMPILED
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.step_inputs import kept_arguments, tables_of_graph
+from memplan.step.step_inputs import retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.played import BEHIND_REGION, Instant
 
@@ -46,7 +46,7 @@ def leaf_of(step: ShardedStep) -> Form:
     return ZERO if saves_leaf(step.inputs, step.taped) else embedded_leaf(step.inputs, step.taped)
 
 
-def leaf_kept(step: ShardedStep) -> Form:
+def leaf_output(step: ShardedStep) -> Form:
     """Return the output of a frozen embedding that layers have saved, when they have let go of it: a leaf stays."""
     return embedded_leaf(step.inputs, step.taped) - leaf_of(step)
 
@@ -64,7 +64,7 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     forward ends. The model's own logits stay until the loss is known.
     """
     played, runs = step.played, step.taped.runs
-    resident, stream = step.held_bytes, step.taped.embedding.output
+    resident, stream = step.root_weight_bytes, step.taped.embedding.output
     x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
     around = base + arguments_of(step)
     first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
@@ -106,13 +106,13 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
     """
     for index, (run, kind, own) in enumerate(zip(step.taped.runs, step.taped.kinds, step.units, strict=True)):
         part = step.played.layers[kind]
-        gathered = step.held_bytes + (own.gathered_bytes if step.flat else own.copied_bytes)
+        gathered = step.root_weight_bytes + (own.gathered_bytes if step.flat else own.copied_bytes)
         for position in dict.fromkeys((0, run.count - 1)):
             below = around + part.saved * position
             if run is step.taped.runs[0] and position == 0:
                 below -= entered
             if step.flat:
-                before = step.held_bytes + step.staying(index, position + 1)
+                before = step.root_weight_bytes + step.staying(index, position + 1)
                 yield with_gathered("forward", "gather of a layer", below + entry_of(step), before + own.copied_bytes)
             for moment in part.forward:
                 resident = gathered + step.staying(index, position + 1)
@@ -122,7 +122,7 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
 
 def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
-    around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
+    around += retained_arguments(step.inputs) + tables_of_graph(step.inputs)
     buffer = step.tail if step.apart and not step.head_by_hand else step.last
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
         gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
@@ -133,7 +133,7 @@ def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 def _loss_on_both_sides(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield norm, head and the model's own loss inside the root, which has let go of all buffers before the trainer forms another."""
-    around += kept_arguments(step.inputs) + tables_of_graph(step.inputs)
+    around += retained_arguments(step.inputs) + tables_of_graph(step.inputs)
     gathered = step.tail.gathered_bytes + step.last.buffer_bytes
     for moment in step.played.head.forward:
         inside = moment.name != BEHIND_REGION
@@ -158,7 +158,7 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
-    resident, tail, stream = step.held_bytes, step.tail.gathered_bytes, step.taped.embedding.output
+    resident, tail, stream = step.root_weight_bytes, step.tail.gathered_bytes, step.taped.embedding.output
     x, around = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient), around + arguments_of(step)
     first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("evaluation", "copy of the first layer", around + x, first)

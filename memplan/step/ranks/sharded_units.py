@@ -132,7 +132,7 @@ class ShardedStep:
         return sum(entry.formed_bytes * entry.tensor.count for entry in self.inputs.states.tensors)
 
     @property
-    def held_bytes(self) -> int:
+    def root_weight_bytes(self) -> int:
         """Whole weights that are there while layers run: those of the root."""
         return 0 if self.apart and not self.stays else self.first.gathered_bytes
 

@@ -9,7 +9,7 @@ from memplan.catalog.entries import Optimizer
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
-from memplan.step.states.parallel_shards import ADAPTER, held, is_coded, is_sharded, is_whole, shards_codes
+from memplan.step.states.parallel_shards import ADAPTER, is_coded, is_sharded, is_whole, rank_tensors, shards_codes
 from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import (
     TensorStates,
@@ -53,7 +53,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         raise CannotAnswerError(setup.unmodelled[0])
     frozen = setup.config.adapter is not None
     inventory = libraries_inventory(inventory, setup)
-    own, added = with_saved_alone(held(inventory, setup), setup), held(adapters, setup)
+    own, added = with_saved_alone(rank_tensors(inventory, setup), setup), rank_tensors(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
     narrow |= _staged_codes(inventory, own, setup) | _never_reached(own, setup)
     kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)

@@ -94,7 +94,7 @@ def shards_codes(setup: TrainingSetup) -> bool:
     return setup.stack.sharded_units == "axolotl" and setup.config.parallel.engine == "torch"
 
 
-def held(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventory:
+def rank_tensors(inventory: Iterable[ParameterTensor], setup: TrainingSetup) -> Inventory:
     """Return the tensors that one rank holds: shards, or everything."""
     parallel = setup.config.parallel
     if not is_sharded(parallel):

@@ -149,7 +149,7 @@ def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-def held_states(
+def rank_model_states(
     setup: TrainingSetup, inventory: Inventory, adapters: Iterable[ParameterTensor], hidden_size: int
 ) -> ModelStates:
     """Return the states that one rank has of a model under any engine; its tensors are whole where an engine cuts them up.

@@ -39,8 +39,8 @@ class EventRecorder:
         "_references",
         "_updates",
         "codes",
+        "gradient_storages",
         "keeps_output",
-        "kept",
         "storages",
     )
 
@@ -48,7 +48,7 @@ class EventRecorder:
         self.storages: list[Storage | Reduction] = list(storages)
         self.codes: list[int] = []
         self._references: dict[int, int] = {}
-        self.kept: dict[str, int] = {}
+        self.gradient_storages: dict[str, int] = {}
         self._products: dict[str, int] = {}
         self._updates: list[tuple[int, str, int]] = []
         self.keeps_output = True
@@ -126,11 +126,11 @@ class EventRecorder:
 
     def keep(self, name: str, storage: int) -> None:
         """Note that a weight's gradient stays in a storage."""
-        self.kept[name] = storage
+        self.gradient_storages[name] = storage
 
     def hand_on(self, name: str, storage: int) -> None:
         """Leave a weight's gradient to be added up by others."""
-        self.kept[name] = storage
+        self.gradient_storages[name] = storage
 
     def store(self, weight: Weight, mode: Mode, formed: int) -> None:
         """Store, add or leave to be used up a weight's gradient, which has just been formed.

@@ -122,7 +122,7 @@ class Program(NamedTuple):
                 last[roots.get(name, name)] = step
         return last
 
-    def kept(self) -> set[str]:
+    def outliving(self) -> set[str]:
         """Return what has memory and outlives the program."""
         roots = self.roots()
         return {roots.get(name, name) for name in self.stays}
@@ -205,7 +205,7 @@ class _Graph:
         the most that was estimated.
         """
         free: dict[tuple[str, int], list[tuple[int, str]]] = {}
-        alive, last, retained = self.timeline(order), self.program.last_reads(order), self.program.kept()
+        alive, last, retained = self.timeline(order), self.program.last_reads(order), self.program.outliving()
         most, kernels = self.estimate(order), self.program.kernels
         ends: dict[int, list[str]] = {}
         there: set[str] = set()

@@ -177,13 +177,13 @@ class Tape:
 
     def saved_storages(self) -> dict[int, None]:
         """Return the storages that operations save for backward, each once."""
-        return dict.fromkeys(storage for node in self.nodes for storage in node.held)
+        return dict.fromkeys(storage for node in self.nodes for storage in node.retained)
 
     def saved_tensors(self) -> list[tuple[str, Quantity, int, Part]]:
         """Return (operation, quantity, coefficient, part) of every storage saved, by the first operation that saves it."""
         first: dict[int, str] = {}
         for node in self.nodes:
-            for storage in node.held:
+            for storage in node.retained:
                 first.setdefault(storage, node.name)
         return [(name, self.storages[s][1], self.storages[s][2], self.storages[s][0]) for s, name in first.items()]
 

@@ -108,7 +108,7 @@ class Node:
     attributes: tuple[int, ...] = ()  # Storages that its node has as attributes, until the graph goes
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def retained(self) -> tuple[int, ...]:
         """Storages that stay behind forward, however it holds them."""
         return (*self.saved, *self.attributes)
 

@@ -7,7 +7,7 @@ from math import prod
 
 from memplan.catalog.entries import Optimizer, StateSlot
 from memplan.errors import CannotAnswerError
-from memplan.step.tensors.update_kernels import Stepper, has_fused_kernel, kept_slots
+from memplan.step.tensors.update_kernels import Stepper, has_fused_kernel, slots_of_class
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -37,7 +37,7 @@ def state_bytes(
         fused: Whether a fused kernel keeps step counters on the device.
     """
     slots = optimizer.exempt_slots if is_exempt(optimizer, shape) else optimizer.slots
-    return _slots_bytes(kept_slots(kind, slots), shape, own_bytes, fused)
+    return _slots_bytes(slots_of_class(kind, slots), shape, own_bytes, fused)
 
 
 def is_exempt(optimizer: Optimizer, shape: tuple[int, ...]) -> bool:

@@ -66,7 +66,7 @@ def stepper(setup: TrainingSetup, name: str, entry: Optimizer, group: Collection
     return kind
 
 
-def kept_slots(kind: Stepper, slots: Iterable[StateSlot]) -> tuple[StateSlot, ...]:
+def slots_of_class(kind: Stepper, slots: Iterable[StateSlot]) -> tuple[StateSlot, ...]:
     """Return the slots of an entry that a class keeps: ``torch.optim.Muon`` counts no steps, say."""
     known = UPDATE_CLASSES.get(kind)
     return tuple(slots) if known is None else tuple(slot for slot in slots if slot.name in known.keeps)

@@ -80,7 +80,7 @@ def pooled_block(settings: TowerSettings, weights: Named, full: bool, needs_grad
 
 @lru_cache(maxsize=MOST_PARTS)
 def pooled_closing(
-    settings: TowerSettings, weights: Named, needs_gradient: bool, width: int, held_bytes: int
+    settings: TowerSettings, weights: Named, needs_gradient: bool, width: int, resident_bytes: int
 ) -> Section:
     """Return the last norm, the projector, and what puts its result in the places of tokens; the arguments are those of ``closing_section``."""
     builder, hidden = Builder(settings.block, dict(weights)), settings.shape.hidden_size
@@ -88,7 +88,7 @@ def pooled_closing(
     tape.instant = INSTANT
     entry = tape.given(PATCHES, hidden, width, needs_gradient)
     tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
-    resident = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
+    resident = tape.given(PATCHES, resident_bytes, 1, needs_gradient=False)
     normed = normalised(builder, entry, LAYER_NORM, "vision_tower.post_layernorm", hidden)
     tape.ends(resident)
     with tape.alive(normed):

@@ -116,7 +116,7 @@ def _merged(builder: Builder, settings: TowerSettings, x: Value, prefix: str) ->
 
 @lru_cache(maxsize=MOST_PARTS)
 def stacked_closing(
-    settings: TowerSettings, weights: Named, needs_gradient: bool, width: int, held_bytes: int
+    settings: TowerSettings, weights: Named, needs_gradient: bool, width: int, resident_bytes: int
 ) -> Section:
     """Return the projector, and what puts its result in the places of tokens; the arguments are those of ``closing_section``."""
     builder, shape = Builder(settings.block, dict(weights)), settings.shape
@@ -124,7 +124,7 @@ def stacked_closing(
     tape.instant = INSTANT
     entry = tape.given(PATCHES, shape.hidden_size, width, needs_gradient)
     tokens = tape.given(TOKENS, settings.text_width, settings.text_bytes, settings.reads_tokens)
-    resident = tape.given(PATCHES, held_bytes, 1, needs_gradient=False)
+    resident = tape.given(PATCHES, resident_bytes, 1, needs_gradient=False)
     normed = normalised(builder, entry, LAYER_NORM, "visual.merger.norm", shape.hidden_size)
     merged = Value(normed.storage, IMAGE_TOKENS, normed.coefficient * unit, normed.element_bytes)
     tape.apply("view", [(normed, SAME)], merged, traits=SAVES_NOTHING)

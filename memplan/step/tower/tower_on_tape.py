@@ -127,7 +127,7 @@ class TowerOnTape:
             return ZERO
         return single_form(Part.ACTIVATIONS, Quantity.PATCHES, first.entry.coefficient)
 
-    def held(self) -> Form:
+    def named_form(self) -> Form:
         """Return what the tower has names for, or its caller, while its blocks run."""
         if self.settings.shape.kind == "pooled":
             return self.patches
@@ -213,7 +213,7 @@ class PlayedTower:
         leaf = tower.leaf_apart if tower.graph else ZERO
         before = around + tower.tokens
         moments = [moment.around(before) for moment in self.opening.forward]
-        before += tower.held() + leaf + self.opening.saved + self.opening.carried
+        before += tower.named_form() + leaf + self.opening.saved + self.opening.carried
         left = {kind: part.saved + part.carried for kind, part in enumerate(self.blocks)}
         after = before
         for run, (kind, count) in enumerate(tower.runs):
@@ -222,7 +222,7 @@ class PlayedTower:
             if self.deep is not None and run in tower.deep_runs:
                 moments += [moment.around(after + tower.deep_entry) for moment in self.deep.forward]
                 after += self.deep.saved + self.deep.carried + tower.handed
-        after -= tower.tokens + tower.held() - (tower.tables if tower.graph else ZERO)
+        after -= tower.tokens + tower.named_form() - (tower.tables if tower.graph else ZERO)
         return moments + [moment.around(after) for moment in self.closing.forward]
 
     def backward(self, around: Form) -> list[Instant]:
@@ -311,7 +311,7 @@ def tower_on_tape(settings: TowerSettings | None, weights: Mapping[str, Weight],
             deep_runs.append(len(runs) - 1)
         needs, width = sections[kind].output.needs_gradient, sections[kind].output.element_bytes
     tower = TowerOnTape(settings, opening, tuple(sections), tuple(runs), opening, again)
-    resident = tower.held() - (tower.tables if needs else ZERO)
+    resident = tower.named_form() - (tower.tables if needs else ZERO)
     size = resident.coefficient(Part.ACTIVATIONS, Quantity.PATCHES)
     last = tuple(part for prefix in code.last for part in _under(weights, prefix, whole=True))
     closing = code.closing(settings, last, needs, width, size)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import other_mask
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
-from memplan.step.step_inputs import StepInputs, kept_arguments, tables_of_graph
+from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import TrainingSetup
 
 
-def held_by_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
+def logits_of_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
     """Return what a loop's own names keep alive from one forward to the end of the next: logits, where it says so."""
     logits = taped.head.logits
     if "logits" not in setup.stack.loop.holds or logits is None:
@@ -37,7 +37,7 @@ def stream_form(inputs: StepInputs) -> Form:
 def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
     first = taped.layer_of(taped.leaf or 0)
-    saved = any(first.entry.storage in node.held for node in first.tape.nodes)
+    saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     direct = not taped.embedding.tape.nodes and not taped.scattered
     if taped.staged[taped.kinds[taped.leaf or 0]]:
         return False
@@ -59,7 +59,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
         return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
-    saved = any(first.entry.storage in node.held for node in first.tape.nodes)
+    saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     return ZERO if saved else tokens
 
 
@@ -73,7 +73,7 @@ def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
     layer = taped.layers[kind]
     if not inputs.setup.has_value_head or (taped.again[kind] and layer.tape.nodes):
         return ZERO
-    saved = any(layer.entry.storage in node.held for node in layer.tape.nodes)
+    saved = any(layer.entry.storage in node.retained for node in layer.tape.nodes)
     return ZERO if saved else stream_form(inputs)
 
 
@@ -92,7 +92,7 @@ def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> For
     return single_form(Part.TEMPORARIES, tape.returned.quantity, tape.returned.coefficient)
 
 
-def held_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
+def retained_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
     return graph_of_loss(inputs, taped) if inputs.setup.stack.loop.holds else ZERO
 
@@ -137,7 +137,7 @@ def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 def passed_on(inputs: StepInputs) -> Form:
     """Return what layers have been called with that the graph of the loss has, as long as one of them needs it."""
-    return kept_arguments(inputs) + tables_of_graph(inputs)
+    return retained_arguments(inputs) + tables_of_graph(inputs)
 
 
 def let_go(inputs: StepInputs, layer: int) -> Form:
