@@ -306,6 +306,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("custom_function", 3),
         ("adversarial", 6),
         ("adapters_by_hand", 3),
+        ("boxes", 3),
         ("bundled_muon", 6),
         ("chosen_labels", 3),
         ("clipped_per_example", 3),
@@ -313,9 +314,11 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("distilled", 3),
         ("evaluated_epochs", 3),
         ("gradient_penalty", 3),
+        ("learning_to_learn", 3),
         ("packed_rows", 3),
         ("recipe_class", 3),
         ("resumed_training", 3),
+        ("second_order", 3),
         ("stepped_in_backward", 18),  # one optimizer for each of six weights
         ("two_networks", 5),  # the generator's third, and the critic's second
         ("vision_language", 3),

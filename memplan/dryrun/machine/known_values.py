@@ -19,8 +19,8 @@ from memplan.dryrun.terms.script_lines import ScriptLines
 
 KNOWN_INTEGERS = 2**20
 """Elements up to which integers and masks keep their values."""
-KNOWN_FLOATS = 16
-"""Elements up to which other tensors do: loss scales, accumulated losses."""
+KNOWN_FLOATS = 2**16
+"""Elements up to which other tensors do: loss scales, accumulated losses, rewards, boxes, masks as weights."""
 MOST_EXPERTS = 1024
 """Columns up to which the chosen indices of ``topk`` are taken for experts of a router."""
 

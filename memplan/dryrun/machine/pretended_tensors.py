@@ -94,10 +94,11 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self.of(tensor)
 
     def of(self, tensor: Tensor) -> FakeTensor:
-        """Return a real tensor of the CPU as one without memory, whose values are known while it is small."""
+        """Return a real tensor of the CPU as one without memory, whose values are known while it is small and no weight."""
         bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         made = FakeTensor(self, bare, tensor.device)
-        self.values.note(made, tensor)
+        if not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter):
+            self.values.note(made, tensor)
         return made
 
     def _on_the_cpu(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Conditions that are asked only in order to raise an error: ``if (x < 0).any(): raise ...`` and ``assert``."""
+"""Conditions that are asked only in order to raise an error, ``if (x < 0).any(): raise ...``, or to have converged."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import linecache
 from functools import cache
 from types import FrameType
 
+_SEARCHES = "/torch/optim/lbfgs.py"
+"""Where torch leaves a loop, or returns, when it has converged."""
+
 
 def harmless_answer(frame: FrameType | None) -> bool | None:
-    """Return the answer by which the condition that a frame asks raises nothing, or nothing where it decides something else."""
+    """Return the answer by which the condition that a frame asks raises nothing, or nothing where it decides something else.
+
+    A search of torch's own (L-BFGS) goes on by it until it has taken the iterations that it may.
+    """
     return None if frame is None else _answer(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -28,5 +34,6 @@ def _checks(file: str) -> tuple[ast.If | ast.Assert, ...]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return ()
+    ends = (ast.Raise, ast.Break, ast.Return) if file.endswith(_SEARCHES) else ast.Raise
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.Assert)]
-    return tuple(node for node in nodes if isinstance(node, ast.Assert) or isinstance(node.body[-1], ast.Raise))
+    return tuple(node for node in nodes if isinstance(node, ast.Assert) or isinstance(node.body[-1], ends))

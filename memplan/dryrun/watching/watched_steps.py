@@ -227,7 +227,7 @@ class WatchedSteps:
     def _mark_weights(self) -> None:
         for model in self._models:
             for name, parameter in model.named_parameters():
-                if is_lazy(parameter):
+                if is_lazy(parameter) or not parameter.is_leaf:  # what stands for it while a function is called with it
                     continue
                 self.recorder.mark(parameter, "weights", name)
                 if parameter.requires_grad and not hasattr(parameter, HOOKED):

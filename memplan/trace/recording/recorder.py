@@ -180,6 +180,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the index of the tensor's storage, which is recorded if it is new."""
         if tensor.device.type != self._device:
             return None
+        if tensor.layout is not torch.strided:
+            return self._see_parts(tensor, operation)
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._host:
@@ -193,6 +195,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = self._born(size, operation, tuple(tensor.shape))
         self._alive[key] = (index, weakref.ref(storage, lambda _: self._freed(key)), size)
         return index
+
+    def _see_parts(self, tensor: Tensor, operation: str) -> int | None:
+        """Record the indices and the values of a sparse tensor; return the index of the latter."""
+        if tensor.layout is not torch.sparse_coo:
+            return None
+        self._see(tensor._indices(), operation)
+        return self._see(tensor._values(), operation)
 
     def _born(self, size: int, operation: str, shape: tuple[int, ...], component: Component | None = None) -> int:
         index = len(self.records)
