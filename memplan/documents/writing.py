@@ -135,7 +135,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         InvalidFileError: It cannot be written; what was there is left as it was.
     """
-    with _told(path), replacing(path) as file:
+    with _refused_as_input(path), replacing(path) as file:
         file.write(content if isinstance(content, bytes) else content.encode())
 
 
@@ -145,7 +145,7 @@ def append_file(path: Path, text: str) -> None:
     Raises:
         InvalidFileError: It cannot be written; what was there is left as it was.
     """
-    with _told(path), open(path, "ab") as file:
+    with _refused_as_input(path), open(path, "ab") as file:
         before = file.tell()
         try:
             file.write(text.encode())
@@ -162,12 +162,12 @@ def make_folder(path: Path) -> None:
     Raises:
         InvalidFileError: It cannot be made.
     """
-    with _told(path, "made"):
+    with _refused_as_input(path, "made"):
         path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
-def _told(path: Path, done: str = "written") -> Iterator[None]:
+def _refused_as_input(path: Path, done: str = "written") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:

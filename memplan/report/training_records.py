@@ -128,7 +128,7 @@ def training_record_document(record: dict[str, Any], unit: str) -> Document:
     return Document(record, (curve, runs, component_bytes, evidence_line(record)))
 
 
-def held_document(record: dict[str, Any], unit: str) -> Document:
+def largest_run_document(record: dict[str, Any], unit: str) -> Document:
     """Return a run that was held to so much memory: its loss, its bytes, and whether it did what was planned.
 
     Exit code 1 where the loss did not fall or bytes of a component were not the planned ones.

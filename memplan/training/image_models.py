@@ -60,11 +60,11 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     if shown:
         note += "; an image of its own, of 64 x 64 pixels at most or of the tower's one size, that it puts into a batch without any is not counted"
     if parallel.zero_stage:
-        model = replace(model, inventory=tuple(_told_apart(tensor, model, setup) for tensor in model.inventory))
+        model = replace(model, inventory=tuple(_frozen_where_idle(tensor, model, setup) for tensor in model.inventory))
     return noted(model, note + (_of_units(model.spec, parallel) if parallel.zero_stage else ""))
 
 
-def _told_apart(tensor: ParameterTensor, model: Model, setup: TrainingSetup) -> ParameterTensor:
+def _frozen_where_idle(tensor: ParameterTensor, model: Model, setup: TrainingSetup) -> ParameterTensor:
     """Return a tensor that no row passes through as frozen where it is, since DeepSpeed steps the others, and FSDP2 has them in fp32."""
     idle = not tensor.used and not _trains_idle(tensor, model, setup)
     return replace(tensor, frozen=True) if idle and setup.config.adapter is None else tensor

@@ -53,7 +53,7 @@ def test_the_fullest_moment_is_the_sum_at_the_peak(job):
     assert abs(peak.bytes - sizes["library_workspaces"] - plan.memory.requested_bytes) <= few
     assert plan.timeline.columns[plan.timeline.peak].bytes == peak.bytes
     assert timeline.reason == shares_reason(plan.memory)
-    assert bool(timeline.reason) != timeline.told
+    assert bool(timeline.reason) != timeline.from_events
     assert all(size >= 0 for column in timeline.columns for size in column.sizes)
     ends = [-1, *[last for _, _, last in timeline.phases]]
     assert [first for _, first, _ in timeline.phases] == [end + 1 for end in ends[:-1]]

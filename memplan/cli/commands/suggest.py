@@ -78,13 +78,13 @@ def suggest_command(
     options = job_options(output, grid.over(training), model, grid.counted(device))
     if model.model is not None and options["config"] == model.model and search.save is None:
         return _rewrite(model.model, search.write, options, verdict, output)
-    document = _found(model.model, search, grid, verdict, options).document(output.unit, full=output.whole)
+    document = _suggestions(model.model, search, grid, verdict, options).document(output.unit, full=output.whole)
     if search.save is not None:
         save_configs(document.data["rows"], search.save)
     return emit(document, output)
 
 
-def _found(
+def _suggestions(
     model: str | None, search: SearchOptions, grid: GridOptions, verdict: VerdictOptions, options: JobOptions
 ) -> Suggested | Layouts:
     """Return how several GPUs best share the job, or the best settings."""

@@ -17,7 +17,7 @@ from memplan.cli.progress import Progress
 from memplan.errors import CannotAnswerError
 from memplan.library.lookup import Overrides, find_device, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.library.runs.largest_trained import CPU_PARAMETERS, Candidate, largest_candidate, planned_candidate
-from memplan.report.training_records import held_document, record_text
+from memplan.report.training_records import largest_run_document, record_text
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
@@ -68,7 +68,7 @@ def largest_command(
     record = _trained(candidate, requested, run, output.quiet)
     if run.out is not None:
         deliver(record_text(record), run.out)
-    return emit(held_document(record, output.unit), output)
+    return emit(largest_run_document(record, output.unit), output)
 
 
 def _candidate(model: ModelOptions, requested: LargestOptions, catalog: Catalog) -> Candidate:
@@ -82,8 +82,8 @@ def _candidate(model: ModelOptions, requested: LargestOptions, catalog: Catalog)
 
 
 def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
-    from memplan.lab.training.held_memory import HeldMemory, held_record, refused_if_out_of_memory
     from memplan.lab.training.loop import Trainer, TrainingOptions, trained
+    from memplan.lab.training.memory_limit import MemoryLimit, limit_record, refused_if_out_of_memory
     from memplan.lab.training.text import library_text
     from memplan.lab.training.trained_model import prepare
     from memplan.lab.training.training_record import TrainingRequest, evidence
@@ -99,22 +99,22 @@ def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, q
         device=device,
         validation_windows=VALIDATION_WINDOWS,
     )
-    resident, text = HeldMemory(device, candidate.capacity_bytes), library_text()
+    limit, text = MemoryLimit(device, candidate.capacity_bytes), library_text()
     progress = Progress(f"{candidate.model.spec.name}, {candidate.setup.label}", requested.steps)
 
-    def told(done: int, loss: float) -> None:
+    def on_step(done: int, loss: float) -> None:
         if done == 1:
-            resident.forget()
+            limit.forget()
         if not quiet:
             progress(done, f"loss {loss:.3f}")
 
     with refused_if_out_of_memory(candidate.plan):
-        resident.begin()
+        limit.begin()
         trainer = Trainer(candidate.model, candidate.setup, options, text, seed)
-        result: Run = trained(trainer, seed, told)
+        result: Run = trained(trainer, seed, on_step)
     if not quiet:
         progress.end()
     command = shlex.join(["memplan", *sys.argv[1:]])
     request = TrainingRequest(candidate.setup.name, (), command, date.today().isoformat())
     record = evidence(request, candidate.model, candidate.setup, options, text, [result], None)
-    return {**record, "memory": held_record(resident, candidate.plan)}
+    return {**record, "memory": limit_record(limit, candidate.plan)}

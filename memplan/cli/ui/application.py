@@ -147,20 +147,20 @@ async def _answered(
     """Return an answer as JSON, or the one line that refuses it."""
     from starlette.responses import Response
 
-    def said(data: Any, status: int = 200) -> Response:
+    def response_of(data: Any, status: int = 200) -> Response:
         import json
 
         return Response(escaped_json(json.dumps(data, allow_nan=False)), status, media_type="application/json")
 
     if not compare_digest(request.headers.get(TOKEN, "").encode(), token.encode()):
-        return said({"refused": "open the address that memplan ui printed"}, 403)
+        return response_of({"refused": "open the address that memplan ui printed"}, 403)
     try:
         question = question_of(dict(request.query_params), catalog_of(path))
         if executor is None:
-            return said(function(question, path))
-        return said(await asyncio.get_running_loop().run_in_executor(executor, function, question, path))
+            return response_of(function(question, path))
+        return response_of(await asyncio.get_running_loop().run_in_executor(executor, function, question, path))
     except MemplanError as error:
-        return said({"refused": str(error)}, 422)
+        return response_of({"refused": str(error)}, 422)
 
 
 async def _file(name: str, request: Request) -> Response:  # noqa: ARG001

@@ -60,13 +60,13 @@ def report_command(
     plan = memplan.plan(model.model, **job_options(output, training, model, device))
     if output.as_json:
         return emit(plan.document(strict=verdict.strict), output)
-    deliver(plan.html(join(["memplan", "fit", *_asked(sys.argv[2:])])), output.file)
+    deliver(plan.html(join(["memplan", "fit", *_fit_arguments(sys.argv[2:])])), output.file)
     if output.file is not None and not output.quiet:
         say(plan.sentence)
     return exit_code(plan.memory, verdict.strict)
 
 
-def _asked(arguments: Sequence[str]) -> Iterator[str]:
+def _fit_arguments(arguments: Sequence[str]) -> Iterator[str]:
     """Yield the arguments of the same question to ``memplan fit``, which prints its answer."""
     skipped = False
     for argument in arguments:

@@ -196,7 +196,7 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
             document = Document(document.name, document.data["configs"][canonical], {})
     elif is_trainer_file(name):
         gpus = overrides.gpus if overrides.counted or overrides.gpus > 1 else None
-        document = training_document(name, overrides.beside, gpus, catalog, given=_said(overrides))
+        document = training_document(name, overrides.beside, gpus, catalog, given=_command_line_keys(overrides))
     else:
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
@@ -209,7 +209,7 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
         raise InvalidFileError([*error.problems, *_further_problems(wanted, error, catalog)]) from None
 
 
-def _said(overrides: Overrides) -> list[str]:
+def _command_line_keys(overrides: Overrides) -> list[str]:
     """Return the dotted keys of a training config that the command line says."""
     sizes = {"micro_batch_size": overrides.batch, "sequence_length": overrides.length}
     keys = [key for key, size in sizes.items() if size is not None]

@@ -176,7 +176,7 @@ def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[
         data: dict[str, Any] = training_document(name, (), options.get("gpus"), options["catalog"], text).data
         return data
     except MemplanError as error:
-        raise _unsaid(plan, str(error)) from None
+        raise _inexpressible(plan, str(error)) from None
 
 
 def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) -> None:
@@ -190,17 +190,17 @@ def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) ->
     try:
         again = planned(plan.memory.model, **given)
     except MemplanError as error:
-        raise _unsaid(plan, str(error)) from None
+        raise _inexpressible(plan, str(error)) from None
     precisions = [(one.memory.setup.config.compute_dtype, one.memory.setup.autocast) for one in (plan, again)]
     if again.memory.device_bytes != plan.memory.device_bytes or precisions[0] != precisions[1]:
         before, after = plan.training, again.training
         other = sorted(
             key for key in before if before[key] != after.get(key) and key not in ("description", "evidence", "status")
         )
-        raise _unsaid(plan, f"read back, it differs in {', '.join(other)}")
+        raise _inexpressible(plan, f"read back, it differs in {', '.join(other)}")
 
 
-def _unsaid(plan: Plan, why: str) -> CannotAnswerError:
+def _inexpressible(plan: Plan, why: str) -> CannotAnswerError:
     return CannotAnswerError(f"this config cannot be said in {plan.memory.setup.stack.name}'s keys: {why}")
 
 

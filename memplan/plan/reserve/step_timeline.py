@@ -46,7 +46,7 @@ class Timeline:
 
     components: tuple[str, ...]  # Components that there are, in the order of every table
     columns: tuple[Column, ...]  # Moments in order
-    told: bool = True  # Whether they are events; else each is an instant at its fullest, and ``reason`` says why
+    from_events: bool = True  # Whether they are events; else each is an instant at its fullest, and ``reason`` says why
     reason: str = ""  # Why events are not told, or nothing
 
     @property
@@ -145,7 +145,7 @@ def _by_instant(plan: MemoryPlan, reason: str) -> Timeline:
         if instant.name not in fullest or column.bytes > fullest[instant.name].bytes:
             fullest[instant.name] = column
     moments = ((column.phase, column.sizes) for column in fullest.values())
-    return replace(fullest_columns(STACKED, moments, len(fullest), len(fullest)), told=False, reason=reason)
+    return replace(fullest_columns(STACKED, moments, len(fullest), len(fullest)), from_events=False, reason=reason)
 
 
 def _sizes(plan: MemoryPlan, instant: Instant) -> Iterator[int]:

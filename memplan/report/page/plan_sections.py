@@ -110,7 +110,7 @@ def timeline_section(plan: MemoryPlan, timeline: Timeline) -> str:
     )
     reason = (
         ""
-        if timeline.told
+        if timeline.from_events
         else f'<p class="quiet">Each instant at its fullest, not every event: {text(timeline.reason)}.</p>'
     )
     content = (

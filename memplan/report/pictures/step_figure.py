@@ -99,11 +99,11 @@ def _phases(axes: Axes, timeline: Timeline) -> None:
             axes.axvline(first, color="#888888", linewidth=0.6)
         if (last + 1 - first) / count >= LEAST_LABEL_SHARE:
             labels.append(((first + last + 1) / 2, phase))
-    names = [phase if timeline.told else phase.replace(" ", "\n") for _, phase in labels]
+    names = [phase if timeline.from_events else phase.replace(" ", "\n") for _, phase in labels]
     axes.set_xticks([place for place, _ in labels], names, fontsize=9)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(
-        "one step, in the order of its events" if timeline.told else "instants of one step, each at its fullest"
+        "one step, in the order of its events" if timeline.from_events else "instants of one step, each at its fullest"
     )
 
 

@@ -28,11 +28,11 @@ def evidence_schema() -> t.Schema:
             "runs": {**t.array_schema(_run()), "minItems": 1},
             **t.same(t.TEXT, "date", "machine", "torch", "command", "limits"),
         },
-        {"memory": _held_memory()},
+        {"memory": _memory_limit()},
     )
 
 
-def _held_memory() -> t.Schema:
+def _memory_limit() -> t.Schema:
     """Return the schema of a run's memory, where the run was held to so much of a GPU."""
     total = t.object_schema({"predicted_bytes": t.BYTES, "measured_bytes": t.BYTES_OR_NULL})
     sizes = t.same(t.BYTES, "capacity_bytes", "expected_bytes", "upper_bytes")

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import runs_engine
-from memplan.trace.ranks.replicated import HostKept, process_group
+from memplan.trace.ranks.replicated import UnfilledHostTensors, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
 
@@ -50,8 +50,8 @@ def _offloaded(setup: TrainingSetup) -> dict[str, Any]:
     offload, zero = setup.config.offload, setup.config.parallel.deepspeed
     states = {"device": offload.optimizer_states, "pin_memory": zero.pinned_optimizer}
     weights = {"device": offload.weights, "pin_memory": zero.pinned_weights}
-    told = {"offload_optimizer": states, "offload_param": weights}
-    return {name: what for name, what in told.items() if what["device"] != "none"}
+    record_engine = {"offload_optimizer": states, "offload_param": weights}
+    return {name: what for name, what in record_engine.items() if what["device"] != "none"}
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
     Tensor.record_stream = _nothing  # type: ignore[method-assign]
     try:
         _pretend()
-        with process_group(ranks, rank), HostKept():  # type: ignore[no-untyped-call]
+        with process_group(ranks, rank), UnfilledHostTensors():  # type: ignore[no-untyped-call]
             yield
     finally:
         Tensor.record_stream = record  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def told(trainer: Any, recorder: Recorder) -> None:
+def record_engine(trainer: Any, recorder: Recorder) -> None:
     """Tell a recorder of the engine that a trainer has just made: its copies of weights, and when it steps."""
     engine = trainer.model_wrapped
     optimizer, step = engine.optimizer, engine.step

@@ -19,7 +19,7 @@ from memplan.trace.ranks import fully_shard
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.ranks.host_tensors import HostTensors, host_tensors
-from memplan.trace.ranks.replicated import HostKept, Replica, process_group
+from memplan.trace.ranks.replicated import Replica, UnfilledHostTensors, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
 
@@ -65,7 +65,7 @@ def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
 
     torch.nn.parallel.DistributedDataParallel = Recorded  # type: ignore[assignment, misc]
     try:
-        with _distributed(DistributedType.MULTI_CPU), process_group(ranks), HostKept():  # type: ignore[no-untyped-call]
+        with _distributed(DistributedType.MULTI_CPU), process_group(ranks), UnfilledHostTensors():  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.nn.parallel.DistributedDataParallel = made  # type: ignore[misc]

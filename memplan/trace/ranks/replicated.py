@@ -34,7 +34,7 @@ STEPS = 3
 _COPY = torch.ops.aten.copy_.default
 
 
-class HostKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UnfilledHostTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what a host tensor holds where it would be filled from ``meta``: sizes of buckets are read back."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,9 +136,9 @@ def trace_replicated(
         workspaces=workspaces,
     )
     with process_group(setup.config.parallel.data):
-        with HostKept():  # type: ignore[no-untyped-call]
+        with UnfilledHostTensors():  # type: ignore[no-untyped-call]
             session = ReplicatedSession(model.spec, setup, recorder)
-        with HostKept(), optimizers.cuda_optimizer_paths(), cuda_operators(), short_loops(), recorder:  # type: ignore[no-untyped-call]
+        with UnfilledHostTensors(), optimizers.cuda_optimizer_paths(), cuda_operators(), short_loops(), recorder:  # type: ignore[no-untyped-call]
             for _ in range(STEPS):
                 recorder.next_step()
                 session.step(recorder)

@@ -58,7 +58,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             logging_steps=STEPS + 1,
         )
         with _stand_ins(interface, _Micro(setup, recorder)):
-            trainer = _Told(recorder, arguments, model)
+            trainer = _RecordedTrainer(recorder, arguments, model)
             with watched_by(recorder):
                 trainer.fit()
     vocabulary = int(trainer.model.config.get_text_config().vocab_size)
@@ -133,7 +133,7 @@ class _Micro:
             yield [rows] * config.gradient_accumulation_steps
 
 
-class _Told(sft_trainer.SFTTrainer):  # type: ignore[misc]
+class _RecordedTrainer(sft_trainer.SFTTrainer):  # type: ignore[misc]
     """Its trainer, which tells where a step is."""
 
     def __init__(self, recorder: Recorder, arguments: TrainingArguments, model: Any) -> None:

@@ -35,19 +35,19 @@ def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
     setup = inputs.setup
     length, rollout = setup.config.sequence_length, setup.rollout
     prompt, completion = [1] * (length - rollout.completion_length), [1] * rollout.completion_length
-    told = rollout.engine != "transformers"  # an engine tells the log-probabilities of what it samples
+    by_engine = rollout.engine != "transformers"  # an engine tells the log-probabilities of what it samples
 
     def tokenized(prompts: list[Any]) -> Any:
         return [list(prompt) for _ in prompts], None, {}
 
     def generated(prompts: list[Any], *_: Any, **__: Any) -> Any:
-        logs = [[0.0] * len(completion) for _ in prompts] if told else None
+        logs = [[0.0] * len(completion) for _ in prompts] if by_engine else None
         rows = [list(completion) for _ in prompts]
         return (rows, logs) if apart else (tokenized(prompts)[0], rows, logs, {})
 
     apart = hasattr(trainer, "_tokenize_prompts")
     trainer._tokenize_prompts = tokenized
-    if told:
+    if by_engine:
         trainer._generate_single_turn, trainer.use_vllm = generated, True
     else:
         trainer.generation_config.use_cache = True  # as models have it that are loaded by their names
@@ -58,14 +58,14 @@ def generating(trainer: Any, inputs: StackInputs, recorder: Recorder) -> None:
 
 
 def _between(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    def told(*args: Any) -> Any:
+    def marked(*args: Any) -> Any:
         recorder.instant(GENERATION)
         try:
             return function(*args)
         finally:
             recorder.instant("forward")
 
-    return told
+    return marked
 
 
 @contextmanager

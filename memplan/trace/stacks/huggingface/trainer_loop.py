@@ -28,7 +28,7 @@ from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
-from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, told, zero_config
+from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, record_engine, zero_config
 from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
@@ -265,7 +265,7 @@ class _Instants(transformers.TrainerCallback):
         del args, state, control
         watch(objects["model"], self.recorder, gradients=not self.trainer.is_deepspeed_enabled)
         if self.trainer.is_deepspeed_enabled:
-            told(self.trainer, self.recorder)
+            record_engine(self.trainer, self.recorder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control, objects

@@ -68,7 +68,7 @@ class Pipeline:
 
 
 def pipeline(
-    model: Any, setup: TrainingSetup, dims: Any, parallelized: Callable[[Any], None], loss: Any, told: Recorder
+    model: Any, setup: TrainingSetup, dims: Any, parallelized: Callable[[Any], None], loss: Any, recorder: Recorder
 ) -> Pipeline:
     """Return a rank's part of a model, split as ``pipeline_llm`` does."""
     parallel = setup.config.parallel
@@ -86,7 +86,7 @@ def pipeline(
     between = _between(setup, model.tok_embeddings.weight.shape[1], dims)
     for stage, part in zip(stages, parts, strict=True):
         parallelized(part)
-        _alone(stage, between, told)
+        _alone(stage, between, recorder)
     options = SimpleNamespace(
         pipeline_parallel_schedule_csv="",
         pipeline_parallel_schedule=name,
@@ -111,7 +111,7 @@ def _between(setup: TrainingSetup, width: int, dims: Any) -> Tensor:
     return stream.requires_grad_()
 
 
-def _alone(stage: PipelineStage, between: Tensor, told: Recorder) -> None:
+def _alone(stage: PipelineStage, between: Tensor, recorder: Recorder) -> None:
     """Let a stage do without its neighbours, and tell of what it does."""
     own: Any = stage
     zero, metas = torch.zeros(1, dtype=torch.int32), (extract_tensor_meta(between),)
@@ -125,7 +125,7 @@ def _alone(stage: PipelineStage, between: Tensor, told: Recorder) -> None:
         ("backward_weight_one_chunk", "weight"),
         ("perform_reduce_grad", "reduce"),
     ):
-        setattr(own, method, _telling(getattr(own, method), INSTANTS[instant], told))
+        setattr(own, method, _telling(getattr(own, method), INSTANTS[instant], recorder))
 
 
 def _as_received(sent: Any, known: Any) -> None:
@@ -135,9 +135,9 @@ def _as_received(sent: Any, known: Any) -> None:
         raise RuntimeError(f"a stage sends {pairs[0]}, not {pairs[1]}")
 
 
-def _telling(method: Callable[..., Any], instant: str, told: Recorder) -> Callable[..., Any]:
+def _telling(method: Callable[..., Any], instant: str, recorder: Recorder) -> Callable[..., Any]:
     def telling(*args: Any, **options: Any) -> Any:
-        told.instant(instant, backward=instant != "forward")
+        recorder.instant(instant, backward=instant != "forward")
         return method(*args, **options)
 
     return telling

@@ -226,7 +226,7 @@ class _Trainer:
             self.loss.set_lm_head(model.lm_head)
             model._skip_lm_head = True
             model.lm_head.register_forward_pre_hook(lambda _m, _i: self._mark("forward"))
-            self.loss.loss_fn = self._told(self.loss.loss_fn, "forward" if pipeline else "loss backward")
+            self.loss.loss_fn = self._marking(self.loss.loss_fn, "forward" if pipeline else "loss backward")
 
     def step(self) -> None:
         """Run ``Trainer.train_step`` once."""
@@ -301,13 +301,13 @@ class _Trainer:
         self._mark("head backward" if chunked else "loss backward", backward=True)
         return result
 
-    def _told(self, function: Callable[..., Any], instant: str) -> Callable[..., Any]:
-        def told(*args: Any, **options: Any) -> Any:
+    def _marking(self, function: Callable[..., Any], instant: str) -> Callable[..., Any]:
+        def marked(*args: Any, **options: Any) -> Any:
             result = function(*args, **options)
             self._mark(instant, backward=True)
             return result
 
-        return told
+        return marked
 
     def _mark(self, instant: str, *, backward: bool = False) -> None:
         self.recorder.instant(LATER_MICRO_STEP if self.done else instant, backward=backward)

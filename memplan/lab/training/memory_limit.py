@@ -1,4 +1,4 @@
-"""A run that is held to so many bytes of a GPU, and what it took of them."""
+"""A run limited to so many bytes of a GPU, and what it took of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PEAKS = {"requested": "requested_bytes.all.peak", "reserved": "reserved_bytes.al
 
 
 @dataclass(frozen=True, slots=True)
-class HeldMemory:
-    """The memory of a device that a run may take: the allocator refuses what is beyond it."""
+class MemoryLimit:
+    """What a run may take of a device: the allocator refuses what is beyond it."""
 
-    device: str  # ``cuda``; on ``cpu`` nothing is held, and no totals are read
+    device: str  # ``cuda``; on ``cpu`` there is no limit, and no totals are read
     capacity_bytes: int  # All that the process may take of the device, its context included
 
     def begin(self) -> None:
@@ -35,7 +35,7 @@ class HeldMemory:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is an allocator that can be held and read."""
+        """Whether there is an allocator that can be limited and read."""
         return self.device.startswith("cuda")
 
     def forget(self) -> None:
@@ -60,13 +60,13 @@ def refused_if_out_of_memory(plan: MemoryPlan) -> Iterator[None]:
         raise CannotAnswerError(f"out of memory in a run planned as {plan.verdict.upper()}: {error}") from error
 
 
-def held_record(resident: HeldMemory, plan: MemoryPlan) -> dict[str, Any]:
+def limit_record(limit: MemoryLimit, plan: MemoryPlan) -> dict[str, Any]:
     """Return what was planned beside what was taken; a total that no allocator counted is null."""
-    peaks = resident.peaks()
+    peaks = limit.peaks()
     planned = {"requested": plan.requested_bytes, "reserved": plan.reserved_bytes}
     totals = {name: {"predicted_bytes": size, "measured_bytes": peaks.get(name)} for name, size in planned.items()}
     return {
-        "capacity_bytes": resident.capacity_bytes,
+        "capacity_bytes": limit.capacity_bytes,
         "expected_bytes": plan.device_bytes,
         "upper_bytes": plan.upper_bytes,
         "verdict": plan.verdict,
