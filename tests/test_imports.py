@@ -178,4 +178,8 @@ def test_values_are_named_for_what_they_are():
         for node in ast.walk(tree(path)):
             stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
             name = node.arg if isinstance(node, ast.arg) else node.id if stored else ""
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.attr
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                name = node.name.strip("_").lower()
             assert name not in NO_NAMES, f"{path}:{node.lineno}: {name}"

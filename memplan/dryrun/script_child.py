@@ -24,9 +24,9 @@ from memplan.dryrun.libraries.compiled_modules import CompiledModules
 from memplan.dryrun.libraries.library_changes import known_libraries
 from memplan.dryrun.libraries.told_job import TrainerCalls
 from memplan.dryrun.machine.data_loaders import data_loaders
-from memplan.dryrun.machine.kept_files import KeptFiles
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
 from memplan.dryrun.terms.outcome import Ending, Outcome, RefusedError, Request, RunsOut, StepsDoneError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.live_recorder import LiveRecorder
@@ -61,7 +61,7 @@ def run_here(request: Request) -> Outcome:
     values = KnownValues(lines, "worst" if request.worst else "balanced")
     recorder = _recorder(request, lines)
     watched = WatchedSteps(recorder, request.steps)
-    files = KeptFiles(request.scratch, lines, allow_writes=request.allow_writes)
+    files = SandboxedFiles(request.scratch, lines, allow_writes=request.allow_writes)
     files.checkpoints.values = values.of
     notes, calls = list[str](), TrainerCalls()
     ending, message = _ended(
@@ -69,7 +69,7 @@ def run_here(request: Request) -> Outcome:
         script,
         lines,
         (
-            files.kept(),
+            files.sandbox(),
             pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
             data_loaders(request.synthetic),
             known_libraries(request.card.compute_capability, files, values, notes, calls, watched.computing_again),

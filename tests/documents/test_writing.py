@@ -268,7 +268,7 @@ REASONS = {
     "cli/completion.py": "what a shell asks for, before anything else is imported",
     "cli/main.py": "typer.echo prints the version through the guarded stream",
     "documents/opening.py": "it opens for reading, and says with which flags",
-    "dryrun/machine/kept_files.py": "an empty file in the folder that stands in for where a script writes",
+    "dryrun/machine/sandboxed_files.py": "an empty file in the folder that stands in for where a script writes",
     "dryrun/script_child.py": "pipes to the process that asked for the run, and a script's own traceback",
     "dryrun/stack_scripts/unsloth_job.py": "a job and its model's config in a temporary folder, which goes with the trace",
     "dryrun/script_process.py": "a pipe to the process that runs the script",

@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed  # noqa: E402
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime  # noqa: E402
 from memplan.dryrun.machine.data_loaders import data_loaders  # noqa: E402
-from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles  # noqa: E402
 from memplan.dryrun.script_child import _fullest  # noqa: E402
 from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
@@ -65,8 +65,8 @@ def test_files_and_programs_of_a_script_are_kept(tmp_path):
     place, scratch = tmp_path / "place", tmp_path / "scratch"
     place.mkdir()
     scratch.mkdir()
-    files = KeptFiles(str(scratch), LINES, allow_writes=False)
-    with files.kept():
+    files = SandboxedFiles(str(scratch), LINES, allow_writes=False)
+    with files.sandbox():
         (place / "touched").touch()
         os.close(os.open(place / "opened", os.O_CREAT | os.O_WRONLY))
         with pytest.raises(RefusedError, match=r"test_parts_of_a_run.py:\d+"):
@@ -238,7 +238,7 @@ def test_rows_of_a_loader_are_as_long_as_asked_for():
 
 
 def test_a_checkpoint_that_is_saved_later_can_be_waited_for(tmp_path):
-    files = KeptFiles(str(tmp_path), LINES, allow_writes=False)
+    files = SandboxedFiles(str(tmp_path), LINES, allow_writes=False)
     assert files.saved_parts_later({"weight": torch.zeros(4)}, checkpoint_id="step-1").result() is None
     assert files.skipped == {"step-1": 16}
 

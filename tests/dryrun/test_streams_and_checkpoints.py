@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from memplan.allocator.caching_allocator import CachingAllocator, replay  # noqa: E402
 from memplan.allocator.pools import Turn  # noqa: E402
-from memplan.dryrun.machine.kept_files import KeptFiles  # noqa: E402
 from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles  # noqa: E402
 from memplan.dryrun.terms.outcome import Card, RefusedError, StepsDoneError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
@@ -172,10 +172,10 @@ def test_counters_and_snapshots_are_those_of_the_allocator():
 
 
 def test_what_a_script_saves_it_can_load_again(tmp_path):
-    files = KeptFiles(str(tmp_path / "scratch"), LINES, allow_writes=False)
+    files = SandboxedFiles(str(tmp_path / "scratch"), LINES, allow_writes=False)
     values = KnownValues(LINES)
     files.checkpoints.values = values.of
-    with files.kept(), pretended_machine(recorder_of(8 * GIB), values, kernels="cpu"):
+    with files.sandbox(), pretended_machine(recorder_of(8 * GIB), values, kernels="cpu"):
         layer = torch.nn.Linear(64, 64).cuda()
         tied = OrderedDict(a=layer.weight, b=layer.weight.T)
         counts = torch.arange(3).cuda()
@@ -198,8 +198,8 @@ def test_a_checkpoint_that_is_there_is_loaded_to_the_gpu(tmp_path, where, old):
     torch.save(
         {"w": (whole := torch.ones(4, 4)), "row": whole[1]}, tmp_path / "w.pt", _use_new_zipfile_serialization=not old
     )
-    files = KeptFiles(str(tmp_path / "scratch"), LINES, allow_writes=False)
-    with files.kept(), pretended_machine(recorder_of(8 * GIB), KnownValues(LINES), kernels="cpu"):
+    files = SandboxedFiles(str(tmp_path / "scratch"), LINES, allow_writes=False)
+    with files.sandbox(), pretended_machine(recorder_of(8 * GIB), KnownValues(LINES), kernels="cpu"):
         loaded = torch.load(tmp_path / "w.pt", map_location=where)
         assert loaded["w"].is_cuda
         assert loaded["row"].storage_offset() == 4

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.libraries.told_job import TrainerCalls
-from memplan.dryrun.machine.kept_files import KeptFiles, make_folders, prepared_rows
 from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles, make_folders, prepared_rows
 from memplan.dryrun.terms.outcome import RefusedError
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.fake_devices import replaced
@@ -40,7 +40,7 @@ NO_FILE = "weights-without-memory.safetensors"
 @contextmanager
 def known_libraries(
     compute_capability: str,
-    files: KeptFiles,
+    files: SandboxedFiles,
     values: KnownValues,
     notes: list[str],
     calls: TrainerCalls,
@@ -140,14 +140,14 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     }
 
 
-def _saved_below_python(module: Any, files: KeptFiles, stack: ExitStack) -> None:
+def _saved_below_python(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
     """Let tokenizers, which write their files in Rust, write where what a script writes is kept."""
     saved = module.PreTrainedTokenizerBase.save_pretrained
 
-    def kept(tokenizer: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
-        return saved(tokenizer, files.kept_folder(save_directory), *args, **options)
+    def sandboxed(tokenizer: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
+        return saved(tokenizer, files.sandboxed_folder(save_directory), *args, **options)
 
-    stack.enter_context(replaced(module.PreTrainedTokenizerBase, {"save_pretrained": kept}))
+    stack.enter_context(replaced(module.PreTrainedTokenizerBase, {"save_pretrained": sandboxed}))
 
 
 def _in_one_process(module: Any, stack: ExitStack) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.dryrun.machine.kept_checkpoints import KeptCheckpoints
+from memplan.dryrun.machine.run_checkpoints import RunCheckpoints
 from memplan.dryrun.terms.outcome import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.trace.pretended_cuda.fake_devices import replaced
@@ -30,8 +30,8 @@ _WRITES = frozenset("wax+")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-class KeptFiles:
-    """Keeps what a script writes apart, and remembers which checkpoints it would have written.
+class SandboxedFiles:
+    """A sandbox for what a script writes, and the checkpoints that it would have written.
 
     Args:
         lines: Tells which line of the script is running.
@@ -42,11 +42,11 @@ class KeptFiles:
         self._scratch, self._lines, self._allowed = scratch, lines, allow_writes
         self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev", prepared_rows())})
         self.skipped: dict[str, int] = {}
-        self.checkpoints = KeptCheckpoints()
+        self.checkpoints = RunCheckpoints()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the files of what is run inside."""
+    def sandbox(self) -> Iterator[None]:
+        """Run what is inside with files in a sandbox."""
         with ExitStack() as stack:
             stack.enter_context(replaced(BaseProcess, {"start": self._refused_process}))
             stack.enter_context(replaced(os, {name: self._refused_process for name in _FORKS if hasattr(os, name)}))
@@ -159,7 +159,7 @@ class KeptFiles:
     def _saved_model(self, model: torch.nn.Module, filename: Any, *_: Any, **__: Any) -> None:
         self._saved(model.state_dict(), filename)
 
-    def kept_folder(self, path: Any) -> str:
+    def sandboxed_folder(self, path: Any) -> str:
         """Return the folder where what is written below Python is to go, in place of one that the script names; it is made."""
         apart = None if self._allowed else self._apart(path)
         if apart is None:

@@ -35,7 +35,7 @@ class _SavedTensor:
     is_parameter: bool
 
 
-class KeptCheckpoints:
+class RunCheckpoints:
     """Remembers what was saved under which name."""
 
     def __init__(self) -> None:
