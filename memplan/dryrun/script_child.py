@@ -22,7 +22,7 @@ from typing import Any
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.dryrun.libraries.compiled_modules import CompiledModules
 from memplan.dryrun.libraries.library_changes import known_libraries
-from memplan.dryrun.libraries.told_job import TrainerCalls
+from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine

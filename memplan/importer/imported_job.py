@@ -17,7 +17,7 @@ from memplan.importer.referred_files import note_others, note_shipped, note_word
 from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
-from memplan.importer.told_trainers import Told, betrayed_version, is_told, other_kind, tell, with_new_names
+from memplan.importer.trainer_detection import Told, betrayed_version, is_told, other_kind, tell, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
 Role = Literal["job", "launcher", "not_training"]

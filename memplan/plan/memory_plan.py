@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memplan.step.instants import StepForms
     from memplan.step.pipelines.rank_rows import RankRow
     from memplan.step.states.model_states import ModelStates
-    from memplan.step.tapes.played import Instant
+    from memplan.step.tapes.moments import Instant
 
 UNLISTED = "a GPU of "
 """What the name of a device that is in no catalog begins with; its memory follows."""

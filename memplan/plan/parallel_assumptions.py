@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import TrainingConfig
-from memplan.plan.in_short import decoded_weights_note
+from memplan.plan.model_notes import decoded_weights_note
 from memplan.step.divided.divided_model import divided
 from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole

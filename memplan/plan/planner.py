@@ -18,13 +18,13 @@ from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_lo
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, regime_of
+from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
-from memplan.step.kernels.on_card import on_card
 from memplan.step.states.cast_biases import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import built_by, with_model_built

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.step.behind_forward import evaluation, generation
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import evaluation, generation
 from memplan.step.states.optimizer_scratch import average_bytes
 from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 
 
 def after_backward(

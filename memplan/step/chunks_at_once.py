@@ -17,7 +17,7 @@ from memplan.step.ends.head_on_tape import Head
 from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
 
 LABEL_BYTES = 16

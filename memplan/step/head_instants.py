@@ -16,7 +16,7 @@ from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.played import BEHIND_REGION, Instant, Played
+from memplan.step.tapes.moments import BEHIND_REGION, Instant, Played
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup

@@ -30,11 +30,10 @@ from memplan.step.alive_around_layers import (
     returned_before,
     stream_form,
 )
-from memplan.step.behind_forward import behind_forward
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.deepstack_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.fused.compiled_layer import layer_orders, layer_sums
-from memplan.step.handed_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.head_instants import (
     copied_outputs,
     gradients_left,
@@ -51,7 +50,8 @@ from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.losses.cross_entropy import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
-from memplan.step.playing.places import Place, ends, last_places
+from memplan.step.no_grad_instants import behind_forward
+from memplan.step.playing.peak_layers import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
@@ -66,7 +66,7 @@ from memplan.step.tapes.linear_forms import (
     answered_tokens,
     constant_form,
 )
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
 from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup

@@ -16,14 +16,14 @@ from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
 from memplan.step.fused.compiled_layer import CompiledLayer, layer_shape
 from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import layer_section
-from memplan.step.playing.places import layer_counts
+from memplan.step.playing.peak_layers import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.states.cast_biases import CastBias
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import Form
-from memplan.step.tapes.played import Played
+from memplan.step.tapes.moments import Played
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_tape
 from memplan.step.tower.tower_settings import is_of_tower, tower_settings

@@ -20,7 +20,7 @@ from memplan.errors import CannotAnswerError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import suggestions
-from memplan.step.kernels.on_card import emulated_dtype, on_card
+from memplan.step.kernels.card_support import emulated_dtype, on_card
 
 ROOT = data_directory()
 HARDWARE = hardware_tables(ROOT)

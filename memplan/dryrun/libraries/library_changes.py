@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
-from memplan.dryrun.libraries.told_job import TrainerCalls
+from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles, make_folders, prepared_rows
 from memplan.dryrun.terms.outcome import RefusedError

@@ -23,7 +23,7 @@ from memplan.plan.jobs.forms_by_regime import refuse_unlearned
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
-from memplan.step.kernels.on_card import on_card
+from memplan.step.kernels.card_support import on_card
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:

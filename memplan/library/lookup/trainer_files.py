@@ -81,7 +81,7 @@ def is_trainer_file(text: str) -> bool:
 def _has_trainers_keys(path: Path) -> bool:
     from memplan.importer.sources.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
-    from memplan.importer.told_trainers import is_told
+    from memplan.importer.trainer_detection import is_told
 
     source = read_source(path)
     if not isinstance(source, GivenKeys):
@@ -101,7 +101,7 @@ def refuse_no_model(text: str) -> None:
         return
     from memplan.importer.sources.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
-    from memplan.importer.told_trainers import SCRIPT
+    from memplan.importer.trainer_detection import SCRIPT
 
     require_file(path)
     source = read_source(path)

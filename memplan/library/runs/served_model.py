@@ -19,7 +19,7 @@ from memplan.model.model import Model
 from memplan.plan.inference.served_plan import Request, Served, ServedModel
 from memplan.plan.memory_plan import Device
 from memplan.report.document import Document
-from memplan.step.kernels.on_card import on_card
+from memplan.step.kernels.card_support import on_card
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES
 

@@ -144,7 +144,7 @@ def largest(
         )
     from memplan.library.lookup import catalog_model
     from memplan.plan.sizes.largest_model import largest_models
-    from memplan.step.kernels.on_card import refuse_unable
+    from memplan.step.kernels.card_support import refuse_unable
 
     setups = _setups(inputs)
     models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]

@@ -22,7 +22,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
-from memplan.step.kernels.on_card import emulated_dtype
+from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.half_precision import fp16_settings
 

@@ -239,7 +239,7 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     """
     from memplan.documents.printed_numbers import Records
     from memplan.library.lookup import catalog_model, find_setup
-    from memplan.plan.suggested.recent import recent_models
+    from memplan.plan.suggested.recent_models import recent_models
     from memplan.plan.suggested.suggested_configs import suggested_configs
     from memplan.training.rules.half_precision import fp16_settings
 

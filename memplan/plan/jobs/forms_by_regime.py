@@ -8,7 +8,6 @@ from dataclasses import replace
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
-from memplan.step.behind_forward import EVALUATION
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.fused.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
@@ -19,12 +18,13 @@ from memplan.step.losses.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
 from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import EVALUATION
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Coefficients, Part, Pieces, constant_form, fixed_form, quantities
-from memplan.step.tapes.played import Instant, dominant
+from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
     from memplan.step.events.step_events import RunEvents
     from memplan.step.tapes.linear_forms import Storage
-    from memplan.step.tapes.played import Instant
+    from memplan.step.tapes.moments import Instant
 
 COLUMNS = 400
 """Columns of a picture: more are not to be told apart on paper."""

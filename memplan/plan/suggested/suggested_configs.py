@@ -11,7 +11,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
 from memplan.plan.sizes.largest_model import LargestModel, largest_models
-from memplan.step.kernels.on_card import emulated_dtype
+from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 
 ESTABLISHED: tuple[Status, ...] = ("proven", "works")

@@ -12,7 +12,7 @@ from memplan.plan.memory_plan import MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.plan.suggested.config_changes import Change, changes, last_resorts, of_every_layer
-from memplan.step.kernels.on_card import emulated_dtype
+from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.own_settings import is_settable, own_settings
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.rules.half_precision import fp16_settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.in_short import in_short
+from memplan.plan.model_notes import in_short
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
 from memplan.units import format_bytes, format_count, parse_bytes

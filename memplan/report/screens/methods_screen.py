@@ -7,7 +7,7 @@ from shlex import join
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.in_short import in_short
+from memplan.plan.model_notes import in_short
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.report.screens.plan_screen import card_notes
 from memplan.units import format_bytes, format_count

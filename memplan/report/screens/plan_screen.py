@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.in_short import decoded_weights_note, experts_format, rows_alone, runs_text_alone
+from memplan.plan.model_notes import decoded_weights_note, experts_format, rows_alone, runs_text_alone
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS

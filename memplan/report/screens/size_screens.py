@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import log2
 from typing import TYPE_CHECKING
 
-from memplan.plan.in_short import in_short
+from memplan.plan.model_notes import in_short
 from memplan.report.document import Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
 from memplan.report.plans.recommend_answer import Released, model_words

@@ -30,7 +30,7 @@ from memplan.solver.search.pareto_front import FINE, Class, Combination, no_wors
 from memplan.solver.search.sizes import Run, Sizes
 from memplan.solver.search.space import Space, StateChoice, optimizer_names
 from memplan.solver.search.timing import Rates
-from memplan.step.kernels.on_card import refuse_unable
+from memplan.step.kernels.card_support import refuse_unable
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
 

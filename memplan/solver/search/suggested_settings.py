@@ -19,7 +19,7 @@ from memplan.solver.search.best_first import Miss, Outcome, Search
 from memplan.solver.search.cluster import Cluster
 from memplan.solver.search.pareto_front import Class, Combination, best_few, no_worse, ranked, thinned
 from memplan.solver.search.space import Space, as_meant, optimizer_names, without_bf16
-from memplan.step.kernels.on_card import without_expandable
+from memplan.step.kernels.card_support import without_expandable
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.rules.stack_defaults import default_allocator

@@ -18,15 +18,15 @@ from functools import cached_property
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.alive_around_layers import logits_of_loop
-from memplan.step.behind_forward import EVALUATION
 from memplan.step.fused.compiled_layer import refuse_compiled_layers
 from memplan.step.instants import StepForms, step_instants
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import EVALUATION
 from memplan.step.playing.section import SavedTensor
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up

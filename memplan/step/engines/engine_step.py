@@ -28,7 +28,7 @@ from memplan.step.states.parallel_shards import reduced_elements
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
-from memplan.step.tapes.played import Instant, dominant
+from memplan.step.tapes.moments import Instant, dominant
 
 Segment = tuple[tuple[Instant, ...], Instant | None, Mark | None]
 """Moments of a part, then what happens beside its operations, and the moment at which it does; an end has none."""

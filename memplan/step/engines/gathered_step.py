@@ -15,7 +15,6 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.after_backward import after_backward
 from memplan.step.alive_around_layers import embedded_leaf, graph_of_loss, leaf_apart, named_embeddings, retained_graph
-from memplan.step.behind_forward import EVALUATION, behind_forward
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
     FORMULA,
@@ -36,13 +35,14 @@ from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.no_grad_instants import EVALUATION, behind_forward
 from memplan.step.playing.recomputation import Mark
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.partitioned_weights import Partitions, partitions
 from memplan.step.states.single_tensors import in_layers
 from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.units.host_memory import FP32_BYTES
 from memplan.units import ceil_div, format_bytes
 

@@ -10,10 +10,10 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.divided_ends import row_product
-from memplan.step.layers.attended import attended, goes_by_steps
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
-from memplan.step.layers.neighbours import turned_neighbours
+from memplan.step.layers.interleaved_rotary import turned_neighbours
 from memplan.step.layers.rotation import rotary, turned
+from memplan.step.layers.scaled_dot_product import attended, goes_by_steps
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 

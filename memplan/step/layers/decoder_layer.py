@@ -16,8 +16,8 @@ from memplan.step.divided.divided_ends import whole_rows
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
-from memplan.step.layers.attended import latent_attention
 from memplan.step.layers.attention import attention
+from memplan.step.layers.scaled_dot_product import latent_attention
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 from memplan.step.tapes.taped_weight import Weight

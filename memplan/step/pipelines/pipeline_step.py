@@ -29,7 +29,7 @@ from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import LABEL_BYTES, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
 from memplan.training.resolved import TrainingSetup
 

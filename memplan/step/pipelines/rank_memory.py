@@ -18,7 +18,7 @@ from memplan.step.pipelines.rank_timeline import StageStates, Tail, moments_of
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import Unit, unit
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
-from memplan.step.tapes.played import Played
+from memplan.step.tapes.moments import Played
 from memplan.training.resolved import TrainingSetup
 
 VALID_TOKENS_BYTES = 8

@@ -12,7 +12,7 @@ from memplan.step.playing.recomputation import Mark, Recomputation, Way, module_
 from memplan.step.tapes.event_recorder import EventRecorder
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, single_form
 from memplan.step.tapes.live_bytes import LiveBytes
-from memplan.step.tapes.played import BEHIND_REGION, Instant
+from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tapes.tape import FOREVER, Tape
 from memplan.step.tapes.taped_operations import Node, Operation, Reduction, Sizes, Value
 from memplan.step.tapes.taped_weight import Mode, Weight

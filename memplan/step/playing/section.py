@@ -10,7 +10,7 @@ from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, Storage
 from memplan.step.tapes.live_bytes import LiveBytes
-from memplan.step.tapes.played import Played, dominant
+from memplan.step.tapes.moments import Played, dominant
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode

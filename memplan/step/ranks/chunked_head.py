@@ -20,7 +20,7 @@ from memplan.step.ranks.sharded_forward import with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 
 
 def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:

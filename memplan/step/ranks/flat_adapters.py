@@ -24,7 +24,7 @@ from memplan.step.ranks.sharded_units import Pass, ShardedStep
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.states.single_tensors import numbered
 from memplan.step.tapes.linear_forms import Form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
 
 ROOT = ""

@@ -21,7 +21,7 @@ from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions
 from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import tables_of_graph
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.played import Instant, Played
+from memplan.step.tapes.moments import Instant, Played
 
 _END, LOG_BYTES = "end of backward", 4
 

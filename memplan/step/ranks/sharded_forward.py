@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import embedded_leaf, named_embeddings, saves_leaf
-from memplan.step.behind_forward import behind_forward
 from memplan.step.divided.divided_ends import FORWARD_BYTES
 from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.cross_entropy import COMPILED
+from memplan.step.no_grad_instants import behind_forward
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
-from memplan.step.tapes.played import BEHIND_REGION, Instant
+from memplan.step.tapes.moments import BEHIND_REGION, Instant
 
 
 def with_gathered(name: str, operation: str, form: Form, communication: int) -> Instant:

@@ -93,7 +93,7 @@ class LiveBytes:
         return self.new(part, quantity, coefficient)
 
     def reduce(self, reduces: Reduction) -> None:
-        """Note partial sums, which are counted with the moment (:class:`memplan.step.tapes.played.Instant`)."""
+        """Note partial sums, which are counted with the moment (:class:`memplan.step.tapes.moments.Instant`)."""
 
     def keep(self, name: str, storage: int) -> None:
         """Note that a weight's gradient stays in a storage."""

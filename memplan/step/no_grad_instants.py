@@ -10,10 +10,10 @@ from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
-from memplan.step.playing.places import last_places
+from memplan.step.playing.peak_layers import last_places
 from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
-from memplan.step.tapes.played import BEHIND_REGION, Instant
+from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.training.adapters import REFERENCE
 

@@ -13,7 +13,7 @@ from memplan.step.kernels.image_rows import named_features
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
-from memplan.step.tapes.played import Instant
+from memplan.step.tapes.moments import Instant
 from memplan.step.tower.tower_on_tape import TowerOnTape
 
 
