@@ -12,7 +12,7 @@ from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
-from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result
+from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result, UsedKey
 from memplan.importer.referred_files import note_others, note_shipped, note_words, references, without_given
 from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
@@ -65,6 +65,18 @@ class ImportedJob:
         """Say in the training config what of a step is not modelled, where that alone is not."""
         if unplanned := [f"{one.key}: {one.why}" for one in self.reading.refusals]:
             self.reading.results["training.parallel.megatron.unplanned"] = Result(unplanned, STATED)
+
+    @property
+    def refused_for_experts(self) -> bool:
+        """Whether a key is refused that changes routed experts alone."""
+        return any(one.key in self.mapped.experts_alone for one in self.reading.refusals)
+
+    def leave_experts_out(self) -> None:
+        """Take what changes routed experts alone as understood, for a model that has none."""
+        for one in [one for one in self.reading.refusals if one.key in self.mapped.experts_alone]:
+            self.reading.refusals.remove(one)
+            effect = "nothing: the model has no routed experts"
+            self.reading.used[one.source, one.key] = UsedKey(one.key, one.source, one.line, one.value, [effect])
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the results below a name, nested."""

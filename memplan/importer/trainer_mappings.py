@@ -91,6 +91,7 @@ class Mapped:
     not_modelled: Mapping[str, str] = field(default_factory=dict)
     # Keys of those, and of rules that refuse, that move no memory between steps.
     step_alone: tuple[str, ...] = ()
+    experts_alone: tuple[str, ...] = ()  # Keys of those that change routed experts, and nothing of other models
     irrelevant: tuple[str, ...] = ()  # Keys that move no memory on the device
     writes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -164,6 +165,7 @@ def _extended(own: Mapped, base: Mapped) -> Mapped:
         joined=(*base.joined, *own.joined),
         not_modelled={**base.not_modelled, **own.not_modelled},
         step_alone=(*base.step_alone, *own.step_alone),
+        experts_alone=(*base.experts_alone, *own.experts_alone),
         irrelevant=(*base.irrelevant, *own.irrelevant),
         writes={**base.writes, **own.writes},
     )

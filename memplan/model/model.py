@@ -34,6 +34,11 @@ class Model:
     storage: Storage | None = None  # What the file holds, where a file was read; else None
     notes: tuple[str, ...] = field(default=())  # What a reader assumed or left out, one sentence each
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has routed experts."""
+        return any(tensor.role == "expert_matrix" for tensor in self.inventory)
+
     @classmethod
     def from_spec(cls, spec: ModelSpec, source: str) -> Model:
         """Return the model whose inventory follows from ``spec`` alone."""

@@ -86,6 +86,16 @@ def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, sa
         memplan.plan(str(written(tmp_path, text)), gpu="h100")
 
 
+@pytest.mark.parametrize(("model", "refused"), [("Qwen/Qwen3-0.6B", False), ("Qwen/Qwen3-30B-A3B", True)])
+def test_kernels_for_experts_change_nothing_of_a_model_without_any(tmp_path, model, refused, cli):
+    text = (EXAMPLES / "llama-factory.yaml").read_text().splitlines()
+    lines = [f"model_name_or_path: {model}" if one.startswith("model_name_or_path") else one for one in text]
+    path = written(tmp_path, "\n".join([*lines, "use_v1_kernels: true\n"]))
+    answer = cli("import", path)
+    assert ("the model has no routed experts" in answer.out) is not refused
+    assert (cli("fit", path, "--gpu", "h200").exit_code == 3) is refused
+
+
 @pytest.mark.parametrize("more", ["quantize: bnb.nf4\n", "lora_r: 8\nquantize: bnb.nf5\n"])
 def test_what_litgpt_cannot_quantise_is_refused(tmp_path, more):
     text = "checkpoint_dir: meta-llama/Llama-3.2-1B\nprecision: bf16-true\ntrain: {max_seq_length: 512, micro_batch_size: 1}\n"

@@ -68,7 +68,7 @@ def find_setup(
         CannotAnswerError: Keys whose effect is not modelled.
         UnknownNameError: No config has the name.
     """
-    config, document = _config(config_given, overrides, catalog)
+    config, document = _config(config_given, overrides, catalog, model)
     name = config_given if isinstance(config_given, str) else OWN_CONFIG
     given = {path for path, _ in _settings(overrides.settings)}
     changes = _changes(config, overrides, given)
@@ -177,7 +177,9 @@ def _is_file(name: str) -> bool:
     return name == "-" or name.endswith(SUFFIXES) or "/" in name
 
 
-def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[TrainingConfig, Document | None]:
+def _config(
+    name: ConfigGiven, overrides: Overrides, catalog: Catalog, model: Model | None = None
+) -> tuple[TrainingConfig, Document | None]:
     """Return the config, and the document that it stands in where it was not taken as shipped."""
     from memplan.catalog.training_config import TrainingConfig
 
@@ -196,7 +198,8 @@ def _config(name: ConfigGiven, overrides: Overrides, catalog: Catalog) -> tuple[
             document = Document(document.name, document.data["configs"][canonical], {})
     elif is_trainer_file(name):
         gpus = overrides.gpus if overrides.counted or overrides.gpus > 1 else None
-        document = training_document(name, overrides.beside, gpus, catalog, given=_command_line_keys(overrides))
+        said = _command_line_keys(overrides)
+        document = training_document(name, overrides.beside, gpus, catalog, given=said, model=model)
     else:
         document = load_document(usable_path(name))
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.config_keys.method_keys import Rollout
@@ -22,6 +21,7 @@ from memplan.errors import (
     first_lines,
     printable,
 )
+from memplan.library.lookup.unplanned_keys import planned_keys, refuse_unplanned, without_keys
 from memplan.training.rules.method_rules import GENERATING
 from memplan.units import format_bytes
 
@@ -172,6 +172,7 @@ def training_document(
     catalog: Catalog,
     content: str | None = None,
     given: Collection[str] = (),
+    model: Model | None = None,
 ) -> Document:
     """Return the training config that a trainer's file stands for, as memplan's own files have it, with the lines that said it.
 
@@ -180,19 +181,15 @@ def training_document(
         catalog: Where its stack is looked up.
         content: What the file is to hold, where that is not yet written.
         given: Keys of a training config that are said besides, so that the file need not say them.
+        model: The model that it is to train, where that is known.
 
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
     """
-    from memplan.importer.sources.given_keys import shown_place
-
     job = trainer_job(text, beside, gpus, content)
-    unknown = [
-        f"{shown_place(one.source, one.line)}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
-        for one in job.keys.unknown
-    ]
-    for line in first_lines(unknown):
-        warnings.warn(UnknownKeyWarning(line), stacklevel=2)
+    if model is not None and not model.has_experts:
+        job.leave_experts_out()
+    _warn_of_unknown(job)
     _refuse_unread(text, job, given)
     method = job.section("method")
     unnamed = job.reading.refusals and not {"stage", "tuning"} <= method.keys()
@@ -203,18 +200,30 @@ def training_document(
         _refuse_first(job)
     if mask := _uncounted_mask(job, given):
         warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
-    data = _without(job.section("training"), given)
+    data = without_keys(job.section("training"), given)
     if (stage := STAGES[method["stage"]]) != "sft":
-        rollout = {"rollout": _known(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
+        rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
         said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
         data["method"] = {**said, "stage": stage, **rollout}
-    _refuse_unknown(text, data, TrainingConfig)
+    refuse_unplanned(text, data, TrainingConfig)
     stack = _stack(job, catalog)
     other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""
     shipped = f", {printable(job.value('let.shipped'))}" if job.value("let.shipped") else ""
     description = f"{job.head.title} {job.version}".strip() + other + shipped
-    keys = {"description": description, **_known(data, TrainingConfig), "stack": stack}
+    keys = {"description": description, **planned_keys(data, TrainingConfig), "stack": stack}
     return Document(text, keys, _lines(text, job))
+
+
+def _warn_of_unknown(job: ImportedJob) -> None:
+    """Name the keys that a trainer does not have, which are left out."""
+    from memplan.importer.sources.given_keys import shown_place
+
+    unknown = [
+        f"{shown_place(one.source, one.line)}: {one.key}: {job.head.title} has no such key, which is left out{one.nearest}"
+        for one in job.keys.unknown
+    ]
+    for line in first_lines(unknown):
+        warnings.warn(UnknownKeyWarning(line), stacklevel=2)
 
 
 def _lines(text: str, job: ImportedJob) -> dict[tuple[Key, ...], int]:
@@ -294,56 +303,3 @@ def _stack(job: ImportedJob, catalog: Catalog) -> str:
         history = catalog.stack(name).history
         return f"{name}@{history[0].since}" if history else name
     return f"{name}@{version}"
-
-
-# ------------------------------------------------------------------ keys that no plan has
-def _without(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
-    """Return nested keys without those at some dotted paths."""
-    retained = {key: value for key, value in data.items() if f"{above}{key}" not in paths}
-    return {
-        key: _without(value, paths, f"{above}{key}.") if isinstance(value, Mapping) else value
-        for key, value in retained.items()
-    }
-
-
-def _refuse_unknown(text: str, data: Mapping[str, Any], kind: type, above: str = "") -> None:
-    """Refuse keys and values of DESIGN's vocabulary that nothing models yet.
-
-    Raises:
-        CannotAnswerError: One is set.
-    """
-    hints = get_type_hints(kind)
-    for key, value in data.items():
-        path = f"{above}{key}"
-        if key not in hints:
-            if not _is_nothing(value):
-                raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
-            continue
-        inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
-        if inner is not None and isinstance(value, Mapping):
-            _refuse_unknown(text, value, inner, f"{path}.")  # type: ignore[arg-type]
-        allowed = [
-            word for one in (hints[key], *get_args(hints[key])) if get_origin(one) is Literal for word in get_args(one)
-        ]
-        others = tuple(one for one in get_args(hints[key]) if isinstance(one, type))
-        if allowed and value not in allowed and value is not None and not isinstance(value, others):
-            raise CannotAnswerError(
-                f"{text}: {path}: {printable(str(value))} is not modelled yet; --set {path}=VALUE plans another"
-            )
-
-
-def _known(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    names = {one.name for one in fields(kind)}
-    known = {}
-    for key, value in data.items():
-        if key not in names or value is None:
-            continue
-        inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
-        known[key] = _known(value, inner) if inner is not None and isinstance(value, Mapping) else value  # type: ignore[arg-type]
-    return known
-
-
-def _is_nothing(value: Any) -> bool:
-    """Tell whether a key that no plan has is at a value that changes nothing: off, or a degree of one."""
-    return value in (None, False, 0, 1, "none", "false")

@@ -75,7 +75,14 @@ def import_file(
         job = import_commands([command_line(list(file))], question, [read_keys(path) for path in others])
     given = job.value("model.given")
     built = job.value("model.model_type") is not None  # the trainer's own, whose shapes are said
-    return Imported(finish(job), known_model(given, None if built else catalog))
+    named = known_model(given, None if built else catalog)
+    job = finish(job)
+    if catalog is not None and job.refused_for_experts and named.name and named.name in catalog.models.entries:
+        from memplan.library.lookup.model_lookup import catalog_model
+
+        if not catalog_model(named.name, catalog).has_experts:
+            job.leave_experts_out()
+    return Imported(job, named)
 
 
 def known_model(given: str | None, catalog: Catalog | None) -> KnownModel:

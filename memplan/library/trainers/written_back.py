@@ -17,6 +17,7 @@ from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan, plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.job_options import FilePath, JobOptions, catalog_of
+from memplan.library.lookup.model_lookup import Shapes, find_model
 from memplan.library.lookup.trainer_files import trainer_job, training_document
 from memplan.library.trainers.imported_file import import_file
 from memplan.library.trainers.spliced_text import Edit, spliced
@@ -63,8 +64,11 @@ class _File:
         catalog = catalog_of(self.options.get("catalog"))
         beside = tuple(map(str, self.options.get("beside") or ()))
         given = [key for key in ("micro_batch_size", "sequence_length") if self.options.get(key) is not None]
-        data = training_document(self.path, beside, self.options.get("gpus"), catalog, content, given).data
-        name = trainer_job(self.path, beside, self.options.get("gpus"), content).value("model.given")
+        gpus = self.options.get("gpus")
+        job = trainer_job(self.path, beside, gpus, content)
+        model = find_model(self.path, Shapes(), catalog) if job.refused_for_experts else None
+        data = training_document(self.path, beside, gpus, catalog, content, given, model).data
+        name = job.value("model.given")
         options: dict[str, Any] = {**self.options, "catalog": catalog, "config": data, "beside": None}
         return planned(name if name and beside else self.path, **options)
 

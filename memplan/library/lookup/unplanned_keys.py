@@ -1,0 +1,62 @@
+"""Keys of an imported job that no training config has: left out where they change nothing, and refused elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from memplan.errors import CannotAnswerError, printable
+
+
+def without_keys(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
+    """Return nested keys without those at some dotted paths."""
+    retained = {key: value for key, value in data.items() if f"{above}{key}" not in paths}
+    return {
+        key: without_keys(value, paths, f"{above}{key}.") if isinstance(value, Mapping) else value
+        for key, value in retained.items()
+    }
+
+
+def refuse_unplanned(text: str, data: Mapping[str, Any], kind: type, above: str = "") -> None:
+    """Refuse keys and values of DESIGN's vocabulary that nothing models yet.
+
+    Raises:
+        CannotAnswerError: One is set.
+    """
+    hints = get_type_hints(kind)
+    for key, value in data.items():
+        path = f"{above}{key}"
+        if key not in hints:
+            if not _is_nothing(value):
+                raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
+            continue
+        inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
+        if inner is not None and isinstance(value, Mapping):
+            refuse_unplanned(text, value, inner, f"{path}.")  # type: ignore[arg-type]
+        allowed = [
+            word for one in (hints[key], *get_args(hints[key])) if get_origin(one) is Literal for word in get_args(one)
+        ]
+        others = tuple(one for one in get_args(hints[key]) if isinstance(one, type))
+        if allowed and value not in allowed and value is not None and not isinstance(value, others):
+            raise CannotAnswerError(
+                f"{text}: {path}: {printable(str(value))} is not modelled yet; --set {path}=VALUE plans another"
+            )
+
+
+def planned_keys(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the keys that a training config, or a part of it, has, without those that are nothing."""
+    hints = get_type_hints(kind)
+    names = {one.name for one in fields(kind)}
+    known = {}
+    for key, value in data.items():
+        if key not in names or value is None:
+            continue
+        inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
+        known[key] = planned_keys(value, inner) if inner is not None and isinstance(value, Mapping) else value  # type: ignore[arg-type]
+    return known
+
+
+def _is_nothing(value: Any) -> bool:
+    """Tell whether a key that no plan has is at a value that changes nothing: off, or a degree of one."""
+    return value in (None, False, 0, 1, "none", "false")
