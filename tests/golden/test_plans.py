@@ -7,7 +7,7 @@ that the figures are right is held by traces and records elsewhere. ``pytest tes
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def figures(plan: MemoryPlan, *, played: bool) -> dict[str, object]:
     found |= {"instants": dict(plan.instants), "components": {line.name: line.bytes for line in plan.components}}
     if played:
         tight = replace(plan, usable_bytes=plan.device_bytes)
-        timeline = sha256(repr(step_timeline(plan)).encode()).hexdigest()[:16]
+        timeline = sha256(repr(astuple(step_timeline(plan))).encode()).hexdigest()[:16]
         found |= {"played": totals(simulated(plan)), "verdict": simulated(tight).verdict, "timeline": timeline}
     if not shares_reason(plan):
         events = events_of(plan, steps=1)
