@@ -86,6 +86,18 @@ def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, sa
         memplan.plan(str(written(tmp_path, text)), gpu="h100")
 
 
+@pytest.mark.parametrize("path", ["/data/models/Qwen2.5-7B-Instruct/", "~/absent/Qwen2.5-7B", "./no/such/Qwen2.5-7B"])
+def test_a_models_folder_on_another_machine_is_guessed_from_and_said_so(tmp_path, path, cli):
+    text = (EXAMPLES / "axolotl.yaml").read_text().replace("base_model: Qwen/Qwen2.5-7B", f"base_model: {path}")
+    file = written(tmp_path, text)
+    answer = json.loads(cli("import", file, "--json").out)
+    assert answer["model"] == {"given": path, "name": "qwen2.5-7b", "how": "guess"}
+    assert "guessed from its name" in cli("fit", file, "--gpu", "h100").err
+    assert "no such file" in cli("fit", path, "--gpu", "h100").err
+    unknown = written(tmp_path, text.replace(path, "/data/run-7/checkpoint-500"))
+    assert "no such file" in cli("fit", unknown, "--gpu", "h100").err
+
+
 @pytest.mark.parametrize(("model", "refused"), [("Qwen/Qwen3-0.6B", False), ("Qwen/Qwen3-30B-A3B", True)])
 def test_kernels_for_experts_change_nothing_of_a_model_without_any(tmp_path, model, refused, cli):
     text = (EXAMPLES / "llama-factory.yaml").read_text().splitlines()

@@ -73,7 +73,7 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
         if isinstance(known, Model):
             return known
         name, positions = known
-        return built_for(named_model(resolve_model_name(name, catalog), catalog), positions)
+        return built_for(named_model(resolve_model_name(name, catalog, elsewhere=True), catalog), positions)
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidFileError([f"both a model ({text!r}) and shapes ({flags}) given: give one of them"])

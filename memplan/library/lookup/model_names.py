@@ -47,15 +47,37 @@ class ResolvedName:
     weights: str | None = None  # Format of the released weights where the name says that they are quantised
 
 
-def resolve_model_name(text: str, catalog: Catalog) -> ResolvedName:
+def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) -> ResolvedName:
     """Return what a name means: a folder, a cached repository, an entry, a mirror of one, or a guess, in this order.
+
+    Args:
+        elsewhere: Whether a path may lie on another machine, as one in a trainer's file may: where nothing lies there, its
+            last part is guessed from.
 
     Raises:
         InvalidFileError: It is written as a path, and nothing lies there.
         CannotAnswerError: It names a family that memplan does not model.
         UnknownNameError: Nothing is known by that name, and nothing may be guessed.
     """
-    return _resolved(text, catalog, MOST_BASES)
+    try:
+        return _resolved(text, catalog, MOST_BASES)
+    except InvalidFileError:
+        from memplan.library.lookup.name_guesses import guessed_name
+
+        last = text.rstrip("/").rpartition("/")[2]
+        guess = guessed_name(last, catalog) if elsewhere and path_kind(usable_path(text)) == "nothing" else None
+        if guess is None:
+            raise
+        return _guessed(text, guess, catalog)
+
+
+def _guessed(text: str, name: str, catalog: Catalog) -> ResolvedName:
+    """Return a guess, with the sentence that says so."""
+    title = catalog.models.entries[name].title
+    note = (
+        f"{printable(text)!r} is guessed from its name to have the shapes of {title}: give its config.json to be sure"
+    )
+    return ResolvedName(name, "guess", (note,), weights_by_name(text))
 
 
 def is_known(text: str, catalog: Catalog) -> bool:
@@ -81,11 +103,7 @@ def _resolved(text: str, catalog: Catalog, bases: int) -> ResolvedName:
     guess = guessed_name(text, catalog)
     if guess is None:
         raise unknown_model(text, catalog)
-    title = catalog.models.entries[guess].title
-    note = (
-        f"{printable(text)!r} is guessed from its name to have the shapes of {title}: give its config.json to be sure"
-    )
-    return ResolvedName(guess, "guess", (note,), weights_by_name(text))
+    return _guessed(text, guess, catalog)
 
 
 def _listed(text: str, catalog: Catalog) -> ResolvedName | None:

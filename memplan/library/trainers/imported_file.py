@@ -93,7 +93,7 @@ def known_model(given: str | None, catalog: Catalog | None) -> KnownModel:
     from memplan.library.lookup.model_names import resolve_model_name
 
     try:
-        result = resolve_model_name(given, catalog)
+        result = resolve_model_name(given, catalog, elsewhere=True)
     except MemplanError as error:
         return KnownModel(given, note=str(error))
     return KnownModel(given, str(result.target), result.how, " ".join(result.notes))
