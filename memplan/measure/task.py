@@ -150,7 +150,14 @@ def task_of(data: Mapping[str, Any], catalog: Catalog, where: str) -> Task:
     setup = resolve(config, catalog, task.config, lambda path: document.where(("training", *path)))
     model = scaled_model(task.model, task.scale, catalog)
     return Task(
-        task.model, task.scale, model, setup, task.device_kind, task.steps, task.alloc_conf, task.capacity_bytes
+        name=task.model,
+        scale=task.scale,
+        model=model,
+        setup=setup,
+        device=task.device_kind,
+        steps=task.steps,
+        alloc_conf=task.alloc_conf,
+        capacity_bytes=task.capacity_bytes,
     )
 
 

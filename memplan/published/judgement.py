@@ -71,7 +71,17 @@ class Judge:
         if remarks and (remark := self.corrections.remark(inputs)):
             corrected = remark if corrected is None else f"{corrected}; {remark}"
         reason = _reason(inputs, status, given)
-        return JudgedCell(cell.row, cell.column, cell.printed, name, recomputed, corrected, status, wrong, reason)
+        return JudgedCell(
+            row=cell.row,
+            column=cell.column,
+            printed=cell.printed,
+            rule=name,
+            recomputed=recomputed,
+            corrected=corrected,
+            status=status,
+            wrong=wrong,
+            reason=reason,
+        )
 
 
 def _status(inputs: CellInputs, name: str | None, given: Value | None) -> Status:

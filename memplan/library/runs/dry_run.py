@@ -224,14 +224,14 @@ def _request(
     gpu, gpus = device.gpu, options.get("gpus")
     capacity = max(0, device.usable_bytes(0) - context_bytes)
     return Request(
-        script,
-        Card(gpu.name, gpu.compute_capability or DEFAULT_CAPABILITY, gpu.cuda_total_bytes, capacity),
-        arguments,
-        options.get("module", False),
-        options.get("steps", STEPS),
-        options.get("timeout", TIMEOUT),
-        options.get("worst", False),
-        options.get("allow_writes", False),
+        script=script,
+        card=Card(gpu.name, gpu.compute_capability or DEFAULT_CAPABILITY, gpu.cuda_total_bytes, capacity),
+        arguments=arguments,
+        is_module=options.get("module", False),
+        steps=options.get("steps", STEPS),
+        timeout=options.get("timeout", TIMEOUT),
+        worst=options.get("worst", False),
+        allow_writes=options.get("allow_writes", False),
         alloc_conf=options.get("alloc_conf", ""),
         synthetic=options.get("synthetic"),
         ranks=None if gpus is None else Ranks(gpus, options.get("rank", 0)),

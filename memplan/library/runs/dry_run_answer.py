@@ -215,5 +215,14 @@ def findings(
         fits: Whether the allocator gets by.
     """
     verdict: Verdict = "fits" if fits else "no"
-    figures = Figures(device, verdict, device_bytes, device_bytes, usable_bytes, components, "", "")
+    figures = Figures(
+        device=device,
+        verdict=verdict,
+        device_bytes=device_bytes,
+        upper_bytes=device_bytes,
+        usable_bytes=usable_bytes,
+        components=components,
+        asked="",
+        inputs="",
+    )
     return evaluated(job, figures, None).findings

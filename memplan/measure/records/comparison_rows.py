@@ -109,11 +109,31 @@ def _boundary(task: Task, prediction: Prediction, measurement: Measurement) -> I
     upper, capacity, ran = prediction.totals["upper"], task.capacity_bytes, measurement.status == "measured"
     if not ran:
         reason = "ran out of memory with that much: the plan's upper end must be above it"
-        yield Row("boundary", upper, None, capacity, "predicted", capacity - upper, 0, upper > capacity, reason)
+        yield Row(
+            component="boundary",
+            predicted_bytes=upper,
+            traced_bytes=None,
+            measured_bytes=capacity,
+            compared="predicted",
+            difference_bytes=capacity - upper,
+            tolerance_bytes=0,
+            agrees=upper > capacity,
+            reason=reason,
+        )
     traced = prediction.traced_totals["device"]
     reason = "the simulated allocator survives where the run did, and only there, with 1 % of the memory more or less"
     agrees = prediction.survives == ran
-    yield Row("boundary, simulator", None, traced, capacity, "traced", capacity - traced, 0, agrees, reason)
+    yield Row(
+        component="boundary, simulator",
+        predicted_bytes=None,
+        traced_bytes=traced,
+        measured_bytes=capacity,
+        compared="traced",
+        difference_bytes=capacity - traced,
+        tolerance_bytes=0,
+        agrees=agrees,
+        reason=reason,
+    )
 
 
 def _row(
@@ -123,7 +143,17 @@ def _row(
     assert said is not None
     allowed, difference = tolerance.of(said), measured - said
     agrees = abs(difference) <= allowed
-    return Row(name, predicted, traced, measured, compared, difference, allowed, agrees, tolerance.reason)
+    return Row(
+        component=name,
+        predicted_bytes=predicted,
+        traced_bytes=traced,
+        measured_bytes=measured,
+        compared=compared,
+        difference_bytes=difference,
+        tolerance_bytes=allowed,
+        agrees=agrees,
+        reason=tolerance.reason,
+    )
 
 
 def _states(prediction: Prediction, measurement: Measurement) -> Iterator[Row]:

@@ -139,15 +139,15 @@ def outside_of(grid: Grid, device: Device, tables: HardwareTables, share: Reserv
     figures = [communicator_of(device.gpu, ranks, tables) for ranks in groups.values()]
     context = context_range(device.gpu, tables)
     return Outside(
-        library_workspace_bytes(device.gpu, tables),
-        context.expected_bytes,
-        context.least_bytes,
-        context.most_bytes,
-        tuple(groups),
-        sum(figure.expected_bytes for figure in figures),
-        sum(figure.most_bytes for figure in figures),
-        Fraction(share.expected_per_mille, 1000),
-        Fraction(share.upper_per_mille, 1000),
+        workspaces=library_workspace_bytes(device.gpu, tables),
+        context=context.expected_bytes,
+        least_context=context.least_bytes,
+        most_context=context.most_bytes,
+        communicators=tuple(groups),
+        communicator_bytes=sum(figure.expected_bytes for figure in figures),
+        most_communicator_bytes=sum(figure.most_bytes for figure in figures),
+        reserve=Fraction(share.expected_per_mille, 1000),
+        most_reserve=Fraction(share.upper_per_mille, 1000),
     )
 
 

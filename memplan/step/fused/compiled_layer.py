@@ -128,20 +128,20 @@ def layer_shape(spec: ModelSpec, setup: TrainingSetup, sums: tuple[Sums, ...], *
     """
     heads, fed = _parts(spec)
     return LayerShape(
-        spec.hidden_size,
-        fed.intermediate_size,
-        heads.query_size,
-        heads.key_value_size,
-        heads.num_heads,
-        heads.num_key_value_heads,
-        heads.head_dim,
-        setup.stack.models.fused_qkv == "copies",
-        setup.stack.rotary_tables.gathered,
-        alone and setup.stack.rotary_tables.gathered,
-        setup.profile.attention,
-        setup.checkpointing,
-        sums[0],
-        sums[1:],
+        hidden=spec.hidden_size,
+        inner=fed.intermediate_size,
+        query=heads.query_size,
+        key=heads.key_value_size,
+        heads=heads.num_heads,
+        groups=heads.num_key_value_heads,
+        head_dim=heads.head_dim,
+        fused=setup.stack.models.fused_qkv == "copies",
+        gathers=setup.stack.rotary_tables.gathered,
+        alone=alone and setup.stack.rotary_tables.gathered,
+        attention=setup.profile.attention,
+        checkpointing=setup.checkpointing,
+        sums=sums[0],
+        head_sums=sums[1:],
     )
 
 

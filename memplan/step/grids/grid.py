@@ -88,17 +88,17 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         text = f"{world:,} GPUs leave {world // model} for data parallelism, not {parallel.data}"
         raise InvalidFileError([f"parallel.data: {text}"])
     return Grid(
-        world,
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.virtual,
-        parallel.context,
-        parallel.expert,
-        expert_tensor,
-        parallel.zero_stage,
-        parallel.replicate,
-        parallel.sequence,
-        parallel.megatron.micro_batch_group or 0,
+        world=world,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=expert_tensor,
+        zero_stage=parallel.zero_stage,
+        replicate=parallel.replicate,
+        sequence=parallel.sequence,
+        group=parallel.megatron.micro_batch_group or 0,
     )
 
 

@@ -78,14 +78,14 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
     for action in actions_of(rank, parallel):
         index = place[action.stage]
         resident = StageStates(
-            tuple(pairs),
-            tuple(waiting),
-            tuple(gathered),
-            tuple(summed),
-            tuple(reduced),
-            int(newest in done),
-            sent,
-            tail,
+            pairs=tuple(pairs),
+            waiting=tuple(waiting),
+            gathered=tuple(gathered),
+            summed=tuple(summed),
+            reduced=tuple(reduced),
+            outputs=int(newest in done),
+            gradients=sent,
+            tail=tail,
         )
         yield action, resident
         if action.kind == "forward":

@@ -266,7 +266,19 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     own = (
         {numbered: unit([tensor], setup) for tensor in adapters for numbered in tensor.expanded_names()} if flat else {}
     )
-    return ShardedStep(inputs, taped, played, first, tail, tuple(units), rest, alone, reduced_width(setup), flat, own)
+    return ShardedStep(
+        inputs=inputs,
+        taped=taped,
+        played=played,
+        first=first,
+        tail=tail,
+        units=tuple(units),
+        rest=rest,
+        head=alone,
+        reduced_width=reduced_width(setup),
+        flat=flat,
+        adapters=own,
+    )
 
 
 def _is_of_tower(tensor: ParameterTensor, spec: ModelSpec) -> bool:

@@ -81,14 +81,14 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
     ]
     stepped = [partition_states(setup, sum(part)) for part in groups]
     retained = Partitions(
-        ranks,
-        width,
-        threshold,
-        reduced_elements(parallel, hidden_size),
-        ahead,
-        zero.max_live_parameters,
-        zero.max_reuse_distance,
-        zero.reduce_scatter,
+        ranks=ranks,
+        width=width,
+        threshold=threshold,
+        bucket=reduced_elements(parallel, hidden_size),
+        ahead=ahead,
+        live=zero.max_live_parameters,
+        distance=zero.max_reuse_distance,
+        copies=zero.reduce_scatter,
         weight_bytes=width * (pieces + whole),
         whole_bytes=width * whole,
         master_bytes=sum(part.weight_bytes for part in stepped),

@@ -39,22 +39,22 @@ class TensorStates:
     def of(self, tensor: ParameterTensor) -> TensorStates:
         """Return the states of another tensor of the same role and shape; ``replace`` takes four times as long."""
         return TensorStates(
-            tensor,
-            self.format_name,
-            self.trainable,
-            self.weight_bytes,
-            self.master_bytes,
-            self.formed_bytes,
-            self.gradient_bytes,
-            self.state_bytes,
-            self.host_bytes,
-            self.element_bytes,
-            self.copy_bytes,
-            self.optimizer_name,
-            self.optimizer,
-            self.gradient_name,
-            self.stepper,
-            self.coded_as,
+            tensor=tensor,
+            format_name=self.format_name,
+            trainable=self.trainable,
+            weight_bytes=self.weight_bytes,
+            master_bytes=self.master_bytes,
+            formed_bytes=self.formed_bytes,
+            gradient_bytes=self.gradient_bytes,
+            state_bytes=self.state_bytes,
+            host_bytes=self.host_bytes,
+            element_bytes=self.element_bytes,
+            copy_bytes=self.copy_bytes,
+            optimizer_name=self.optimizer_name,
+            optimizer=self.optimizer,
+            gradient_name=self.gradient_name,
+            stepper=self.stepper,
+            coded_as=self.coded_as,
         )
 
     @property
