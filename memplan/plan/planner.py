@@ -203,7 +203,7 @@ class CompiledPlan:
             from memplan.step.compiled.compiled_model import padded_bytes
 
             return padded_bytes(self.model.spec, batch * length)
-        from memplan.step.fused.compiled_layer import order_doubt_bytes
+        from memplan.step.compiled_layers.compiled_layer import order_doubt_bytes
 
         layer = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))[1].compiled
         assert layer is not None

@@ -25,7 +25,7 @@ from memplan.solver.largest_value import (
     settled,
     with_layers,
 )
-from memplan.step.fused.compiled_layer import multiple_of_tokens
+from memplan.step.compiled_layers.compiled_layer import multiple_of_tokens
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 

@@ -22,7 +22,7 @@ from memplan.plan.allowances import Allowances
 from memplan.plan.job_allowances import searched_allowances
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
 from memplan.plan.planner import CompiledPlan
-from memplan.step.fused.compiled_layer import multiple_of_tokens
+from memplan.step.compiled_layers.compiled_layer import multiple_of_tokens
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, Coefficients
 from memplan.training.resolved import TrainingSetup
 

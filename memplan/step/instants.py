@@ -31,9 +31,9 @@ from memplan.step.alive_around_layers import (
     stream_form,
 )
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.compiled_layers.compiled_layer import layer_orders, layer_sums
 from memplan.step.deepstack_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.ends.head_on_tape import IN_PIECES
-from memplan.step.fused.compiled_layer import layer_orders, layer_sums
 from memplan.step.head_instants import (
     copied_outputs,
     gradients_left,

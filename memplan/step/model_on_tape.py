@@ -10,10 +10,10 @@ from memplan.catalog.training_config import ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import Layer, LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
+from memplan.step.compiled_layers.compiled_layer import CompiledLayer, layer_shape
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
-from memplan.step.fused.compiled_layer import CompiledLayer, layer_shape
 from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.peak_layers import layer_counts

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan.step.fused.layer_programs import layer_programs
-from memplan.step.fused.layer_sizes import LayerShape
+from memplan.step.compiled_layers.layer_programs import layer_programs
+from memplan.step.compiled_layers.layer_sizes import LayerShape
 from memplan.step.tapes.kernel_order import _Graph, orders
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.reduction_workspaces import Sums, row_sums

@@ -9,7 +9,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.fused.compiled_layer import refuse_padded_tokens
+from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
 from memplan.step.kernels.image_rows import image_sizes
 from memplan.step.kernels.layer_arguments import grown_rows

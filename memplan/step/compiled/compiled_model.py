@@ -18,7 +18,7 @@ from functools import cached_property
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.alive_around_layers import logits_of_loop
-from memplan.step.fused.compiled_layer import refuse_compiled_layers
+from memplan.step.compiled_layers.compiled_layer import refuse_compiled_layers
 from memplan.step.instants import StepForms, step_instants
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape

@@ -32,8 +32,8 @@ PROGRAMS: Mapping[str, str] = {
     "torchtune": "memplan.trace.stacks.torchtune_recipe",
     "litgpt": "memplan.trace.stacks.litgpt_finetune",
     "llama-factory": "memplan.trace.stacks.huggingface.llamafactory_loop",
-    "llama-factory-v1": "memplan.trace.stacks.factory.v1_trainer",
-    "ms-swift": "memplan.trace.stacks.swift.swift_trainers",
+    "llama-factory-v1": "memplan.trace.stacks.own_trainers.v1_trainer",
+    "ms-swift": "memplan.trace.stacks.own_trainers.swift_trainers",
     "nanogpt": "memplan.trace.stacks.nanogpt_train",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""

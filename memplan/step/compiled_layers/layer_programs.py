@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from memplan.step.fused.layer_sizes import LayerShape, Size, attention_workspace, tensor_sizes
-from memplan.step.fused.normed_heads import (
+from memplan.step.compiled_layers.layer_sizes import LayerShape, Size, attention_workspace, tensor_sizes
+from memplan.step.compiled_layers.normed_heads import (
     HEADS_WIDE,
     KEPT,
     heads_again,

@@ -6,7 +6,7 @@ gradients of the parts are written where they are joined. Read, as all others, f
 
 from __future__ import annotations
 
-from memplan.step.fused.layer_sizes import LayerShape
+from memplan.step.compiled_layers.layer_sizes import LayerShape
 from memplan.step.tapes.kernel_order import Kernel, joined, parts, written
 
 KEPT = ("qc", "kc", "sq", "sk")

@@ -10,8 +10,8 @@ from memplan.catalog.training_config import CheckpointedLayers
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
-from memplan.step.fused.layer_programs import LayerPrograms, dtypes, layer_programs
-from memplan.step.fused.layer_sizes import LayerShape
+from memplan.step.compiled_layers.layer_programs import LayerPrograms, dtypes, layer_programs
+from memplan.step.compiled_layers.layer_sizes import LayerShape
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tapes.kernel_order import Program, Schedule, orders, schedule

@@ -1,1 +1,0 @@
-"""ms-swift's trainers, whose own code is traced."""
