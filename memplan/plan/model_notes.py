@@ -65,7 +65,7 @@ def decoded_weights_note(plan: MemoryPlan) -> str:
     )
 
 
-def in_short(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
+def notes_on_models(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
     """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
     alone = dict.fromkeys(plan.setup.stack.label for plan in plans if runs_text_alone(plan))
     kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]

@@ -50,7 +50,7 @@ from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.losses.cross_entropy import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
-from memplan.step.no_grad_instants import behind_forward
+from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.playing.peak_layers import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
@@ -310,7 +310,7 @@ def _forward(
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     around -= named if called else ZERO
-    yield from behind_forward(inputs, taped, around + played.head.saved - cast)
+    yield from forward_only_instants(inputs, taped, around + played.head.saved - cast)
 
 
 def _places(taped: ModelOnTape, formed: int, mode: Mode) -> tuple[list[Place], int]:

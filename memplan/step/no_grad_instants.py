@@ -34,7 +34,7 @@ EMBEDDING = -1
 """Stands for the embedding among the kinds of layers."""
 
 
-def behind_forward(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the moments between a forward and its backward: a reference model's forward, and metrics.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.model_notes import in_short
+from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
 from memplan.units import format_bytes, format_count, parse_bytes
@@ -160,7 +160,7 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
             else []
         ),
         "Order: fits at the upper end, the worst status of the parts, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
-        *in_short([*(row.plan for row in answer.rows), *([answer.miss.plan] if answer.miss else [])]),
+        *notes_on_models([*(row.plan for row in answer.rows), *([answer.miss.plan] if answer.miss else [])]),
         NOT_SEARCHED.format(
             gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED, adapters="" if base.adapter else NO_ADAPTERS
         ),

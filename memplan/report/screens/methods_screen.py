@@ -7,7 +7,7 @@ from shlex import join
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.model_notes import in_short
+from memplan.plan.model_notes import notes_on_models
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.report.screens.plan_screen import card_notes
 from memplan.units import format_bytes, format_count
@@ -42,7 +42,7 @@ def methods_screen(
     shares = "~ and max batch with a share." if shared else "max batch with a share; -b N simulates it."
     words = [
         *_words(plans),
-        *in_short(plans),
+        *notes_on_models(plans),
         *notes,
         f"> is without the allocator's reserve, {shares}",
         f"{more}Every config: --all. In full: {_command(plans[0])}",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import log2
 from typing import TYPE_CHECKING
 
-from memplan.plan.model_notes import in_short
+from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
 from memplan.report.plans.recommend_answer import Released, model_words
@@ -147,7 +147,7 @@ def where_screen(
         ),
     ]
     more = [f"{len(rows) - len(shown)} more kinds of GPU: --all."] if len(rows) > len(shown) else []
-    more += in_short([row.plan for row in rows[:1]])
+    more += notes_on_models([row.plan for row in rows[:1]])
     return (
         *_folded([head], canvas),
         _aligned(list(zip(cells, gauges, strict=True))),
@@ -193,7 +193,7 @@ def compare_screen(
     count = len(shown[1].rows) if len(shown) > 1 else 0
     differing = f"{count} setting{' differs' if count == 1 else 's differ'}; "
     rest = f"{differing if count else ''}{'all' if narrow else 'component by component'}: -v."
-    words = _folded([rest, *in_short(plans), str(sentence)], canvas)
+    words = _folded([rest, *notes_on_models(plans), str(sentence)], canvas)
     return (*_folded([str(head)], canvas), _aligned(list(zip(headed, gauges, strict=True))), narrow, *words)
 
 

@@ -35,7 +35,7 @@ from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
-from memplan.step.no_grad_instants import EVALUATION, behind_forward
+from memplan.step.no_grad_instants import EVALUATION, forward_only_instants
 from memplan.step.playing.recomputation import Mark
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.partitioned_weights import Partitions, partitions
@@ -282,7 +282,7 @@ def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) 
                     yield replace(moment, name="forward")
     for _, moment in following.through(walk.head.forward, head):
         yield replace(moment, name="forward")
-    for moment in behind_forward(inputs, taped, head + played.head.saved):
+    for moment in forward_only_instants(inputs, taped, head + played.head.saved):
         yield following.with_resident(moment)
 
 

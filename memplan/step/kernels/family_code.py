@@ -77,9 +77,9 @@ class FamilyCode:
     # Whether one function rotates query and key, whose caller has names for them until it returns.
     rotates_together: bool = False
     norms_at_once: bool = False  # Whether query and key are normalised as they are projected, each before the next
-    # How neighbours among a head's dimensions are turned, where these and not halves are: ``wide`` in fp32; ``spread``
+    # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``
     # by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
-    neighbours: Literal["", "wide", "spread", "spread-wide"] = ""
+    interleaved: Literal["", "wide", "spread", "spread-wide"] = ""
     centred_norms: bool = False  # Whether layer norms are formed operation by operation, in fp32
     half_tables: bool = False  # Whether a pair of dimensions shares its entries of the rotary tables
     # Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
@@ -222,13 +222,13 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     ),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
     **dict.fromkeys(("deepseek_v3", "glm4_moe"), replace(TRANSFORMERS, adapts_experts=True)),
-    "cohere": replace(TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first"),
+    "cohere": replace(TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first"),
     "cohere2": replace(
-        TRANSFORMERS, neighbours="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4
+        TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4
     ),
     "exaone4": replace(TRANSFORMERS, masks=0, masks_from=4),
-    **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, neighbours="spread")),
-    "ernie4_5": replace(TRANSFORMERS, neighbours="spread-wide", wide_rotary=True),
+    **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, interleaved="spread")),
+    "ernie4_5": replace(TRANSFORMERS, interleaved="spread-wide", wide_rotary=True),
     "granite": replace(TRANSFORMERS, scales_embedded=True),
     "seed_oss": replace(TRANSFORMERS, drops_embedding=False, drops_residual=True, dropout_modules="neither"),
     "starcoder2": replace(TRANSFORMERS, drops_residual=True, dropout_modules="neither"),

@@ -11,7 +11,7 @@ from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.divided_ends import row_product
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
-from memplan.step.layers.interleaved_rotary import turned_neighbours
+from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.layers.scaled_dot_product import attended, goes_by_steps
 from memplan.step.tapes.linear_forms import Quantity
@@ -37,7 +37,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         named = gates
         if not builder.settings.code.query_first:
             with builder.tape.alive(*gates):
-                turn = turned_neighbours if builder.settings.code.neighbours and part.rotary_dim else turned
+                turn = interleaved_rotation if builder.settings.code.interleaved and part.rotary_dim else turned
                 query, key, named = turn(builder, (query, key, value), part)
         if part.query_key_norm is not None and late:
             query, key = _normed(builder, query, key, value, part, prefix)

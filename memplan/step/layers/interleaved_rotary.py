@@ -1,4 +1,4 @@
-"""Rotary positions that turn neighbouring dimensions of a head, and not its halves, as some families of transformers have them."""
+"""Interleaved rotary positions, which turn neighbouring dimensions of a head and not its halves, as some families of transformers have them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Turned = tuple[Value, Value]
 """Query and key."""
 
 
-def turned_neighbours(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
+def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
     """Return query and key rotated by a function that forms neighbours as tensors, and nothing besides.
 
     Source:
@@ -21,9 +21,9 @@ def turned_neighbours(builder: Builder, heads: Rotated, part: Attention) -> tupl
     """
     query, key, _ = heads
     with builder.tape.alive(*heads):
-        if builder.settings.code.neighbours == "wide":
+        if builder.settings.code.interleaved == "wide":
             return (*_turned_wide(builder, query, key), ())
-        wide = builder.settings.code.neighbours == "spread-wide"
+        wide = builder.settings.code.interleaved == "spread-wide"
         spread = [_spread(builder, part, 4 if wide else builder.settings.residual_bytes) for _ in ("cos", "sin")]
         with builder.tape.alive(*spread):
             turn = _turned_by_wide if wide else _turned_in_part

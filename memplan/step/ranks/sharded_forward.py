@@ -11,7 +11,7 @@ from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.cross_entropy import COMPILED
-from memplan.step.no_grad_instants import behind_forward
+from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
@@ -127,7 +127,7 @@ def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
         gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
         yield with_gathered("forward", moment.operation, moment.form, gathered)
-    for moment in behind_forward(step.inputs, step.taped, around + step.played.head.saved):
+    for moment in forward_only_instants(step.inputs, step.taped, around + step.played.head.saved):
         yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes + step.below_head)
 
 

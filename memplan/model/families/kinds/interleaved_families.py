@@ -1,4 +1,4 @@
-"""Families whose rotary positions turn neighbouring dimensions of a head, and not its halves."""
+"""Families with interleaved rotary positions, which turn neighbouring dimensions of a head and not its halves."""
 
 from __future__ import annotations
 
