@@ -60,6 +60,7 @@ class StackModels:
     # What torch's attention is given: heads as they were formed (``views``), or copied where they are not ``contiguous``, and
     # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now.
     attended: Literal["views", "contiguous", "repeated"] = "views"
+    head_first: bool = False  # Whether the head is made before all else
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import other_mask
+from memplan.step.losses.stretched_loss import EMPTY
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.training.resolved import TrainingSetup
 
 
@@ -105,17 +106,12 @@ def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 
 def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return what the graph of a stretch without tokens has saved: copies of weights, and all rows as long as it reads one."""
-    head, form = taped.head, ZERO
+    """Return what the graph of a stretch without labels has saved, to which backward never comes."""
     if not inputs.regime.empty_stretch:
-        return form
-    for storage in [storage for node in head.section.tape.nodes for storage in node.saved]:
-        part, quantity, size = head.section.tape.storages[storage]
-        if quantity is Quantity.ROW_CHUNKS:
-            form += constant_form(part, size)
-        elif storage == head.normed.storage:
-            form += single_form(part, quantity, size)
-    return form
+        return ZERO
+    tape = taped.head.section.tape
+    saved = {storage for node in tape.nodes if node.instant == EMPTY for storage in node.saved}
+    return sum((single_form(*tape.storages[storage]) for storage in saved), ZERO)
 
 
 def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:

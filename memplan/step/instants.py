@@ -47,7 +47,7 @@ from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
 from memplan.step.kernels.refused_code import refuse_unread_code
-from memplan.step.losses.cross_entropy import STRETCH_TOKENS
+from memplan.step.losses.stretched_loss import STRETCH_TOKENS, pieces_of
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.no_grad_instants import forward_only_instants
@@ -118,11 +118,11 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         ),
         one_pair=setup.compares_pairs and batch == setup.rows_per_sample,
         one_token=length == 1,
-        one_chunk=(profile.loss == "fp32-stretches" and length <= STRETCH_TOKENS)
-        or (profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
+        one_chunk=(profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
         or (profile.loss in TOKEN_CHUNKS and tokens - batch <= TOKEN_CHUNK),
         several_tiles=profile.loss == "fused-head"
         and answered_tokens(batch, length, setup.answer_length) > TILE_TOKENS,
+        stretches=pieces_of(profile.loss, batch, length),
         empty_stretch=profile.loss == "fp32-stretches" and length % STRETCH_TOKENS == 1 < length,
         masked=masked,
         pads_mask=masked and length % MASK_COLUMNS > 0,

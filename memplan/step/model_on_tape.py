@@ -14,6 +14,7 @@ from memplan.step.compiled_layers.compiled_layer import CompiledLayer, layer_sha
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
+from memplan.step.kernels.family_code import dropouts
 from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.peak_layers import layer_counts
@@ -170,6 +171,18 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     )
 
 
+def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:
+    """Return a model as it is evaluated: nothing is dropped (``Module.eval``)."""
+    config = inputs.setup.config
+    drops_inputs = config.adapter is not None and bool(config.adapter.dropout)
+    if not (drops_inputs or any(dropouts(inputs.spec, inputs.setup))):
+        return taped
+    adapter = None if config.adapter is None else replace(config.adapter, dropout=0.0)
+    config = replace(config, adapter=adapter, dropout=None if config.dropout is None else 0.0)
+    spec = replace(inputs.spec, dropout=0.0, attention_dropout=0.0)
+    return model_on_tape(replace(inputs, spec=spec, setup=replace(inputs.setup, config=config)))
+
+
 class _Kinds:
     """Kinds of layers on tape as they are met, each once.
 
@@ -187,11 +200,10 @@ class _Kinds:
     def __init__(
         self, inputs: StepInputs, block: BlockSettings, weights: Mapping[Parameter, Weight], prefix: str
     ) -> None:
-        self._inputs, self._block, self._weights, self._prefix = inputs, block, weights, prefix
+        regime = replace(inputs.regime, stretches=1, empty_stretch=False)  # of the head alone
+        self._inputs, self._block, self._weights, self._prefix = inputs, replace(block, regime=regime), weights, prefix
         self._names = _parameters_by_first(inputs.states, prefix)
-        self._unmasked = block_settings(
-            inputs.spec, inputs.setup, replace(inputs.regime, masked=False, pads_mask=False)
-        )
+        self._unmasked = block_settings(inputs.spec, inputs.setup, replace(regime, masked=False, pads_mask=False))
         self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, bool], int] = {}
         setup = inputs.setup
         self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers

@@ -9,7 +9,7 @@ from memplan.step.alive_around_layers import returned_before
 from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
-from memplan.step.model_on_tape import ModelOnTape, model_on_tape
+from memplan.step.model_on_tape import ModelOnTape, evaluated_model, model_on_tape
 from memplan.step.playing.peak_layers import last_places
 from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
@@ -53,6 +53,7 @@ def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the moments of a forward that evaluates, of a reference model's where logits are whole, and of metrics."""
     around += joined_ids(inputs.setup, forward=True)
+    taped = evaluated_model(inputs, taped)
     yield from forward_alone(inputs, taped, around, EVALUATION)
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)

@@ -14,8 +14,9 @@ from memplan.step.instants import StepForms, compile_step, regime_of, step_on_ta
 from memplan.step.kernels.image_rows import image_sizes
 from memplan.step.kernels.layer_arguments import grown_rows
 from memplan.step.kernels.loss_pieces import TILED, has_all_words, next_rows, piece_rows
-from memplan.step.losses.cross_entropy import PIECE_TOKENS, STRETCH_TOKENS
+from memplan.step.losses.cross_entropy import PIECE_TOKENS
 from memplan.step.losses.fused_linear_loss import linear_chunk
+from memplan.step.losses.stretched_loss import STRETCH_TOKENS
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION

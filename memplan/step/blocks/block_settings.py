@@ -26,7 +26,8 @@ class Regime:
     one_pair: bool = False
     one_token: bool = False  # Sequences of one token: exchanging dimensions moves nothing
     one_chunk: bool = False  # A loss over chunks has one
-    # The last of several stretches of a loss has no token, so that backward never comes to its graph.
+    stretches: int = 1  # Stretches of a sequence whose logits are formed one after another, or pieces of all rows
+    # The last of several has no token that another follows, so that backward never comes to its graph.
     empty_stretch: bool = False
     several_tiles: bool = False  # A loss that forms logits tile by tile has more tokens than one takes
     # There are so many positions that the gradient of their learned embedding is formed by sorting.

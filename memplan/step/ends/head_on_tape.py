@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from memplan.step.blocks.adapted_projections import adapted, linear
 from memplan.step.blocks.builder import ONE, Builder
@@ -17,16 +17,16 @@ from memplan.step.losses.cross_entropy import (
     compiled_cross_entropy,
     cross_entropy,
     cross_entropy_in_pieces,
-    stretched_cross_entropy,
-    stretched_logits,
     tiled_cross_entropy,
 )
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
+from memplan.step.losses.stretched_loss import stretched_cross_entropy, stretched_logits
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
 from memplan.step.losses.token_values import token_values
 from memplan.step.losses.weighted_loss import model_loss, weighted_cross_entropy
 from memplan.step.playing.section import Section
+from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tapes.taped_weight import Weight
@@ -54,6 +54,12 @@ class Head:
     weights: tuple[Weight, ...]  # The head's weight, and its bias where it has one
     chunk: Section | None  # Head and loss of one chunk of tokens; None where the loss is not chunked
     logits: Value | None  # What the model returns beside the loss; None where it forms them chunk by chunk
+    stretches: tuple[Value, ...] = ()  # The same where it returns several, one for each stretch of tokens
+
+    @property
+    def returned(self) -> tuple[Value, ...]:
+        """What the model returns beside the loss, tensor by tensor."""
+        return self.stretches or (() if self.logits is None else (self.logits,))
 
     @property
     def delayed_bytes(self) -> int:
@@ -86,12 +92,10 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         section = Section(builder.tape, entry, normed)
         return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
     if settings.loss == "fp32-stretches":
-        logits = stretched_logits(builder, normed, block.names.head, settings.vocab_size)
-        builder.tape.instant = "loss backward"
-        loss, returned = stretched_cross_entropy(
-            builder, _bounded(builder, logits) if settings.bounded_logits else logits
-        )
-        return Head(Section(builder.tape, entry, loss), normed, own, None, returned)
+        parts = stretched_logits(builder, normed, block.names.head, partial(_adapted_logits, builder, settings))
+        loss, stretches = stretched_cross_entropy(builder, parts)
+        whole = Value(NO_STORAGE, Quantity.TOKENS, 4 * settings.vocab_size, 4)
+        return Head(Section(builder.tape, entry, loss), normed, own, None, whole, tuple(stretches))
     loss, logits = _whole_logits(builder, settings, entry, normed)
     return Head(Section(builder.tape, entry, loss), normed, own, None, logits)
 
@@ -118,7 +122,7 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
         loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
     if settings.loss == "fp32-pieces":
         logits = builder.cast(logits, 4)
-        loss = cross_entropy_in_pieces(builder, logits)
+        loss = cross_entropy_in_pieces(builder, logits, settings.block.regime.stretches)
     return loss, logits
 
 
@@ -132,9 +136,10 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
     if settings.loss in IN_PIECES:
         has_adapter = f"{settings.block.names.head}.lora_A.weight" in builder.weights
-        whole = linear(builder, normed, settings.block.names.head, settings.vocab_size) if has_adapter else None
-        logits = builder.cast(whole or _logits(builder, settings, normed), 4)
-        return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits))  # the loop counts them
+        logits = (_adapted_logits if has_adapter else _logits)(builder, settings, normed)
+        builder.tape.leaves_region()
+        builder.tape.returned = logits = builder.cast(logits, 4)
+        return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits, 1))  # the loop counts them
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
         if settings.loss != "log-probabilities":
@@ -278,6 +283,13 @@ def _valued(builder: Builder, settings: EndSettings, normed: Value) -> Value:
     tape.graph_use |= {storage: len(tape.operations) - 1 for node in cut for storage in node.saved}
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("compare", [(builder.cast(values, 4), NEW)], loss, traits=SAVES_NOTHING)
+
+
+def _adapted_logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
+    """Record a head's product as that of any other projection with an adapter, and the cap on its result."""
+    logits = linear(builder, x, settings.block.names.head, settings.vocab_size)
+    builder.tape.instant = "loss backward"
+    return _bounded(builder, logits) if settings.bounded_logits else logits
 
 
 def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:

@@ -223,11 +223,9 @@ class PlayedSection:
                 codes = codes[place + 1 :]
         start = len(written)
         written += [code + base for code in codes]
-        for own, alias in self._aliases.items():
-            if 2 * own + 1 not in codes:
-                continue
-            place = start + codes.index(2 * own + 1)
-            if alias == NO_STORAGE:
-                del written[place]
+        places = {codes.index(freed): alias for own, alias in self._aliases.items() if (freed := 2 * own + 1) in codes}
+        for place in sorted(places, reverse=True):
+            if places[place] == NO_STORAGE:
+                del written[start + place]
             else:
-                written[place] = 2 * alias + 1
+                written[start + place] = 2 * places[place] + 1

@@ -28,6 +28,8 @@ class ModelTensors:
         adapted = next((i for i, e in enumerate(inputs.states.tensors) if ".lora_" in e.tensor.name), own)
         tensors = inputs.states.tensors
         self.all: list[Named] = [*in_layers(tensors[:adapted]), *in_layers(tensors[adapted:])]
+        if inputs.setup.stack.models.head_first:
+            self.all.sort(key=lambda named: not named[0].startswith(f"{inputs.spec.names.head}."))
         self.trained = [(name, entry) for name, entry in self.all if entry.trainable]
 
     def weight_sizes(self) -> list[int]:

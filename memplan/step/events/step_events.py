@@ -19,7 +19,7 @@ from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
 from memplan.step.head_instants import joined_in_place
-from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.model_on_tape import ModelOnTape, evaluated_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs
@@ -30,6 +30,10 @@ from memplan.units import MIB
 
 STEPS = 3
 """The first makes what stays; of 94 measured runs (tests/records/cuda) two took another segment in the third."""
+
+VERIFIED, EVALUATED = 2, 3
+"""Batches that LitGPT's loops evaluate before the first step (``max_iters=2`` in litgpt/finetune/lora.py and full.py, 0.5.13), and
+behind one, where more are like the last."""
 
 CUBLASLT_WORKSPACE_BYTES = MIB
 """Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
@@ -84,10 +88,8 @@ class StepPlayer:
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers
         holds = "logits" in inputs.setup.stack.loop.holds and taped.head.logits is not None
-        self._held_logits = taped.head.logits.storage if holds and taped.head.logits is not None else None
-        self._in_time = (
-            inputs.setup.profile.loss in IN_PIECES
-        )  # a new name is given to logits before the loss is formed
+        self._held_logits = [value.storage for value in taped.head.returned] if holds else []
+        self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         self._held: list[int] = []
         self._leaf = _part_before_leaf(taped)
         self._graph: list[int] = []
@@ -100,6 +102,8 @@ class StepPlayer:
         """Return the events of what is made first, and of so many steps."""
         self._make_persistent()
         starts, passes, stream = [], [], self.stream
+        if self.config.evaluation and self._in_time:
+            self._evaluate(VERIFIED)
         for step in range(steps):
             starts.append(len(stream.codes))
             passes.append(self._step(first=step == 0))
@@ -143,7 +147,7 @@ class StepPlayer:
                 self.gradients = left
             self.updates.average()
         if config.evaluation:
-            self._evaluate()
+            self._evaluate(EVALUATED if self._in_time else 1)
         return tuple(ends)
 
     # ---------------------------------------------------------------- forward and backward
@@ -202,14 +206,16 @@ class StepPlayer:
             for number in range(run.first, run.first + run.count):
                 yield str(number), events
         head = section_events(taped.head.section, mode)
-        yield "", head if self._held_logits is None or self._in_time else head.holding(self._held_logits)
+        for storage in self._held_logits if not self._in_time else ():
+            head = head.holding(storage)
+        yield "", head
 
     def _hold(self, head: PlayedSection) -> None:
         """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
         self._let_go()
         if not self._in_time:
             self.stream.free_all(self._held)
-        self._held = [] if self._held_logits is None else [head.own_name(self._held_logits)]
+        self._held = [head.own_name(storage) for storage in self._held_logits]
 
     def _let_go(self) -> None:
         """Free what the graph of a loss has: attributes of nodes, the embedded tokens and their gradient."""
@@ -229,16 +235,14 @@ class StepPlayer:
         hidden: list[int] = []  # what layers were given, where the loop asks for it
         handed, owned, returned = NO_STORAGE, False, NO_STORAGE
         for number, events in parts:
-            named = (
-                self.inputs.setup.has_value_head
-                and bool(number)
-                and not owned
-                and 2 * events.entry + 1 in events.forward
-            )
+            named = self.inputs.setup.has_value_head and bool(number) and not owned
+            named = named and 2 * events.entry + 1 in events.forward
             part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned or named)
             hidden += [handed] if named else []
-            if renames and not number and played and self._held_logits is not None:
-                part.frees_instead(self._held_logits, self._held[0] if self._held else NO_STORAGE)
+            if renames and not number and played:
+                before = self._held or [NO_STORAGE] * len(self._held_logits)
+                for storage, other in zip(self._held_logits, before, strict=True):
+                    part.frees_instead(storage, other)
             if arguments is not None and not number and played:
                 arguments.named_by(part)
             returned = part.returns(self._libraries["forward"], returned)
@@ -246,7 +250,7 @@ class StepPlayer:
                 arguments.make(part)
             played.append((number, part))
             handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
-        self.stream.free_all(hidden)
+        self.stream.free_all([*hidden, *([] if returned == NO_STORAGE else [returned])])
         return played
 
     def _sizes_of(self, events: SectionEvents) -> list[int]:
@@ -299,21 +303,22 @@ class StepPlayer:
             else None
         )
 
-    def _evaluate(self) -> None:
-        """Write a forward without gradients, whose loss is over all logits at once."""
-        taped, own = self.taped, (self.values, self._sizes)
+    def _evaluate(self, batches: int) -> None:
+        """Write forwards without gradients, whose loss is over all logits at once."""
+        taped, own = evaluated_model(self.inputs, self.taped), (self.values, self._sizes)
         self.stream.begin("evaluation")
         self.values, self._sizes = self._evaluated_values, {}
-        layers = [
-            forward_events(taped.layer_of(index)) for index, run in enumerate(taped.runs) for _ in range(run.count)
-        ]
+        layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
         head = forward_events(evaluated_head(taped.settings, taped.weights))
-        logits = taped.head.logits if self._in_time else None
-        named = [self.stream.allocate(logits.coefficient * self.values[logits.quantity])] if logits is not None else []
-        parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers], ("", head)])
-        for _, part in parts:
-            part.region_end()
-        self.stream.free_all(named)
+        named = NO_STORAGE
+        for _ in range(batches):
+            parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers]])
+            _, below = parts[-1]
+            part = PlayedSection(self.stream, head, self._sizes_of(head), below.output, below.output_owned)
+            named = part.returns(self._libraries["forward"], named)
+            for played in (*[part for _, part in parts], part):
+                played.region_end()
+        self.stream.free_all([] if named == NO_STORAGE else [named])
         self.values, self._sizes = own
 
 

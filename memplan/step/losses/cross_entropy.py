@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import TILE_TOKENS, Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.step.tapes.taped_weight import Weight, summed_as_stored
 
 TILE_COLUMNS = 32_768
@@ -63,21 +63,21 @@ PIECE_TOKENS = 128
 """Tokens whose loss is formed together (``chunk_size`` of ``chunked_cross_entropy`` in litgpt/utils.py, 0.5.13)."""
 
 
-def cross_entropy_in_pieces(builder: Builder, logits: Value) -> Value:
+def cross_entropy_in_pieces(builder: Builder, logits: Value, pieces: int) -> Value:
     """Record cross-entropy over logits without each sequence's last token, piece by piece of rows; return the loss.
 
-    Backward forms a piece's gradient beside what its softmax has saved, which is let go then; those of all pieces are joined.
+    Backward forms a piece's gradient and lets go of what its softmax has saved; those of all pieces are joined.
 
     The loop that forms it has the name of the logits, and counts them; what is cut out of them is without bytes here.
 
     Args:
         logits: In fp32, as the model returns them.
+        pieces: How many there are.
 
     Source:
         ``chunked_cross_entropy`` in litgpt/utils.py, lines 302 to 351, and its call in finetune/full.py, line 284 (0.5.13).
     """
     tape, predicted, several = builder.tape, Quantity.PREDICTED_TOKENS, not builder.settings.regime.one_sequence
-    piece = (Quantity.CHUNK, 2 * logits.width * 4)
     returned, cut = (tape.value(quantity, 0, 4, part=Part.LOGITS) for quantity in (logits.quantity, predicted))
     returned.gradient_coefficient = cut.gradient_coefficient = logits.coefficient
     tape.apply("return logits", [(logits, SAME)], returned, traits=SAVES_NOTHING)
@@ -85,19 +85,30 @@ def cross_entropy_in_pieces(builder: Builder, logits: Value) -> Value:
     if several:
         rows = tape.value(predicted, logits.width, 4, part=Part.LOGITS)
         tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
-    labels = tape.make("rows of labels", tape.value(predicted, 1, 8, part=Part.ACTIVATIONS))
-    parts = Value(rows.storage, predicted, logits.coefficient, 4)
-    with tape.alive(rows):
-        tape.apply("split", [(rows, NEW)], parts, traits=SAVES_NOTHING)
-        logs, losses = tape.value(predicted, logits.width, 4, part=Part.LOGITS), tape.value(predicted, 1, 4)
-        traits = Traits(workspace=[piece], made=(logs,))
-        tape.apply(
-            "losses of pieces", [(parts, OVER)], (losses, logs), [logs, *([labels] if several else [])], traits=traits
-        )
-        with tape.alive(losses):
-            joined = tape.apply("cat", [(losses, SAME)], builder.fresh(losses), traits=SAVES_NOTHING)
+    labels = [tape.make("rows of labels", tape.value(predicted, 1, 8, part=Part.ACTIVATIONS))] if several else []
+    with tape.alive(rows, *labels):
+        quantities = [*[Quantity.CHUNK] * (pieces - 1), Quantity.LAST_CHUNK] if pieces > 1 else [predicted]
+        parts = [Value(rows.storage, quantity, logits.coefficient, 4) for quantity in quantities]
+        if pieces > 1:
+            tape.apply("split", [(rows, NEW)], parts, traits=SAVES_NOTHING)
+        losses = [losses_of_rows(builder, part, labels, logits.width) for part in (parts if pieces > 1 else [rows])]
+        with tape.alive(*losses):
+            joined = tape.value(predicted, 1, 4)
+            tape.apply("cat", [(x, SAME) for x in losses], joined, traits=SAVES_NOTHING)
     loss = tape.value(ONE, 1, 4, part=Part.LOGITS)
     return tape.apply("sum", [(joined, NEW)], loss, traits=SAVES_NOTHING)
+
+
+def losses_of_rows(builder: Builder, rows: Value, labels: Sequence[Value], vocab_size: int) -> Value:
+    """Record the loss of each row of fp32 logits; return them.
+
+    Args:
+        labels: Those of the rows, where they were copied.
+    """
+    tape = builder.tape
+    logs, losses = tape.value(rows.quantity, vocab_size, 4, part=Part.LOGITS), tape.value(rows.quantity, 1, 4)
+    tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
+    return tape.apply("nll_loss", [(logs, NEW)], losses, [logs, *labels], traits=Traits(packs=True))
 
 
 def tiled_cross_entropy(
@@ -178,114 +189,3 @@ def _wide_weight(weight: Weight) -> Sizes:
     """Return the head's gradient in fp32 that another is cast from."""
     elements = weight.rows * weight.columns
     return [(ONE, 4 * elements)] if weight.trainable and weight.element_bytes != 4 else []
-
-
-STRETCH_TOKENS = 128
-"""Tokens of a stretch (``lm_head_chunk_size`` in litgpt/finetune/lora.py, 0.5.13)."""
-
-STRETCH = Quantity.ROW_CHUNK
-"""Tokens of a stretch, of all sequences."""
-
-
-def stretched_logits(builder: Builder, x: Value, name: str, vocab_size: int) -> Value:
-    """Return the logits of all stretches of ``x``, which is split, in the dtype of products.
-
-    What all stretches have at once is on the tape whole; what one of them takes for itself, the first that backward
-    reaches, is scratch memory.
-
-    Source:
-        ``GPT.forward`` with ``lm_head_chunk_size`` in litgpt/model.py; ``LoRALinear.forward`` in litgpt/lora.py (0.5.13).
-    """
-    tape, weight = builder.tape, builder.weight(f"{name}.weight")
-    piece = Value(x.storage, STRETCH, x.coefficient, x.element_bytes)
-    rest = [(Quantity.TOKENS, x.coefficient), (STRETCH, -x.coefficient)]
-    with tape.alive(x):
-        tape.apply("split", [(x, NEW)], piece, traits=Traits(packs=False, workspace=rest))
-        logits = tape.value(x.quantity, vocab_size, builder.compute, part=Part.LOGITS)
-        biases = [builder.weights[f"{name}.bias"]] if f"{name}.bias" in builder.weights else []
-        read = builder.lowered(piece)
-        saves = _copies(builder, weight) if read.needs_gradient else []
-        if weight.coded:  # the last stretch's product decodes the weight beside the logits of all others
-            saved = _saved_width(builder, x) if f"{name}.lora_A.weight" in builder.weights else 0
-            others = logits.coefficient + saved
-            decoding = [(quantity, size) for _, quantity, size in weight.decoding_again]
-            scratch = [
-                (Quantity.TOKENS, others),
-                (Quantity.LAST_ROW_CHUNK, -others),
-                (ONE, weight.copy_bytes),
-                *decoding,
-            ]
-            tape.make("decode", builder.constant(0, 1), x, scratch=scratch)
-        traits = Traits(custom=weight.coded, product=True, packs=not weight.coded)
-        base = tape.view(logits)
-        tape.apply(f"linear {name}", [(read, NEW)], base, saves, [weight, *biases], traits)
-        if f"{name}.lora_A.weight" not in builder.weights:
-            return base
-        low, up = _low_rank(builder, piece, x, name), builder.weight(f"{name}.lora_B.weight")
-        added, one = tape.value(x.quantity, 0, logits.element_bytes, part=Part.LOGITS), (STRETCH, logits.coefficient)
-        traits = Traits(workspace=[one], product=True)
-        tape.apply(f"linear {name}.lora_B", [(low, NEW)], added, [low, *_copies(builder, up)], [up], traits)
-        traits = Traits(packs=False, scratch=[one, one])
-        return tape.apply("stretches", [(base, SAME), (added, SAME)], tape.view(logits), traits=traits)
-
-
-def _saved_width(builder: Builder, x: Value) -> int:
-    """Return the bytes of a token that an adapter of the head saves of its input: a dropped copy and a mask, or nothing new."""
-    return x.width * (x.element_bytes + 1) if builder.settings.adapter_dropout else 0
-
-
-def _copies(builder: Builder, weight: Weight) -> list[Value]:
-    """Return what autocast makes of a weight for each stretch: none is a parameter itself, or it is frozen."""
-    if weight.coded or not weight.copy_bytes:
-        return []
-    return [builder.tape.make("cast weight", builder.tape.value(Quantity.ROW_CHUNKS, weight.copy_bytes, 1))]
-
-
-def _low_rank(builder: Builder, piece: Value, x: Value, name: str) -> Value:
-    """Return the product of dropped stretches and an adapter's first matrix, which saves what it is given of all."""
-    tape, down, read = builder.tape, builder.weight(f"{name}.lora_A.weight"), piece
-    if builder.settings.adapter_dropout:
-        mask, retained = tape.value(x.quantity, x.width, 1), tape.value(x.quantity, x.width, x.element_bytes)
-        read = Value(retained.storage, STRETCH, retained.coefficient, retained.element_bytes)
-        tape.apply("dropout", [(piece, NEW)], (read, mask), [mask])
-    if read.element_bytes != builder.compute and builder.settings.autocast:
-        given, retained = read, tape.value(x.quantity, x.width, builder.compute)
-        read = Value(retained.storage, STRETCH, retained.coefficient, retained.element_bytes)
-        tape.apply("cast", [(given, NEW)], read, traits=SAVES_NOTHING)
-    low = tape.value(x.quantity, down.rows, builder.compute)
-    result = Value(low.storage, STRETCH, low.coefficient, low.element_bytes)
-    saves = [read, *(_copies(builder, down) if read.needs_gradient else [])]
-    return tape.apply(f"linear {name}.lora_A", [(read, NEW)], result, saves, [down], Traits(product=True))
-
-
-def stretched_cross_entropy(builder: Builder, logits: Value) -> tuple[Value, Value]:
-    """Record cross-entropy over logits cast to fp32, without each sequence's last token; return the loss, and the cast.
-
-    The loop has the name of the cast, and counts it. Backward runs the losses of all stretches before it casts any gradient: half of what softmax has saved stands for the
-    gradient in 16 bits that takes its place.
-
-    Source:
-        ``chunked_cross_entropy`` in litgpt/utils.py, lines 319 to 335; lines 353 to 357 of litgpt/finetune/lora.py (0.5.13).
-    """
-    tape, several, regime = builder.tape, not builder.settings.regime.one_sequence, builder.settings.regime
-    predicted, width = Quantity.PREDICTED_TOKENS, logits.width
-    wide = logits.element_bytes == 4
-    returned = logits if wide else tape.make("cast", tape.value(logits.quantity, width, 4, part=Part.LOGITS), logits)
-    cut = tape.value(predicted, 0, logits.element_bytes, part=Part.LOGITS)
-    joins = Traits(packs=False, workspace=[(predicted, -4 * width)]) if wide else SAVES_NOTHING  # one after another
-    tape.apply("stretches", [(logits, NEW)], cut, traits=joins)
-    labels = tape.make("rows of labels", tape.value(predicted, 1, 8, part=Part.ACTIVATIONS))
-    half, rest = (
-        tape.value(predicted, width, size, part=Part.LOGITS)
-        for size in (logits.element_bytes, 4 - logits.element_bytes)
-    )
-    losses = tape.value(predicted, 1, 4)
-    one = (predicted if regime.one_chunk else STRETCH, 2 * width * 4)
-    copies = [(Quantity.LAST_ROW_CHUNK, width * 4)] if several else []
-    traits = Traits(workspace=[one], scratch=copies, made=(half,))
-    saves = [half, rest, *([labels] if several else [])]
-    tape.apply("losses of stretches", [(cut, OVER)], (losses, half, rest), saves, traits=traits)
-    with tape.alive(losses):
-        joined = tape.apply("cat", [(losses, SAME)], builder.fresh(losses), traits=SAVES_NOTHING)
-    loss = tape.value(ONE, 1, 4, part=Part.LOGITS)
-    return tape.apply("sum", [(joined, NEW)], loss, traits=SAVES_NOTHING), returned

@@ -81,7 +81,7 @@ class Section:
     @property
     def gradients(self) -> int:
         """Gradients of its weights."""
-        return sum(w.gradient_bytes for node in self.tape.nodes for w in node.weights if w.trainable)
+        return sum(w.gradient_bytes for node in self.tape.nodes for w in node.weights if w.trainable and not w.shared)
 
     @property
     def turns(self) -> bool:
@@ -91,7 +91,7 @@ class Section:
     def left(self, mode: Mode) -> int:
         """Return the gradients of its weights that backward adds to those that are there."""
         if mode not in self._left:
-            weights = (w for node in self.tape.nodes for w in node.weights if w.trainable)
+            weights = (w for node in self.tape.nodes for w in node.weights if w.trainable and not w.shared)
             self._left[mode] = sum(w.gradient_bytes for w in weights if w.own_mode(mode) == "first")
         return self._left[mode]
 

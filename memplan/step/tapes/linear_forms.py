@@ -40,7 +40,7 @@ class Quantity(IntEnum):
     SEQUENCES = 18
     DELTA_CHUNKS = 19
     EARLIER_DELTA_CHUNKS = 20
-    ROW_CHUNKS = 21
+    LAST_PREDICTED_ROWS = 21
     PADDED_SQUARE = 22
     ANSWER_TOKENS = 23
     ANSWERED_TOKENS = 24
@@ -51,6 +51,7 @@ class Quantity(IntEnum):
     TABLE_ROWS = 29
     NEXT_CHUNK = 30
     BUCKETED_TOKENS = 31
+    LAST_CHUNK = 32
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -75,7 +76,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.SEQUENCES: "b",
     Quantity.DELTA_CHUNKS: "b*ceil(t/64)",
     Quantity.EARLIER_DELTA_CHUNKS: "b*max(ceil(t/64) - 4, 0)",
-    Quantity.ROW_CHUNKS: "ceil(t/r)",
+    Quantity.LAST_PREDICTED_ROWS: "b*(t - 1 - (ceil(t/r) - 1)*r)",
     Quantity.PADDED_SQUARE: "t*ceil16(t)",
     Quantity.ANSWER_TOKENS: "b*c",
     Quantity.ANSWERED_TOKENS: "b*(c+1)",
@@ -86,12 +87,14 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.TABLE_ROWS: "p8192",
     Quantity.NEXT_CHUNK: "n2",
     Quantity.BUCKETED_TOKENS: "b*ceil128(t+1)",
+    Quantity.LAST_CHUNK: "n3",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
 tp is the number of GPUs that share matrices. m is the number of blocks of 128 tokens in a sequence; r is ceil(t/chunks), or how many of its tokens a loss takes at once.
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
-p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more.
+p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more, n3 those
+that are left for the last of pieces with as many tokens each.
 p is the number of patches of a row's images, i that of the tokens which they become.
 """
 
@@ -271,8 +274,9 @@ def quantities(
     attended = (1, tokens, scores, rounded, length, chunk, square, scores + tokens)
     embedded = (many, touched, many // EMBEDDING_ROWS_PER_PART + touched, aligned)
     predicted = (tokens - batch, tile, pairs, batch * row, batch * (length - (rows - 1) * row))
-    sequences = (tokens * round_up(length, 16), batch, batch * delta, batch * max(delta - LATE_CHUNKS - 1, 0), rows)
+    last = batch * (length - 1 - (rows - 1) * row)
+    sequences = (tokens * round_up(length, 16), batch, batch * delta, batch * max(delta - LATE_CHUNKS - 1, 0), last)
     labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
-    bucketed = (batch * round_up(length + 1, 128),)
+    bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
     return attended + embedded + predicted + sequences + labelled + ends + bucketed
