@@ -150,12 +150,11 @@ def _ended(request: Request, script: str, lines: ScriptLines, contexts: Any) -> 
             _run(request, script)
     except StepsDoneError:
         return "done", ""
-    except RefusedError as error:
-        return "refused", str(error)
     except SystemExit as error:
         return ("ended", "") if error.code in (None, 0) else ("failed", f"it ended itself with {error.code!r}")
-    except CannotAnswerError as error:
-        return "refused", str(error)
+    except (RefusedError, CannotAnswerError) as error:
+        own, text = lines.innermost_of(error.__traceback__), str(error)
+        return "refused", f"{own}: {text}" if own and own not in text else text
     except BaseException as error:
         return _failed(error, lines)
     finally:
@@ -192,10 +191,7 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
     if any(words in f"{kind}: {text}" for words in _FETCHES):
         return "refused", f"{own}: {FETCHED_NOTHING} ({kind})"
     if any(words in str(error) for words in _OF_CUDA):
-        return "refused", (
-            f"{own}: tensors of a class of their own (torchao's quantised states and weights, say) and compiled steps of optimizers "
-            "are not known on the pretended GPU; run it without"
-        )
+        return "refused", f"{own}: {_of_cuda(error)} not known on the pretended GPU; run it without"
     if _NESTED in text:
         return "refused", f"{own}: rows of unequal lengths in one tensor (torch.nested) are not known here"
     if kind in _OF_THE_COMPILER:
@@ -217,6 +213,18 @@ FETCHED_NOTHING = (
     "it names a model, a tokenizer or rows of the hub that are not in this machine's cache, and nothing is fetched here: "
     "fetch them once beforehand, or name a folder (of a model its config.json is enough)"
 )
+
+
+def _of_cuda(error: BaseException) -> str:
+    """Return what it is that torch's own C++ took for CUDA's."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if any("/torchao/" in file for file in files):
+        return "torchao's tensors (quantised weights, states of its optimizers) are"
+    if any("/torch/_dynamo/" in file for file in files) and any("/torch/optim/" in file for file in files):
+        return "a compiled step of an optimizer is"
+    return "tensors of a class of their own are"
+
+
 _OF_CUDA = ("not linked with support for cuda devices", "arguments from the 'CUDA' backend")
 """What a build of torch without CUDA says of a tensor that its own C++ takes for one of CUDA's."""
 _NESTED = "self.shape_env must not be None"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memplan.dryrun.machine.device_names import inner_device
 from memplan.dryrun.machine.streams_and_graphs import Nothing, Streams, graph_class
 from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
@@ -30,6 +31,17 @@ class _Guard(Nothing):
     def __init__(self, device: Any = 0) -> None:
         super().__init__()
         self.idx = device if isinstance(device, int) else torch.device(device or 0).index or 0
+        _chosen(device)
+
+
+def _chosen(device: Any) -> None:
+    """Choose a GPU, which can only be the one that is pretended; a negative number chooses none.
+
+    Raises:
+        RefusedError: It is another.
+    """
+    if not isinstance(device, int) or device >= 0:
+        inner_device(torch.device("cuda", device) if isinstance(device, int) else device)
 
 
 class NoProfile(Nothing):
@@ -157,7 +169,7 @@ def _device_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
         "device_count": lambda: ranks.per_node,
         "_device_count_nvml": lambda: ranks.per_node,
         "current_device": lambda: ranks.local_rank,
-        "set_device": _nothing,
+        "set_device": _chosen,
         "_exchange_device": lambda _device: ranks.local_rank,
         "_maybe_exchange_device": lambda _device: ranks.local_rank,
         "get_device_name": lambda *_: card.name,
@@ -260,8 +272,8 @@ def _accelerator_answers(recorder: LiveRecorder, ranks: Ranks, streams: Streams)
         "current_device_index": lambda: ranks.local_rank,
         "current_device_idx": lambda: ranks.local_rank,
         "device_index": Nothing,
-        "set_device_index": _nothing,
-        "set_device_idx": _nothing,
+        "set_device_index": _chosen,
+        "set_device_idx": _chosen,
         "synchronize": _nothing,
         "current_stream": lambda *_: streams.current(),  # torch's compiler tells functions apart by what they are
         "set_stream": lambda stream: streams.set(stream),

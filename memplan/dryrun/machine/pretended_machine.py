@@ -23,8 +23,7 @@ from memplan.dryrun.machine.pretended_tensors import PretendedTensors
 from memplan.dryrun.terms.outcome import Ranks, RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
-from memplan.trace.pretended_cuda.cuda_kernels import overridden
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels, cpu_kernels
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 
@@ -51,7 +50,7 @@ def pretended_machine(
     with ExitStack() as stack:
         stack.enter_context(pretended_runtime(recorder, ranks))
         cuda = kernels == "cuda"
-        stack.enter_context(composite_kernels(recorder.card.compute_capability) if cuda else overridden({}))
+        stack.enter_context(composite_kernels(recorder.card.compute_capability) if cuda else cpu_kernels())
         stack.enter_context(named_devices(ranks.local_rank if ranks else 0))
         stack.enter_context(cuda_autocast())
         stack.enter_context(_tensor_methods(values))

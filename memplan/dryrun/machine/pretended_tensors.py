@@ -60,6 +60,7 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         if "device" in options:
             options = {**options, "device": outer_device(options["device"])}
+            inner_device(options["device"])  # refused where it is another GPU
         options = {name: value for name, value in options.items() if name != "pin_memory"}
         tensors = list(tensors_of((args, options)))
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):

@@ -285,7 +285,7 @@ def _finished_trace(outcome: Outcome, script: str) -> Trace:
         raise InvalidFileError([f"{script}: {outcome.message}"])
     if outcome.ending == "refused":
         raise CannotAnswerError(f"{script}: {outcome.message}")
-    if outcome.trace is None or not outcome.steps:
+    if outcome.trace is None or not (outcome.steps or outcome.runs_out):
         raise CannotAnswerError(
             f"{script}: it ended without a training step on the GPU: no optimizer was stepped"
             + ("" if outcome.trace is not None else ", and no tensor was on the GPU")
