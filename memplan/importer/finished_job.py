@@ -125,6 +125,10 @@ def _name_weights(job: ImportedJob) -> None:
         line = next((keys.line(given.key) for keys in job.sources if keys.name == given.source), 1)
         why = f"the name says that its weights are {kind}, which nothing trains here; name the model as it was released"
         job.reading.refusals.append(Refusal(given.key, given.source, line, name, why))
+        results = job.reading.results
+        results["training.weights.hidden_matrix"] = Result(kind, DEFAULTED, "", "", "the model's name says so")
+        if job.value("method.tuning") == "lora" and "8" not in kind:
+            results["method.tuning"] = Result("qlora", DEFAULTED, "", "", "adapters over weights of 4 bits or fewer")
 
 
 def _shards(job: ImportedJob) -> str:

@@ -97,6 +97,13 @@ def test_a_variable_of_the_environment_sets_the_allocator(tmp_path):
     assert training["allocator"] == "expandable"
 
 
+def test_pictures_in_a_notebook_are_passed_over_and_endless_code_is_not_read(tmp_path):
+    path = notebook(tmp_path, *UNSLOTH, metadata={"picture": "A" * 5_000_000})
+    assert memplan.import_file(path).to_dict()["training"]["micro_batch_size"] == 2
+    with pytest.raises(InvalidFileError, match=r"job\.ipynb: more than 524,288 letters of code"):
+        memplan.import_file(notebook(tmp_path, "x = 1\n" * 100_000))
+
+
 def test_a_name_is_what_it_was_given_before_the_call(tmp_path):
     cells = (
         "n = 4",

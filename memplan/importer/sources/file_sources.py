@@ -22,6 +22,9 @@ ENVIRONMENT = "ENV"
 """Where ms-swift's files have variables of the environment (cli/main.py)."""
 MAXIMUM_PARSED_BYTES = 2**19
 """Of Python and TOML, whose parsers take seconds and hundreds of megabytes over a few times as much."""
+NOTEBOOK = ".ipynb"
+MAXIMUM_NOTEBOOK_BYTES = 2**25
+"""Of notebooks, which hold the pictures that their cells have drawn."""
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 """Ends of the names of files that a shell reads."""
 PARSED = (".toml", ".py", *SCRIPTS)
@@ -39,16 +42,17 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     """
     name = shown_path(path)
     if text is None:
-        most = MAXIMUM_PARSED_BYTES if path.suffix in PARSED else MAXIMUM_TEXT_BYTES
+        usual = MAXIMUM_PARSED_BYTES if path.suffix in PARSED else MAXIMUM_TEXT_BYTES
+        most = MAXIMUM_NOTEBOOK_BYTES if path.suffix == NOTEBOOK else usual
         text = read_text(path, most, INSTEAD, "no trainer's configuration is")
     if path.suffix == ".toml":
         return _toml(text, name)
     if path.suffix in SCRIPTS:
         return _script(text, name)
-    if path.suffix == ".ipynb":
+    if path.suffix == NOTEBOOK:
         from memplan.importer.sources.notebook_cells import notebook_keys
 
-        return notebook_keys(_json(text, name).data, name)
+        return notebook_keys(_json_value(text, name), name, MAXIMUM_PARSED_BYTES)
     if path.suffix == ".py":
         from memplan.importer.sources.python_literals import python_keys
 
@@ -115,11 +119,17 @@ def _own_keys(path: Path) -> GivenKeys:
 
 
 def _json(text: str, name: str) -> Any:
-    """Return a JSON document; comments and placeholders, which JSON has not, are named with their line."""
+    """Return a JSON document with the lines of its keys, of which the last of two alike counts."""
+    _json_value(text, name)
+    return parse_document(text.replace("\t", " "), name, last_counts=True)
+
+
+def _json_value(text: str, name: str) -> Any:
+    """Return what a JSON text holds; comments and placeholders, which JSON has not, are named with their line."""
     import json
 
     try:
-        json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         line = text.split("\n")[error.lineno - 1].strip()[:60]
         raise InvalidFileError(
@@ -127,7 +137,6 @@ def _json(text: str, name: str) -> Any:
         ) from None
     except (RecursionError, ValueError):
         raise InvalidFileError([f"{name}:1: not JSON that can be read"]) from None
-    return parse_document(text.replace("\t", " "), name, last_counts=True)
 
 
 _DEEP_KEY = re.compile(rf"(?<![\w\"'.-])(?:[\w\"'-]+[ \t]*\.[ \t]*){{{MAXIMUM_DEPTH}}}")

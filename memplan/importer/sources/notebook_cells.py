@@ -22,18 +22,21 @@ PYTHON = ("capture", "time", "timeit", "prun")
 """Magics of a whole cell that is Python all the same."""
 
 
-def notebook_keys(document: Any, name: str) -> GivenKeys:
+def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
     """Return the keywords and literals of a notebook's code, each with the number of its cell among all cells, from 1.
 
     Args:
         document: The notebook as parsed JSON: format 4 has ``cells``.
+        most: Letters of code that are read.
 
     Raises:
-        InvalidFileError: It is no notebook, or a cell is not Python.
+        InvalidFileError: It is no notebook, a cell is not Python, or its code is longer than that.
     """
     cells = list(_cells(document, name))
     if not cells:
         raise InvalidFileError([f"{name}: a notebook without cells of Python"])
+    if sum(len(source) for _, source in cells) > most:
+        raise InvalidFileError([f"{name}: more than {most:,} letters of code: no notebook that trains has as many"])
     starts, text = [], ""
     for number, source in cells:
         try:
