@@ -180,6 +180,7 @@ def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_
         ("x=" + "$(" * 60 + "\n", "nested too deeply|does not end"),
         ("f() { f; f; }\nf\n" + "python a.py\n" * 6000, "more than 5,000 commands"),
         ("# nothing\n", "starts no trainer"),
+        ("trl sft --a 1 \\\n  # --b 2 \\\n  --c 3\n", r"run\.sh:3: --c is a command of its own here: a comment"),
         ("A=(x y)\n" + "A=(${A[@]} ${A[@]})\n" * 30, "more than 5,000 words in A"),
         ("python own.py --lr 1\n", "no trainer that memplan reads has these keys"),
         ("X=1\n" * 200_000, "larger than"),

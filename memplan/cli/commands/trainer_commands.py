@@ -27,7 +27,7 @@ class ImportOptions:
         list[str] | None,
         typer.Argument(
             metavar="FILE | -- COMMAND",
-            help="A trainer's YAML, JSON, TOML or Python file; or, after --, a launch command.",
+            help="A trainer's YAML, JSON, TOML or Python file, a launch script or notebook; or, after --, a launch command.",
             show_default=False,
             rich_help_panel=_FILES,
         ),

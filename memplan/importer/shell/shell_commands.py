@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, printable
 from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
@@ -181,6 +181,11 @@ class _Run:
         self, words: list[str], lines: list[int], unset: list[tuple[str, int]], assigned: list[Token], sure: bool
     ) -> bool | None:
         first = words[0]
+        if first.startswith("--"):
+            why = "a comment, or a line without a backslash, above it ends the command that it is meant for"
+            raise InvalidFileError(
+                [f"{self.name}:{lines[0]}: {printable(first, 60)} is a command of its own here: {why}"]
+            )
         if first in self.functions and self.depth < DEEPEST:
             return self._called(first, words[1:], sure)
         if first == "eval" or (place := _script_word(words)) is not None:

@@ -28,7 +28,7 @@ MAXIMUM_NOTEBOOK_BYTES = 2**25
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 """Ends of the names of files that a shell reads."""
 PARSED = (".toml", ".py", *SCRIPTS)
-INSTEAD = "give a trainer's YAML, JSON, TOML or Python file"
+INSTEAD = "give a trainer's YAML, JSON, TOML or Python file, a launch script or notebook"
 
 
 def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[CommandLine, ...]:
