@@ -18,6 +18,9 @@ from memplan.step.tapes.taped_weight import Mode
 TURNED = ("mul cos", "mul sin", "mul complex", "rotary")
 """Beginnings of what operations are called that read rotary tables."""
 
+SPREAD = "spread table"
+"""What forms a table of a layer's own out of one that it is given, which backward has no need of."""
+
 SavedTensor = tuple[str, Quantity, int, Part]
 """Operation that saves it first, and its size."""
 
@@ -85,7 +88,9 @@ class Section:
 
     @property
     def turns(self) -> bool:
-        """Whether its backward turns something by rotary tables, or a function of it is given them."""
+        """Whether its backward turns something by rotary tables that it is given, or a function of it is given them."""
+        if any(operation.name == SPREAD for operation in self.tape.operations):
+            return False
         return any(node.name.startswith(TURNED) for node in self.tape.nodes)
 
     def left(self, mode: Mode) -> int:
