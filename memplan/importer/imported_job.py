@@ -17,7 +17,14 @@ from memplan.importer.referred_files import note_others, note_shipped, note_word
 from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
-from memplan.importer.trainer_detection import Told, betrayed_version, is_told, other_kind, tell, with_new_names
+from memplan.importer.trainer_detection import (
+    DetectedSource,
+    betrayed_version,
+    detected,
+    is_detected,
+    other_kind,
+    with_new_names,
+)
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
 Role = Literal["job", "launcher", "not_training"]
@@ -140,7 +147,7 @@ def import_commands(
 def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
     """Return the commands that are a trainer's as they stand; all of them where none is, or there is one alone."""
     heads = question.mappings.heads() if len(commands) > 1 else ()
-    return [command for command in commands if is_told(command.job, heads)] or commands
+    return [command for command in commands if is_detected(command.job, heads)] or commands
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
@@ -181,7 +188,7 @@ def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLine | None = None) -> ImportedJob:
     heads = question.mappings.heads()
-    jobs, launchers = _told(sources, heads, question)
+    jobs, launchers = _by_role(sources, heads, question)
     main = jobs[-1] if jobs else launchers[-1]
     if command is not None and command.config and main.kind:  # the file that it names says what a command is
         below = jobs[0].keys if len(jobs) > 1 else None
@@ -237,30 +244,32 @@ def _stated_version(version: str) -> str:
     return version
 
 
-def _told(
+def _by_role(
     sources: Sequence[GivenKeys], heads: Sequence[TrainerHead], question: Question
-) -> tuple[list[Told], list[Told]]:
+) -> tuple[list[DetectedSource], list[DetectedSource]]:
     """Return the sources of the job and those of its launcher."""
-    jobs: list[Told] = []
-    launchers: list[Told] = []
+    jobs: list[DetectedSource] = []
+    launchers: list[DetectedSource] = []
     for keys in sources:
-        launching = question.trainer is not None and is_told(keys, [one for one in heads if one.role == "launcher"])
-        told = _told_beside(keys, sources[-1], heads, None if launching else question.trainer)
-        (launchers if told.head.role == "launcher" else jobs).append(told)
+        launching = question.trainer is not None and is_detected(keys, [one for one in heads if one.role == "launcher"])
+        source = _detected_beside(keys, sources[-1], heads, None if launching else question.trainer)
+        (launchers if source.head.role == "launcher" else jobs).append(source)
     return jobs, launchers
 
 
-def _told_beside(keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHead], named: str | None) -> Told:
+def _detected_beside(
+    keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHead], named: str | None
+) -> DetectedSource:
     """Return whose keys these are; of a file that a command names and whose own keys do not tell, that command's trainer's."""
     try:
-        return tell(keys, heads, named)
+        return detected(keys, heads, named)
     except InvalidFileError:
         if command is keys or command.form != "argv":
             raise
-        return tell(keys, heads, tell(command, heads, named).head.trainer)
+        return detected(keys, heads, detected(command, heads, named).head.trainer)
 
 
-def _role(main: Told) -> Role:
+def _role(main: DetectedSource) -> Role:
     if main.kind:
         return "not_training"
     return "launcher" if main.head.role == "launcher" else "job"
@@ -280,7 +289,11 @@ def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
 
 
 def _follow_all(
-    job: ImportedJob, jobs: Sequence[Told], launchers: Sequence[Told], flags: GivenKeys | None, question: Question
+    job: ImportedJob,
+    jobs: Sequence[DetectedSource],
+    launchers: Sequence[DetectedSource],
+    flags: GivenKeys | None,
+    question: Question,
 ) -> None:
     """Follow launchers' rules, then the trainer's, then what only both together say.
 

@@ -35,7 +35,7 @@ NOTEBOOK = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class DetectedSource:
     """A source and whose it is."""
 
     keys: GivenKeys
@@ -43,7 +43,7 @@ class Told:
     kind: str = ""  # What the file is where it is no training job; else nothing
 
 
-def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> Told:
+def detected(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> DetectedSource:
     """Return whose keys these are.
 
     Args:
@@ -62,7 +62,7 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
             raise unknown_name("trainer", named, [head.trainer for head in heads])
         if none != NO_TRAINER and not _is_of(keys, chosen):
             raise InvalidFileError([f"{keys.name}: {none}"])
-        return Told(keys, chosen, other_kind(keys, chosen))
+        return DetectedSource(keys, chosen, other_kind(keys, chosen))
     told = [head for head in heads if _is_of(keys, head)]
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
@@ -71,10 +71,10 @@ def tell(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None
     if len(told) > 1:
         names = " and ".join(head.trainer for head in told)
         raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer: memplan import --from"])
-    return Told(keys, told[0], other_kind(keys, told[0]))
+    return DetectedSource(keys, told[0], other_kind(keys, told[0]))
 
 
-def is_told(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
+def is_detected(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
     """Tell whether these are keys of some trainer, or of several."""
     return any(_is_of(keys, head) for head in heads)
 
@@ -100,10 +100,12 @@ def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
 def other_kind(keys: GivenKeys, head: TrainerHead) -> str:
     """Return what a source is that has a trainer's keys and is no training job; nothing where it is one."""
     said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING}
-    return next((other.kind for other in head.other_files if holds(other.when, lambda key: _told(keys, key, said))), "")
+    return next(
+        (other.kind for other in head.other_files if holds(other.when, lambda key: _stated_value(keys, key, said))), ""
+    )
 
 
-def _told(keys: GivenKeys, key: str, said: Mapping[str, Any]) -> Any:
+def _stated_value(keys: GivenKeys, key: str, said: Mapping[str, Any]) -> Any:
     return said[key] if key in said else keys.value(key)
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from typing import Any
 
-from memplan.dryrun.terms.outcome import ToldJob
+from memplan.dryrun.terms.outcome import CalledJob
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 PROGRAMS = {
@@ -30,7 +30,7 @@ class TrainerCalls:
     """
 
     def __init__(self) -> None:
-        self.told: ToldJob | None = None
+        self.told: CalledJob | None = None
 
     def watch(self, module: Any, stack: ExitStack) -> None:
         """Watch ``transformers.trainer``."""
@@ -46,7 +46,7 @@ class TrainerCalls:
         stack.enter_context(replaced(owner, {"training_step": stepped}))
 
 
-def _job(trainer: Any, tokens: int) -> ToldJob | None:
+def _job(trainer: Any, tokens: int) -> CalledJob | None:
     names = [kind.__name__ for kind in type(trainer).__mro__]
     program = next((PROGRAMS[name] for name in names if name in PROGRAMS), None)
     own = any(
@@ -56,7 +56,7 @@ def _job(trainer: Any, tokens: int) -> ToldJob | None:
         return None
     model = trainer.accelerator.unwrap_model(trainer.model)
     words = [word for pair in (*_arguments(trainer.args), *_weights(model), *_adapters(model)) for word in pair]
-    return ToldJob((*program, *words), model.config.to_json_string(use_diff=False), tokens)
+    return CalledJob((*program, *words), model.config.to_json_string(use_diff=False), tokens)
 
 
 def _arguments(given: Any) -> Iterator[tuple[str, ...]]:

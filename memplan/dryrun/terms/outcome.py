@@ -99,7 +99,7 @@ class RunsOut:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldJob:
+class CalledJob:
     """What a trainer that a script calls runs."""
 
     words: tuple[str, ...]  # A command that would start the same, the model aside
@@ -125,7 +125,7 @@ class Outcome:
     seconds: float = 0.0  # What it took
     peaks: tuple[int, ...] = ()  # Peak of what comes before the first step, and of every step
     notes: tuple[str, ...] = ()  # What stood for a library or a compiler, and what is not known of it
-    told: ToldJob | None = None  # The job of a trainer that is known, or nothing
+    told: CalledJob | None = None  # The job of a trainer that is known, or nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
 from memplan.training.own_settings import is_settable, own_settings, with_words
 
 if TYPE_CHECKING:
-    from memplan.dryrun.terms.outcome import ToldJob
+    from memplan.dryrun.terms.outcome import CalledJob
 
 
 KEPT = ("sequence_length", "weights", "adapter", "parallel", "offload", "allocator", "gradients", "clip_gradients")
@@ -233,7 +233,7 @@ WITHIN = 100
 """A plan is of the same job where its requested peak differs by less than one part in so many."""
 
 
-def suggested(told: ToldJob, requested_bytes: int, device: Device, catalog: Catalog) -> tuple[Suggestion, ...]:
+def suggested(told: CalledJob, requested_bytes: int, device: Device, catalog: Catalog) -> tuple[Suggestion, ...]:
     """Return what to change of a job that does not fit, each with what it saves.
 
     Raises:
