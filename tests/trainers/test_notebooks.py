@@ -104,6 +104,13 @@ def test_pictures_in_a_notebook_are_passed_over_and_endless_code_is_not_read(tmp
         memplan.import_file(notebook(tmp_path, "x = 1\n" * 100_000))
 
 
+def test_what_is_loaded_behind_training_does_not_count(tmp_path):
+    never = "if False:\n    model, tokenizer = FastLanguageModel.from_pretrained(model_name='lora_model', max_seq_length=1, load_in_4bit=False)\nelse:\n    pass"
+    again = "model, tokenizer = FastLanguageModel.from_pretrained('lora_model', max_seq_length=1)"
+    answer = memplan.import_file(notebook(tmp_path, *UNSLOTH[:2], never, *UNSLOTH[2:], again)).to_dict()
+    assert (answer["model"]["given"], answer["training"]["sequence_length"]) == ("Qwen/Qwen3-8B", 2048)
+
+
 def test_a_name_is_what_it_was_given_before_the_call(tmp_path):
     cells = (
         "n = 4",

@@ -13,7 +13,7 @@ from memplan.importer.sources.given_keys import Expression, GivenKeys
 
 
 def python_keys(text: str, name: str) -> GivenKeys:
-    """Return the keywords of a file's calls as ``function.keyword``, and the literals of its assignments.
+    """Return the keywords of a file's calls as ``function.keyword``, of several calls the first's, and the literals of its assignments.
 
     A keyword that is no literal, nor a name that has one there, is an :class:`Expression`.
 
@@ -32,13 +32,25 @@ def python_keys(text: str, name: str) -> GivenKeys:
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     calls, absent = [], []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            calls.append(called := _called(node.func))
+    for node in sorted(_calls(tree), key=lambda call: (call.lineno, call.col_offset)):
+        called = _called(node.func)
+        if called not in calls:  # a later one loads what was trained, or trains again
             unread = _keywords(called, node, names, data, lines)
             absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
+        calls.append(called)
     words = tuple(call for call in calls if call)
     return GivenKeys(name, data, lines, "python", words, environment=_environment(tree), absent=tuple(absent))
+
+
+def _calls(tree: ast.Module) -> Iterator[ast.Call]:
+    """Yield the calls of a file, but for those below ``if False:``."""
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Call):
+            yield node
+        never = isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
+        nodes += node.orelse if never and isinstance(node, ast.If) else ast.iter_child_nodes(node)
 
 
 def _environment(tree: ast.Module) -> dict[str, str]:
