@@ -17,14 +17,7 @@ from memplan.importer.referred_files import note_others, note_shipped, note_word
 from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
-from memplan.importer.trainer_detection import (
-    DetectedSource,
-    betrayed_version,
-    detected,
-    is_detected,
-    other_kind,
-    with_new_names,
-)
+from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
 Role = Literal["job", "launcher", "not_training"]
@@ -147,7 +140,7 @@ def import_commands(
 def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
     """Return the commands that are a trainer's as they stand; all of them where none is, or there is one alone."""
     heads = question.mappings.heads() if len(commands) > 1 else ()
-    return [command for command in commands if is_detected(command.job, heads)] or commands
+    return [command for command in commands if is_owned(command.job, heads)] or commands
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
@@ -246,30 +239,28 @@ def _stated_version(version: str) -> str:
 
 def _by_role(
     sources: Sequence[GivenKeys], heads: Sequence[TrainerHead], question: Question
-) -> tuple[list[DetectedSource], list[DetectedSource]]:
+) -> tuple[list[Owned], list[Owned]]:
     """Return the sources of the job and those of its launcher."""
-    jobs: list[DetectedSource] = []
-    launchers: list[DetectedSource] = []
+    jobs: list[Owned] = []
+    launchers: list[Owned] = []
     for keys in sources:
-        launching = question.trainer is not None and is_detected(keys, [one for one in heads if one.role == "launcher"])
-        source = _detected_beside(keys, sources[-1], heads, None if launching else question.trainer)
+        launching = question.trainer is not None and is_owned(keys, [one for one in heads if one.role == "launcher"])
+        source = _beside(keys, sources[-1], heads, None if launching else question.trainer)
         (launchers if source.head.role == "launcher" else jobs).append(source)
     return jobs, launchers
 
 
-def _detected_beside(
-    keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHead], named: str | None
-) -> DetectedSource:
+def _beside(keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHead], named: str | None) -> Owned:
     """Return whose keys these are; of a file that a command names and whose own keys do not tell, that command's trainer's."""
     try:
-        return detected(keys, heads, named)
+        return owner_of(keys, heads, named)
     except InvalidFileError:
         if command is keys or command.form != "argv":
             raise
-        return detected(keys, heads, detected(command, heads, named).head.trainer)
+        return owner_of(keys, heads, owner_of(command, heads, named).head.trainer)
 
 
-def _role(main: DetectedSource) -> Role:
+def _role(main: Owned) -> Role:
     if main.kind:
         return "not_training"
     return "launcher" if main.head.role == "launcher" else "job"
@@ -289,11 +280,7 @@ def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
 
 
 def _follow_all(
-    job: ImportedJob,
-    jobs: Sequence[DetectedSource],
-    launchers: Sequence[DetectedSource],
-    flags: GivenKeys | None,
-    question: Question,
+    job: ImportedJob, jobs: Sequence[Owned], launchers: Sequence[Owned], flags: GivenKeys | None, question: Question
 ) -> None:
     """Follow launchers' rules, then the trainer's, then what only both together say.
 

@@ -35,7 +35,7 @@ NOTEBOOK = (
 
 
 @dataclass(frozen=True, slots=True)
-class DetectedSource:
+class Owned:
     """A source and whose it is."""
 
     keys: GivenKeys
@@ -43,7 +43,7 @@ class DetectedSource:
     kind: str = ""  # What the file is where it is no training job; else nothing
 
 
-def detected(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> DetectedSource:
+def owner_of(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> Owned:
     """Return whose keys these are.
 
     Args:
@@ -62,7 +62,7 @@ def detected(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = 
             raise unknown_name("trainer", named, [head.trainer for head in heads])
         if none != NO_TRAINER and not _is_of(keys, chosen):
             raise InvalidFileError([f"{keys.name}: {none}"])
-        return DetectedSource(keys, chosen, other_kind(keys, chosen))
+        return Owned(keys, chosen, other_kind(keys, chosen))
     told = [head for head in heads if _is_of(keys, head)]
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
@@ -71,10 +71,10 @@ def detected(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = 
     if len(told) > 1:
         names = " and ".join(head.trainer for head in told)
         raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer: memplan import --from"])
-    return DetectedSource(keys, told[0], other_kind(keys, told[0]))
+    return Owned(keys, told[0], other_kind(keys, told[0]))
 
 
-def is_detected(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
+def is_owned(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
     """Tell whether these are keys of some trainer, or of several."""
     return any(_is_of(keys, head) for head in heads)
 

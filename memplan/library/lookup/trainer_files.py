@@ -81,13 +81,13 @@ def is_trainer_file(text: str) -> bool:
 def _has_trainers_keys(path: Path) -> bool:
     from memplan.importer.sources.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
-    from memplan.importer.trainer_detection import is_detected
+    from memplan.importer.trainer_detection import is_owned
 
     source = read_source(path)
     if not isinstance(source, GivenKeys):
         return True
     own = OWN_KEYS | MODEL_KEYS if path.suffix == ".json" else OWN_KEYS
-    return not own & source.data.keys() and is_detected(source, trainer_mappings().heads())
+    return not own & source.data.keys() and is_owned(source, trainer_mappings().heads())
 
 
 def refuse_no_model(text: str) -> None:
