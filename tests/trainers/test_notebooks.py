@@ -75,6 +75,14 @@ def test_a_model_that_trl_loads_by_its_name_has_trls_dtype(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "stage"), [("SFT", "sft"), ("DPO", "dpo"), ("GRPO", "grpo"), ("KTO", "kto"), ("Reward", "reward"), ("ORPO", "orpo"), ("CPO", "cpo")]
+)  # fmt: skip
+def test_a_trainers_class_says_what_it_trains(tmp_path, name, stage):
+    cell = f"trainer = {name}Trainer('Qwen/Qwen3-0.6B', args={name}Config(per_device_train_batch_size=8))"
+    assert memplan.import_file(notebook(tmp_path, cell)).to_dict()["method"]["stage"] == stage
+
+
+@pytest.mark.parametrize(
     ("cell", "asked"),
     [
         ("args = SFTConfig(per_device_train_batch_size=opts.rows, max_length=64)", "--micro-batch-size N: per_device_train_batch_size is 'opts.rows' in"),
@@ -109,6 +117,12 @@ def test_what_is_loaded_behind_training_does_not_count(tmp_path):
     again = "model, tokenizer = FastLanguageModel.from_pretrained('lora_model', max_seq_length=1)"
     answer = memplan.import_file(notebook(tmp_path, *UNSLOTH[:2], never, *UNSLOTH[2:], again)).to_dict()
     assert (answer["model"]["given"], answer["training"]["sequence_length"]) == ("Qwen/Qwen3-8B", 2048)
+
+
+def test_of_two_trainers_the_one_behind_fine_tuning_is_answered_for(tmp_path):
+    cell = "GRPOTrainer(model=model, args=GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=1, num_generations=8, max_completion_length=512))"
+    answer = memplan.import_file(notebook(tmp_path, *UNSLOTH, cell)).to_dict()
+    assert (answer["method"]["stage"], answer["training"]["micro_batch_size"]) == ("grpo", 8)
 
 
 def test_a_name_is_what_it_was_given_before_the_call(tmp_path):

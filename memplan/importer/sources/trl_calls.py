@@ -10,7 +10,17 @@ from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
 CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "TrainingArguments")  # fmt: skip
 """Classes of arguments, those of TRL's trainers first."""
-TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer", "RLOOTrainer")  # fmt: skip
+TRAINERS: Mapping[str, str] = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "GRPOTrainer": "grpo",
+    "KTOTrainer": "kto",
+    "RewardTrainer": "reward_modeling",
+    "ORPOTrainer": "orpo",
+    "CPOTrainer": "cpo",
+    "RLOOTrainer": "rloo",
+}
+"""TRL's trainers -> its script of each (trl/scripts, examples/scripts)."""
 MODELS = ("AutoModelForCausalLM_from_pretrained", "AutoModelForImageTextToText_from_pretrained")
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "LoraConfig": {
@@ -95,7 +105,14 @@ def trl_keys(keys: GivenKeys) -> GivenKeys:
                     take(called, name, key)
     if "LoraConfig" in keys.words:
         data["use_peft"], lines[("use_peft",)] = True, keys.lines.get(("LoraConfig", "r"), 1)
-    return replace(keys, data=data, lines=lines, form="file", words=(), absent=(*keys.absent, *_beyond(keys)))
+    return replace(
+        keys,
+        data=data,
+        lines=lines,
+        form="file",
+        words=("trl", f"{TRAINERS[trainer]}.py"),
+        absent=(*keys.absent, *_beyond(keys)),
+    )
 
 
 def _beyond(keys: GivenKeys) -> Iterator[str]:
