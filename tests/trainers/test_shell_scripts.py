@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import memplan
@@ -197,6 +197,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
+@example("<<EOF\nEOF\n")
 @settings(max_examples=300)
 @given(st.lists(PIECES, max_size=25).map("".join) | st.text(max_size=60))
 def test_any_text_is_read_or_refused(text):

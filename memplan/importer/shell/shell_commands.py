@@ -211,6 +211,8 @@ class _Run:
     def _with_document(self, words: Sequence[Token], document: Token, sure: bool) -> bool | None:
         """Follow a command that a here-document is given: ``read`` sets a variable to it, a shell runs it."""
         plain = [token for token in words if token.document is None]
+        if not plain:
+            return True  # nothing reads it
         text = text_of(document.document or "", self.scope)
         if plain[0].text == "read" and plain[-1].text.isidentifier():
             self._set(plain[-1].text, text.strip(), (document,), sure)
