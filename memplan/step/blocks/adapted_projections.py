@@ -257,7 +257,7 @@ def linear_of_parts(builder: Builder, x: Value, name: str, sizes: tuple[int, int
                 added = _convolved(builder, low, name, up.rows, joins=sizes[0] != sizes[1])
                 with tape.alive(added):
                     scaled = builder.pointwise("scale", _filled_up(builder, added, rows))
-                return builder.add(out, scaled)
+                    return builder.add(out, scaled)
 
 
 def _convolved(builder: Builder, low: Value, name: str, rows: int, *, joins: bool) -> Value:

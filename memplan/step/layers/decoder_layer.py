@@ -87,7 +87,9 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     builder.named_values += [part] if code.names_attention else []
     x = added(x, part)
     with builder.tape.alive(x):
-        return added(x, builder.dropped(feed_forward(builder, normed(x, 1), layer)))
+        second = normed(x, 1)
+        with builder.tape.alive(*((second,) if code.names_fed else ())):
+            return added(x, builder.dropped(feed_forward(builder, second, layer)))
 
 
 def _norms(builder: Builder, layer: Layer) -> Callable[[Value, int], Value]:
