@@ -18,6 +18,10 @@ KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-emb
 Level = Literal["traced", "read"]
 Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax", "rows"]
 PairKernel = Literal["fused", "rows", "softmax"]
+InputGradients = Literal[
+    "never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant", "prepared-reentrant"
+]
+Cache = Literal["none", "views", "copies", "alike"]
 UnusedParameters = Literal[
     "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
 ]
@@ -126,6 +130,9 @@ class Loop:
     # or by a sum of exponentials for each row in turn (``rows``); or by their log-softmax (``softmax``), whose collator
     # has joined the rows.
     pairs: PairKernel = "rows"
+    # Keys and values that models which are not checkpointed return beside logits: nothing (``none``), as they were formed
+    # (``views``), or in ``copies``, of the values in the dtype of the keys too (``alike``).
+    cache: Cache = "none"
     # Whether a reward model keeps its own head, whose loss nobody looks at, and has one of values beside it.
     value_head: bool = False
 
@@ -192,9 +199,10 @@ class Stack:
     batch: tuple[BatchTensor, ...]  # Tensors of a micro-batch on the device
     # When a frozen embedding's output is made to need a gradient: where activations are ``checkpointed``, before
     # adapters are put on, or after them, which an adapter on the embedding tells; ``trained-layers`` does so with the
-    # input of the first layer that trains, and checkpoints layers that train alone; ``reentrant`` where checkpointing
-    # would find nothing to train without, or weights are prepared for training beside codes, both of which scripts do.
-    input_gradients: Literal["never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant"]
+    # input of the first layer that trains, and checkpoints layers that train alone; ``reentrant`` where checkpointing is,
+    # which would find nothing to train without, so that scripts see to it; ``prepared-reentrant`` is ``checkpointed``,
+    # but ``reentrant`` where weights beside codes are prepared for training (``prepare_model_for_kbit_training``).
+    input_gradients: InputGradients
     clip_gradients: bool  # Whether it clips where a config does not say
     not_modelled: tuple[str, ...]  # What else it does that the formula does not follow, a job of it being refused then
     keys: Mapping[str, str]  # Key of a training config -> what the stack calls it; none where it takes memplan's own

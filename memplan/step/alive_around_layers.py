@@ -78,6 +78,13 @@ def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
     return ZERO if saved else stream_form(inputs)
 
 
+def named_cache(taped: ModelOnTape, kind: int) -> Form:
+    """Return keys and values of a layer of a kind that the model returns, and nothing else keeps until its loss is formed."""
+    tape = taped.layers[kind].tape
+    unsaved = set() if tape.cache_stays else tape.cached - tape.saved_storages().keys()
+    return sum((single_form(*tape.storages[storage]) for storage in unsaved), ZERO)
+
+
 def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> Form:
     """Return what the layer before one of a kind has returned besides its output, which the loop over layers still has a name for.
 

@@ -23,6 +23,7 @@ from memplan.step.alive_around_layers import (
     left_stretch,
     let_go,
     logits_of_loop,
+    named_cache,
     named_embeddings,
     named_input,
     passed_on,
@@ -290,7 +291,10 @@ def _forward(
         for moment in played.tower.forward(around - ahead + played.embedding.saved + played.embedding.carried):
             yield moment.around(ZERO, "forward")
     around += apart + named
-    left = {k: part.saved + part.carried + named_input(inputs, taped, k) for k, part in enumerate(played.layers)}
+    left = {
+        k: part.saved + part.carried + named_input(inputs, taped, k) + named_cache(taped, k)
+        for k, part in enumerate(played.layers)
+    }
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
     around += played.embedded + played.carried
     yield from handed_instants(inputs, taped, left, around)

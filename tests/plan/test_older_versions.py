@@ -31,3 +31,22 @@ def test_what_ran_otherwise_then_is_refused_by_name():
         planned("transformers@4.57", "mixtral-8x7b")
     with pytest.raises(CannotAnswerError, match="is older than"):
         planned("transformers@4.49")
+
+
+def held_bytes(length):
+    plan = memplan.plan(
+        "llama-3.2-1b",
+        gpu="h200-sxm-141gb",
+        config="bf16-adamw",
+        stack="plain-loop",
+        micro_batch_size=ROWS,
+        sequence_length=length,
+    )
+    return next(
+        instant["requested_bytes"] for instant in plan.to_dict()["instants"] if instant["name"] == "optimizer step"
+    )
+
+
+def test_a_plain_loops_outputs_hold_keys_and_values_until_the_next_forward():
+    ids, logits, cache = 3 * 8, 128256 * 2, 2 * 16 * 512 * 2
+    assert held_bytes(2048) - held_bytes(1024) == ROWS * 1024 * (ids + logits + cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import KernelProfile
-from memplan.catalog.stacks import StackProjections
+from memplan.catalog.stacks import Cache, StackProjections
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import FamilyCode, dropouts, family_code
@@ -74,6 +74,8 @@ class BlockSettings:
     keeps_inputs: bool
     divided: bool  # Whether GPUs share each layer's matrices
     sequence: bool  # Whether they share the sequence too between these
+    cache: Cache  # How keys and values are returned
+    cache_stays: bool  # Whether the loop has a name for them until the next forward is done
     flash_attn: bool  # Whether attention is run by the package flash-attn, whatever its window or soft cap
 
     @property
@@ -111,6 +113,8 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         adapter_dropout=(setup.config.adapter.dropout or 0.0) if setup.config.adapter else 0.0,
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
         fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
+        cache_stays="logits" in setup.stack.loop.holds,
+        cache=setup.stack.loop.cache if setup.checkpointing == "none" else "none",
         flash_attn=setup.runs_flash_attn,
         code=family_code(setup.stack, spec.architecture),
         regime=regime,

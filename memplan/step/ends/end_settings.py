@@ -130,8 +130,8 @@ def embeds_with_gradient(setup: TrainingSetup) -> bool:
     checkpoints = rule in ("checkpointed", "checkpointed-adapted") or (
         rule == "trained-layers" and setup.config.freeze == ALL_TRAIN
     )
-    if rule == "reentrant":
-        checkpoints = setup.stack.checkpointing.reentrant or bool(setup.kbit_floats)
+    if rule in ("reentrant", "prepared-reentrant"):
+        checkpoints = setup.stack.checkpointing.reentrant or (rule != "reentrant" and not setup.kbit_floats)
     return rule == "always" or (checkpoints and setup.checkpointing != "none")
 
 

@@ -10,7 +10,7 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.divided_ends import row_product
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, ungrouped
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, ungrouped
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.layers.scaled_dot_product import attended, goes_by_steps
@@ -46,6 +46,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 query = _scaled(builder, query)
         if builder.settings.code.cuts_sequences:
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
+        with builder.tape.alive(query, *named):
+            key, value = cached(builder, key, value)
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
         if builder.settings.code.repeats_keys and not builder.settings.code.contiguous_heads:
             with builder.tape.alive(query):

@@ -12,6 +12,7 @@ from memplan.step.layers.attention_kernels import (
     additive_mask,
     attention_kernel,
     bucketed_attention,
+    cached,
     eager_attention,
     flash_attention,
     flex_attention,
@@ -154,6 +155,8 @@ def _split(builder: Builder, x: Value, first: int, second: int) -> tuple[Value, 
 def _output(builder: Builder, query: Value, key: Value, value: Value, part: LatentAttention, prefix: str) -> Value:
     """Return attention, whose heads lie before tokens since queries were concatenated, and its projection."""
     heads = part.num_heads
+    with builder.tape.alive(query):
+        key, value = cached(builder, key, value)
     out = attended(builder, Heads(query, key, value, heads, heads))
     cut = builder.profile.attention == "flash" and round_up(part.qk_head_dim, FLASH_WIDTH_MULTIPLE) != part.v_head_dim
     first = builder.profile.attention in ("flash", "cudnn", "math", "eager") and not builder.settings.regime.one_token

@@ -77,6 +77,8 @@ class Player:
                 self.live.retain_all(operation.node.attributes)  # type: ignore[union-attr]
             if graph:
                 self._save(operation)
+                if self.tape.cache_stays:
+                    self.live.retain_all([own for own in operation.makes if own in self.tape.cached])
             elif index in cached:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
@@ -180,7 +182,8 @@ class Player:
     def escaping_storages(self) -> tuple[int, ...]:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
         nodes = self.tape.nodes if self.escaping else []
-        return tuple(dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.attributes))
+        escaped = dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.attributes)
+        return (*escaped, *sorted(self.tape.cached)) if self.tape.cache_stays else tuple(escaped)
 
     def escaped_form(self) -> Form:
         """Return the bytes of these."""

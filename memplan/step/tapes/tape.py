@@ -39,6 +39,9 @@ class Tape:
     # Storage -> index of the operation after which a graph that is cut off lets it go; forward under checkpointing, or
     # without gradients, has no such graph.
     graph_use: dict[int, int] = field(default_factory=dict)
+    # Storages that the model returns, and whether they stay as long as its loss has a graph, or until that is formed.
+    cached: set[int] = field(default_factory=set)
+    cache_stays: bool = False
     # Storages that are there before the first operation, and not as long as forward runs.
     given_until: set[int] = field(default_factory=set)
     # Index of an operation -> the module that begins with it, where that is not the operation's own.
@@ -177,7 +180,8 @@ class Tape:
 
     def saved_storages(self) -> dict[int, None]:
         """Return the storages that operations save for backward, each once."""
-        return dict.fromkeys(storage for node in self.nodes for storage in node.retained)
+        saved = dict.fromkeys(storage for node in self.nodes for storage in node.retained)
+        return {**saved, **dict.fromkeys(self.cached)} if self.cache_stays else saved
 
     def saved_tensors(self) -> list[tuple[str, Quantity, int, Part]]:
         """Return (operation, quantity, coefficient, part) of every storage saved, by the first operation that saves it."""

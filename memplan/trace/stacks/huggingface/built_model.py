@@ -77,7 +77,8 @@ def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
         for name in DROPOUT_KEYS:
             if hasattr(text, name):
                 setattr(text, name, setup.config.dropout)
-    config.use_cache = text.use_cache = False
+    if setup.stack.loop.cache == "none":
+        config.use_cache = text.use_cache = False
     return config
 
 
