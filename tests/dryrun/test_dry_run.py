@@ -163,6 +163,20 @@ def test_a_script_reads_what_is_there_and_changes_nothing(tmp_path):
     assert (tmp_path / "kept" / "notes.txt").read_text() == "as it was"
 
 
+DRAWS = """
+drawn = torch.multinomial(torch.nn.Linear(9, 9).cuda()(torch.ones(99, 9, device="cuda")).softmax(-1), 1)
+if torch.isin(drawn, torch.tensor([5], device="cuda")).any():
+    print("a sequence ended")
+"""
+
+
+@pytest.mark.slow
+def test_no_token_that_nobody_knows_ends_a_sequence(tmp_path):
+    ran = run(tmp_path, written(tmp_path, "import torch\n" + DRAWS + TRAINS))
+    assert ran.returncode == 0, ran.stderr
+    assert "a sequence ended" not in ran.stderr
+
+
 COMPILED_STEP = """
 import torch
 layer = torch.nn.Linear(64, 64).cuda()

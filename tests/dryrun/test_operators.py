@@ -77,6 +77,13 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "cosine": lambda x, y, **how: F.cosine_embedding_loss(x, y, torch.ones(ROWS, device=y.device), **how),
     "triplet": lambda x, y, **how: F.triplet_margin_loss(x, y, y * 2, **how),
 }
+
+
+def forward_mode(device: str) -> Tensor:
+    value, along = torch.func.jvp(torch.tanh, (weights(device),), (targets(device),))
+    return value + along
+
+
 OTHERS: dict[str, Case] = {
     "connectionist": connectionist,
     "mish": lambda device: F.mish(weights(device)) * 2,
@@ -132,3 +139,8 @@ def test_a_loss_keeps_and_takes_what_it_does_when_executed(name, reduction):
 def test_an_operator_keeps_and_takes_what_it_does_when_executed(name):
     really = peak_when_executed(OTHERS[name])
     assert abs(peak_when_pretended(OTHERS[name]) - really) <= really / 1000
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_mode_runs_under_the_names_that_torch_compiles_it_by():
+    assert peak_when_pretended(forward_mode) >= 4 * weights("cpu").nbytes

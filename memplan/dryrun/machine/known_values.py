@@ -31,6 +31,8 @@ Routing = Literal["balanced", "worst"]
 aten = torch.ops.aten
 
 _ALL_FINITE: dict[Any, bool] = {aten.isnan.default: False, aten.isinf.default: False}
+_AMONG = frozenset({aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor})
+"""What asks which elements are one of some, such as tokens that end a sequence: none is where the elements are not known."""
 _UNSET = frozenset(
     {
         aten.empty.memory_format,
@@ -114,6 +116,9 @@ class KnownValues:
             results[0]._known = Known(torch.tensor(_ALL_FINITE[func]).expand(results[0].shape))  # type: ignore[attr-defined]
             return
         real = [self.of(tensor) for tensor in given]
+        if func in _AMONG and results and any(one is None for one in real):
+            results[0]._known = Known(torch.tensor(False).expand(results[0].shape))  # type: ignore[attr-defined]
+            return
         small = all(tensor.numel() <= _most(tensor) for tensor in (*results, *changed))
         if small and (results or changed) and all(one is not None for one in real):
             self._derived(func, args, options, result, given)

@@ -12,12 +12,13 @@ import torch.optim.optimizer as optimizer
 import torch.utils._foreach_utils as foreach
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime
-from memplan.dryrun.machine.device_names import named_devices
+from memplan.dryrun.machine.device_names import named_devices, own_names
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_tensors import PretendedTensors
 from memplan.dryrun.terms.outcome import Ranks, RefusedError
@@ -66,6 +67,7 @@ def pretended_machine(
         stack.enter_context(mode)
         stack.enter_context(recorder)
         stack.enter_context(_in_threads((mode, recorder)))
+        stack.enter_context(_forward_derivatives())
         stack.enter_context(replaced(torch.jit, {"script": _unscripted}))
         stack.enter_context(replaced(torch.nn.init, {"_no_grad_trunc_normal_": _truncated}))
         yield
@@ -100,6 +102,19 @@ def _truncated(
 def _unscripted(given: Any, *_: Any, **__: Any) -> Any:
     """Return what TorchScript would compile as it is: its interpreter runs the same operators."""
     return given
+
+
+@contextmanager
+def _forward_derivatives() -> Iterator[None]:
+    """Let torch compile its own derivatives of forward mode, which it loads late, under its own names."""
+    load, script = forward_ad._maybe_load_decompositions, torch.jit.script
+
+    def loaded() -> None:
+        with own_names(), replaced(torch.jit, {"script": script}):
+            load()  # type: ignore[no-untyped-call]
+
+    with replaced(forward_ad, {"_maybe_load_decompositions": loaded}):
+        yield
 
 
 @contextmanager
