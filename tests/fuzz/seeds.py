@@ -225,6 +225,19 @@ model = FastLanguageModel.get_peft_model(model, r=16, target_modules=["q_proj", 
 arguments = SFTConfig(per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="adamw_8bit")
 """
 
+SCRIPT = """#!/bin/bash
+#SBATCH --gpus-per-node=8
+MODEL=${MODEL:-meta-llama/Llama-3.1-8B}
+ROWS=$((2 * 2))
+OPTIONS=(--bf16 --per_device_train_batch_size "$ROWS" --max_length 2048)
+for i in 1 2; do echo "$i"; done
+if [ -n "$SEED" ]; then OPTIONS+=(--seed "$SEED"); fi
+cat > ds.json <<EOF
+{"zero_optimization": {"stage": 2}}
+EOF
+torchrun --nproc_per_node 8 \\
+  $(which trl) sft --model_name_or_path "$MODEL" "${OPTIONS[@]}" # a comment
+"""
 LAUNCHED = (
     "accelerate launch --num_processes 8 --mixed_precision bf16 --use_deepspeed --zero_stage 2 -m trl.scripts.sft "
     "--model_name_or_path Qwen/Qwen2.5-7B --use_peft --lora_r 16 --per_device_train_batch_size 2 --max_length 4096 --bf16 true"
@@ -304,6 +317,11 @@ def seeds(folder: Path) -> list[Seed]:
         _of("ds_z3.json", json.loads((TRAINERS / "ds_z3.json").read_text()), import_file, TRAINER_COMMANDS[0]),
         Seed("torchtitan.toml", (TRAINERS / "torchtitan.toml").read_bytes(), TRAINER_COMMANDS[:1], import_file),
         Seed("unsloth.py", UNSLOTH.encode(), TRAINER_COMMANDS[:1], import_file),
+        Seed("launch.sh", SCRIPT.encode(), TRAINER_COMMANDS[:1], import_file),
+        _of("unsloth.ipynb", {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [
+            {"cell_type": "markdown", "source": "# Fine-tuning"},
+            {"cell_type": "code", "source": [f"{line}\n" for line in UNSLOTH.splitlines()]},
+        ]}, import_file, TRAINER_COMMANDS[0]),
         Seed("crash.log", CRASH.encode(), (("why", "gpt2", *CONFIG, "--message", "{}"), ("why", "--message", "{}")),
              lambda path: why(file=path)),
         Seed("command.sh", LAUNCHED.encode(), (("import", "--", *LAUNCHED.split()),), lambda path: import_file(path.read_text("latin-1").split())),
