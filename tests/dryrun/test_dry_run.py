@@ -296,8 +296,8 @@ def test_compiled_layers_keep_less_and_are_told_apart():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero_stage", "beside"), [(0, 0), (3, 64)])  # 64: positions in fp32, twice in the trace
-def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, beside, tmp_path, monkeypatch):
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     model = folder_of_a_model(tmp_path)
     if zero_stage:
@@ -309,7 +309,7 @@ def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, b
         str(model), stack="transformers", config="bf16-adamw", micro_batch_size=2, sequence_length=512, gpu="h100",
         set={"kernels.optimizer": "foreach", "parallel.data": 8, "parallel.zero_stage": zero_stage},
     )  # fmt: skip
-    assert traced.requested_bytes - ran.requested_bytes == beside
+    assert ran.requested_bytes == traced.requested_bytes
     assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
 
 
