@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import trl.trainer.grpo_trainer as grpo_trainer
-from transformers.generation.utils import StopCheck
+from transformers.generation import utils
 
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.stacks.stack_inputs import StackInputs
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.method_rules import GENERATING
 
 GENERATION = "generation"
 """The instant at which completions are generated and scored."""
@@ -71,20 +73,20 @@ def _between(function: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 @contextmanager
 def whole_completions(setup: TrainingSetup) -> Iterator[None]:
     """Let rows end when they are full, and not before; whether they have takes values to tell."""
-    own, length = StopCheck.__call__, setup.config.sequence_length
-    StopCheck.__call__ = lambda *given: given[-1] >= length  # type: ignore[method-assign]
-    try:
+    check: Any = getattr(utils, "StopCheck", None)  # which older versions have no need of
+    if check is None:
         yield
-    finally:
-        StopCheck.__call__ = own  # type: ignore[method-assign]
+        return
+    length = setup.config.sequence_length
+    with mock.patch.object(check, "__call__", lambda *given: given[-1] >= length):
+        yield
 
 
 @contextmanager
 def loaded_reference(load: Callable[[StackInputs], Any], inputs: StackInputs) -> Iterator[None]:
     """Let a trainer that loads a reference model by its name get what ``load`` returns."""
-    own = grpo_trainer.create_model_from_path
-    grpo_trainer.create_model_from_path = lambda *_, **__: load(inputs).eval()
-    try:
+    if inputs.setup.config.method.stage not in GENERATING:
         yield
-    finally:
-        grpo_trainer.create_model_from_path = own
+        return
+    with mock.patch.object(grpo_trainer, "create_model_from_path", side_effect=lambda *_, **__: load(inputs).eval()):
+        yield
