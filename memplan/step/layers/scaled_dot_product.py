@@ -63,7 +63,7 @@ def _contiguous(builder: Builder, heads: Heads) -> Heads:
     """Return heads in copies where they do not lie in order, and repeated where they are not told of in groups.
 
     Source:
-        ``sdpa_attention_forward`` in transformers/integrations/sdpa_attention.py, 4.48.0 to 4.56.2.
+        ``sdpa_attention_forward`` in transformers/integrations/sdpa_attention.py, 4.48.0 to 4.55.4.
     """
     tensors: list[Value] = []
     with builder.tape.alive(*heads.tensors):

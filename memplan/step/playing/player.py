@@ -183,7 +183,7 @@ class Player:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
         nodes = self.tape.nodes if self.escaping else []
         escaped = dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.attributes)
-        return (*escaped, *sorted(self.tape.cached)) if self.tape.cache_stays else tuple(escaped)
+        return (*escaped, *sorted(self.tape.cached - escaped.keys())) if self.tape.cache_stays else tuple(escaped)
 
     def escaped_form(self) -> Form:
         """Return the bytes of these."""
