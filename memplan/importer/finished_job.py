@@ -127,7 +127,7 @@ def _name_weights(job: ImportedJob) -> None:
         job.reading.refusals.append(Refusal(given.key, given.source, line, name, why))
         results = job.reading.results
         results["training.weights.hidden_matrix"] = Result(kind, DEFAULTED, "", "", "the model's name says so")
-        if job.value("method.tuning") == "lora" and "8" not in kind:
+        if job.value("training.adapter.kind") is not None and "8" not in kind:
             results["method.tuning"] = Result("qlora", DEFAULTED, "", "", "adapters over weights of 4 bits or fewer")
 
 

@@ -293,13 +293,18 @@ def _refuse_first(job: ImportedJob) -> NoReturn:
 
 
 def _stack(job: ImportedJob, catalog: Catalog) -> str:
-    """Return the stack at the version of the file, or at the oldest that was read where the file is older."""
+    """Return the stack at the version of the file, or at the oldest from there on that was read with all families, if any was."""
     name, _, version = str(job.value("training.stack")).partition("@")
     if not version:
         return name
+    newest = catalog.stack(name)
+    history = newest.history
+    whole = [older.since for older in history if "families" not in older.changes.get("models", {})]
     try:
-        catalog.stack(f"{name}@{version}")
+        families = catalog.stack(f"{name}@{version}").models.families
+        restricted = families != newest.models.families and bool(whole)
     except CannotAnswerError:
-        history = catalog.stack(name).history
-        return f"{name}@{history[0].since}" if history else name
+        restricted = True
+    if restricted:
+        return f"{name}@{(whole or [older.since for older in history[-1:]])[0]}" if history else name
     return f"{name}@{version}"
