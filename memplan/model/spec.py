@@ -250,6 +250,7 @@ class ModelSpec:
     transposed_linear: bool = False  # Weights stored (in, out), as GPT-2's Conv1D does
     dropout: float = 0.0  # Dropout probability of the released config, of what is added to the residual stream
     attention_dropout: float = 0.0  # The same, of attention's weights
+    use_cache: bool = True  # Whether a forward returns keys and values where nothing is said
     tower: Tower | None = None  # Vision tower and projector; None for a text model
     source: str = ""  # Where the shapes were read
 

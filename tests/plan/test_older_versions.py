@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import memplan
@@ -50,3 +52,25 @@ def held_bytes(length):
 def test_a_plain_loops_outputs_hold_keys_and_values_until_the_next_forward():
     ids, logits, cache = 3 * 8, 128256 * 2, 2 * 16 * 512 * 2
     assert held_bytes(2048) - held_bytes(1024) == ROWS * 1024 * (ids + logits + cache)
+
+
+def test_a_config_that_says_so_returns_no_cache(tmp_path):
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    peaks = []
+    for name, use_cache in (("with", True), ("without", False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({**shape, "architectures": ["LlamaForCausalLM"], "use_cache": use_cache})
+        )
+        plan = memplan.plan(
+            tmp_path / name, gpu="h200-sxm-141gb", config="bf16-adamw", stack="plain-loop", sequence_length=1024
+        )
+        peaks.append({one["name"]: one["requested_bytes"] for one in plan.to_dict()["instants"]}["optimizer step"])
+    assert peaks[0] - peaks[1] == 2 * 2 * 64 * 2 * 1024

@@ -171,6 +171,7 @@ def model(
         ),
         dropout=config.dropout(*(others or dropout), default=default_dropout),
         attention_dropout=config.dropout(*(attention or dropout), default=default_dropout),
+        use_cache=config.flag("use_cache", default=True),
         source=config.source,
         **options,
     )

@@ -114,7 +114,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
         fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
         cache_stays="logits" in setup.stack.loop.holds,
-        cache=setup.stack.loop.cache if setup.checkpointing == "none" else "none",
+        cache=setup.stack.loop.cache if setup.checkpointing == "none" and spec.use_cache else "none",
         flash_attn=setup.runs_flash_attn,
         code=family_code(setup.stack, spec.architecture),
         regime=regime,
