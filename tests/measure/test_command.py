@@ -64,12 +64,19 @@ def test_a_plan_runs_nothing_that_is_recorded(record_folder, tmp_path, monkeypat
     assert result.stderr.count("is recorded") == len(list(folder.glob("*.json")))
 
 
-def test_a_profile_whose_greatest_context_is_no_such_thing_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"context_bytes": 4000}, "upper_context_bytes: expected at least context_bytes"),
+        ({"library_bytes": 10**17}, "library_bytes: expected whole bytes, at most 4 TiB, got 100000000000000000"),
+    ],
+)
+def test_a_profile_whose_figures_are_no_cards_is_refused(tmp_path, figures, message):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps({**PROFILE, "context_bytes": 10**17}), encoding="utf-8")
+    path.write_text(json.dumps({**PROFILE, **figures}), encoding="utf-8")
     refused = run("explain", "gpt2", "--config", "bf16-adamw", "--gpu", "h100", "--profile", str(path)).exception
     assert isinstance(refused, InvalidFileError)
-    assert "upper_context_bytes: expected at least context_bytes" in str(refused)
+    assert message in str(refused)
 
 
 def test_calibration_is_a_profile_that_plans_take_and_name(record_folder, tmp_path):

@@ -13,7 +13,7 @@ from memplan.documents.loading import load_document
 from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name, printable
 from memplan.plan.allowances import MachineProfile
 from memplan.plan.memory_plan import UNLISTED, Device
-from memplan.units import MAXIMUM_BYTES, parse_bytes
+from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from memplan.host.nvidia_gpus import NvidiaDevice
@@ -80,6 +80,8 @@ def _closest_entry(device: NvidiaDevice, catalog: Catalog) -> Gpu:
 
 
 SCHEMA = "memplan/profile/1"
+MOST_OF_A_CARD = 2**42
+"""No card has more bytes; a larger figure of a profile is a slip."""
 
 
 def with_profile(device: Device, path: Path | None) -> Device:
@@ -101,10 +103,10 @@ def _profile(path: Path) -> MachineProfile:
     problems = []
     for item in fields(MachineProfile):
         value, text = data.get(item.name), item.type == "str"
-        good = isinstance(value, str) if text else type(value) is int and 0 <= value <= MAXIMUM_BYTES
+        good = isinstance(value, str) if text else type(value) is int and 0 <= value <= MOST_OF_A_CARD
         if not good:
             problems.append(
-                f"{name}: {item.name}: expected {'text' if text else 'whole bytes'}, got {printable(repr(value), 60)}"
+                f"{name}: {item.name}: expected {'text' if text else 'whole bytes, at most 4 TiB'}, got {printable(repr(value), 60)}"
             )
     if not problems and data["upper_context_bytes"] < data["context_bytes"]:
         problems.append(f"{name}: upper_context_bytes: expected at least context_bytes, of which it is the greatest")
