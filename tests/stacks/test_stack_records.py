@@ -77,6 +77,7 @@ with `llama-factory.kto` 5 Granite's scaled logits under fp16;
 with `transformers.vision-deepspeed.shards` 11 and 28 what the rank that was traced keeps, 2 bytes and 41 kB more than the fullest of the formula;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
 both without trained ends too;
+with `plain-loop.4-51`, `transformers.4-51`, `transformers.4-57` and `trl.0-28` instants below the peak, whose causes were not followed;
 in `axolotl.kto-reward` 6 a reward model of 20 features, 10 kB low; in `axolotl.staged.shards` 30 it is Gemma 3's layer, 2 % low below it; in `transformers.classification` 8 it is DoRA over LLM.int8, which was not followed further. Of the others the
 instants, and with `trl.grpo` 23 and ZeRO 3 the peaks, were not followed further.
 """

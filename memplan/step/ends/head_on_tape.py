@@ -102,12 +102,11 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
 
 def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed: Value) -> tuple[Value, Value]:
     """Return the loss of logits that are there all at once, and those that loss backward still has."""
-    block = settings.block
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
         if settings.loss == "weighted-tokens":
             retained = model_loss(builder, logits)
-        elif block.code.returns_logits:
+        elif settings.block.code.returns_logits:
             logits = builder.cast(logits, 4)
         elif settings.loss not in ("fp32-pieces", "log-probabilities") and not settings.loss_behind:
             loss = _loss(builder, settings, logits, wide=settings.loss != "bf16")
@@ -115,7 +114,7 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
         loss = weighted_cross_entropy(builder, logits, retained)
     elif settings.loss == "log-probabilities":
         loss = _compared(builder, settings, logits)
-    elif block.code.returns_logits:
+    elif settings.block.code.returns_logits:
         builder.tape.ends(entry)
         loss = _loss(builder, settings, logits, wide=False)
     elif settings.loss_behind:
