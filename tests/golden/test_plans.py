@@ -48,7 +48,7 @@ def totals(plan: MemoryPlan) -> dict[str, object]:
     return {name: getattr(plan, f"{name}_bytes") for name in TOTALS}
 
 
-def figures(plan: MemoryPlan, *, played: bool) -> dict[str, object]:
+def figures(plan: MemoryPlan, *, played: bool, told: bool = True) -> dict[str, object]:
     """Return what a plan says in numbers, and a digest of its run's events where these are told."""
     found = totals(plan)
     found |= {"instants": dict(plan.instants), "components": {line.name: line.bytes for line in plan.components}}
@@ -56,7 +56,7 @@ def figures(plan: MemoryPlan, *, played: bool) -> dict[str, object]:
         tight = replace(plan, usable_bytes=plan.device_bytes)
         timeline = sha256(repr(astuple(step_timeline(plan))).encode()).hexdigest()[:16]
         found |= {"played": totals(simulated(plan)), "verdict": simulated(tight).verdict, "timeline": timeline}
-    if not shares_reason(plan):
+    if told and not shares_reason(plan):
         events = events_of(plan, steps=1)
         found["events"] = sha256(f"{list(events.sizes)} {list(events.codes)}".encode()).hexdigest()[:16]
     return found
