@@ -14,11 +14,12 @@ import torch
 
 from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, checked_options, muon_options
 from memplan.muon.parameter_updates import batch_bytes, batches_of
-from memplan.muon.state_codecs.codecs import codec_bytes
+from memplan.muon.sharded.divisions import coded_elements
+from memplan.muon.sharded.sharded_updates import needs_exchange, round_bytes, rounds_of
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.updates.handles import FloatHandle, Handle
-from memplan.muon.updates.offload import buffers_on
+from memplan.muon.updates.offload import staged_bytes
 from memplan.muon.updates.steps import (
     FIRST,
     MOMENTUM,
@@ -181,12 +182,15 @@ def step_temporary_bytes(
         Muon: ``own + max(accumulate, orthogonalise, apply)``, phases that follow one another;
         ``own`` is the update, ``n`` elements of ``ns_dtype``, unless it overwrites a gradient of that dtype.
         AdamW: one fp32 chunk, and the scratch of both moments and of the weight. Offloaded state adds
-        the buffers that its stretches pass through, in Muon to ``accumulate``.
+        the buffers that its stretches pass through, in Muon to ``accumulate``. A matrix that ranks divide
+        is updated in a round with others, of which ``round_bytes`` tells; alone it takes nothing.
     """
     full = _full(group)
+    if needs_exchange(handle, full) or not handle.shape.numel():
+        return 0
     if full["algorithm"] == "adamw":
-        moments = adamw_options(full, handle.shape.numel())
-        staged = _staged_bytes(handle, full, moments.codecs, adamw_chunk_length(handle, moments), device)
+        moments = adamw_options(full, coded_elements(handle))
+        staged = staged_bytes(handle, full, moments.codecs, adamw_chunk_length(handle, moments), device)
         return adamw_bytes(handle, moments) + staged
     if full["projection_rank"] or full["low_rank"] or full["ns_gram_format"]:
         raise OptimizerError("temporaries of projections, low-rank momentum and quantised products are not modelled")
@@ -194,7 +198,7 @@ def step_temporary_bytes(
     elements = handle.shape.numel()
     reused = options.reuse_gradient and gradient_dtype == options.dtype
     length = chunk_length(elements, options.chunk_elements, options.codec.block_elements)
-    staged = _staged_bytes(handle, full, (options.codec,), length, device)
+    staged = staged_bytes(handle, full, (options.codec,), length, device)
     phases = (
         accumulate_bytes(elements, options.chunk_elements, options.codec) + staged,
         orthogonalise_bytes(handle.shape, options),
@@ -209,27 +213,23 @@ def predict_optimizer_bytes(optimizer: Muon) -> PredictedBytes:
     ready = list(optimizer.handles())
     for handle, group in ready:
         dtype = handle.key.dtype
+        slots = state_layouts({key: group[key] for key in DEFAULTS}, coded_elements(handle))
         total += predict_bytes(
             handle.shape,
             {key: group[key] for key in DEFAULTS},
             parameter_dtype=dtype if dtype.is_floating_point else torch.bfloat16,
             gradient_format=optimizer.gradient_format,
             handle=handle,
+            states=tuple(slots.values()),
             weight=handle.layout,
             device=handle.key.device.type,
         )
-    for handles, group in batches_of(ready):
+    for handles, group in rounds_of([entry for entry in ready if needs_exchange(*entry)]):
+        total += PredictedBytes(temporaries=round_bytes(handles[0], group, len(handles)))
+    for handles, group in batches_of([entry for entry in ready if not needs_exchange(*entry)]):
         if len(handles) > 1:
             total += PredictedBytes(temporaries=batch_bytes(handles, group))
     return total
-
-
-def _staged_bytes(handle: Handle, group: Mapping[str, Any], codecs: Iterable[Codec], length: int, device: str) -> int:
-    """Return the bytes of the buffers of offloaded state: a stretch on the CPU, two that take turns on a device."""
-    if not group["offload"]:
-        return 0
-    staged_elements = min(length * buffers_on(torch.device(device)), handle.shape.numel())
-    return sum(codec_bytes(codec, staged_elements) for codec in codecs)
 
 
 def _layout(codec: Codec) -> BlockLayout:

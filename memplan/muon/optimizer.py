@@ -22,9 +22,12 @@ from memplan.muon.parameter_state import (
     initial_state,
     parameter_name,
     restore,
+    share_states,
 )
 from memplan.muon.parameter_updates import batches_of, update_parameter_, update_together_
 from memplan.muon.registered_parameters import RegisteredParameters
+from memplan.muon.sharded.divisions import anywhere, draw_number, is_divided
+from memplan.muon.sharded.sharded_updates import Shard, needs_exchange, rounds_of, update_round_
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import phases_of
 from memplan.muon.updates.backward_hooks import BackwardHooks
@@ -176,7 +179,9 @@ class Muon(torch.optim.Optimizer):
         ready = [(handle, group) for handle, group in self.handles() if handle.gradient(False) is not None]
         self._refuse_changed(ready)
         self._refuse_unusable([handle for handle, _ in ready])
-        for handles, group in batches_of(ready):
+        for handles, group in rounds_of([entry for entry in ready if needs_exchange(*entry)]):
+            self._update_round(handles, group)
+        for handles, group in batches_of([entry for entry in ready if not needs_exchange(*entry)]):
             if len(handles) > 1:
                 self._update_together(handles, group)
                 continue
@@ -193,10 +198,15 @@ class Muon(torch.optim.Optimizer):
 
     def _refuse_unusable(self, handles: list[Handle]) -> None:
         """Raise if a gradient is not finite; the host waits once for each device."""
-        broken = first_not_finite(handles) if self.check_finite else None
+        if not self.check_finite:
+            return
+        broken = first_not_finite(handles)
+        elsewhere = anywhere(broken is not None, handles)
         if broken is not None:
             name = parameter_name(self.param_groups, broken.key)
             raise OptimizerError(f"the gradient of {name} is not finite; no parameter or state was changed")
+        if elsewhere:
+            raise OptimizerError("a gradient is not finite on another rank; no parameter or state was changed")
 
     def _update(self, handle: Handle, group: Group) -> None:
         state = self.state[handle.key]
@@ -213,11 +223,19 @@ class Muon(torch.optim.Optimizer):
         generators = [self._seeded_generator(key) for key in keys]
         update_together_(handles, group, states, generators, [self._phases(key, group) for key in keys])
 
+    def _update_round(self, handles: list[Handle], group: Group) -> None:
+        shards = []
+        for handle in handles:
+            follow_parameter(handle, group, self.state[handle.key])
+            generator, phases = self._seeded_generator(handle.key), self._phases(handle.key, group)
+            shards.append(Shard(handle, self.state[handle.key], generator, phases))
+        update_round_(shards, group, self._buffers_on(handles[0].key.device) if group["offload"] else 0)
+
     def _phases(self, key: Tensor, group: Group) -> Phases | None:
         """Return the phases of a parameter's rounding, where its group asks for them."""
         if group["rounding"] != "golden":
             return None
-        return phases_of(key.device, self.seed, self._parameters.places[key], self.state[key]["step"])
+        return phases_of(key.device, self.seed, draw_number(self._parameters.places[key], key), self.state[key]["step"])
 
     def _buffers_on(self, device: torch.device) -> int:
         """Return how many buffers stretches of offloaded state pass through."""
@@ -226,7 +244,7 @@ class Muon(torch.optim.Optimizer):
     def _seeded_generator(self, key: Tensor) -> torch.Generator:
         """Return a generator seeded by the seed, the parameter's place and its step alone."""
         step = int(self.state[key]["step"])
-        seed = (self.seed * 1_000_003 + step) * 1_000_003 + self._parameters.places[key]
+        seed = (self.seed * 1_000_003 + step) * 1_000_003 + draw_number(self._parameters.places[key], key)
         return torch.Generator(key.device).manual_seed(seed)
 
     @torch.no_grad()
@@ -238,8 +256,11 @@ class Muon(torch.optim.Optimizer):
         """
         if self._backward.releasing:
             raise OptimizerError("gradients are released one by one inside backward: no norm over all of them exists")
-        gradients = [handle.gradient(False) for handle, _ in self.handles()]
-        return clip_gradients_([g for g in gradients if g is not None], max_norm, error_if_nonfinite)
+        given = [(handle.key, handle.gradient(False)) for handle, _ in self.handles()]
+        ready = [(key, gradient) for key, gradient in given if gradient is not None]
+        return clip_gradients_(
+            [gradient for _, gradient in ready], [key for key, _ in ready], max_norm, error_if_nonfinite
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, those in stores too; ``set_to_none=False`` zeroes ``.grad`` in place."""
@@ -253,7 +274,14 @@ class Muon(torch.optim.Optimizer):
 
         Of all gradients only those of one layer exist at a time. There can be no clipping by a norm over all
         gradients. Backwards inside ``accumulating`` only add up. Source: https://arxiv.org/abs/2306.09782 (LOMO).
+
+        Raises:
+            OptimizerError: If a parameter is a DTensor: ranks orthogonalise each other's matrices, a round at a time.
         """
+        if any(is_divided(handle.key) for handle, _ in self.handles()):
+            raise OptimizerError(
+                "gradients of DTensors cannot be released inside backward: ranks exchange matrices in a step"
+            )
         self._backward.release(self.handles())
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -273,6 +301,7 @@ class Muon(torch.optim.Optimizer):
             if group["offload"]:
                 finish_copies(handle.key.device)
         content: Group = super().state_dict()
+        share_states(content, self.handles())
         return content
 
     def load_state_dict(self, state_dict: Group) -> None:

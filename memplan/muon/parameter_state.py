@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from math import isfinite
 from typing import Any
 
@@ -12,6 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.muon.group_options import LAYOUT_KEYS, adamw_options, checked_options, muon_options
+from memplan.muon.sharded.divisions import (
+    coded_elements,
+    is_divided,
+    refuse_placements,
+    shards_have_whole_blocks,
+)
+from memplan.muon.sharded.shared_states import local_state, shared_state
+from memplan.muon.state_codecs.codecs import BlockCodec
 from memplan.muon.stores.gradient_stores import GradientStore
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
@@ -39,6 +48,8 @@ def checked_handles(group: Group, gradient_format: str | None) -> tuple[list[Han
     handles = [_handle_of(entry, gradient_format) for _, entry in named]
     for handle, (name, _) in zip(handles, named, strict=True):
         checked_parameter(handle, group, name)
+        if is_divided(handle.key):
+            refuse_beside_shards(handle, group, gradient_format, name or "a parameter")
     return handles, [name for name, _ in named]
 
 
@@ -63,9 +74,12 @@ def _refuse_device(label: str, device: torch.device) -> None:
 
 def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
     """Raise ``OptimizerError`` unless the group's algorithm can update the parameter."""
-    shape, label = tuple(handle.shape), name or "a parameter"
-    if is_traceable_wrapper_subclass(handle.key):
-        raise OptimizerError(_wrapped(label, type(handle.key).__name__))
+    shape, label = tuple(handle.key.shape if is_divided(handle.key) else handle.shape), name or "a parameter"
+    if is_traceable_wrapper_subclass(handle.key) and not is_divided(handle.key):
+        kind = type(handle.key).__name__
+        raise OptimizerError(
+            f"{label} is a {kind}, a tensor that wraps others, whose memory cannot be updated in place"
+        )
     floating = handle.key.is_floating_point() or not isinstance(handle, FloatHandle)
     if not floating or handle.key.is_sparse:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: expected dense real numbers")
@@ -90,15 +104,21 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of shape {shape}: cannot be projected to rank {group['projection_rank']}")
 
 
-def _wrapped(label: str, kind: str) -> str:
-    """Return why a tensor that wraps others is refused, and what to do."""
-    if kind == "DTensor":
-        return (
-            f"{label} is a DTensor, sharded or replicated over several devices: Muon needs whole matrices, and its codes "
-            "and chunks are of one device's memory. Keep matrices whole (DistributedDataParallel, or leave them out of "
-            "fully_shard), or take torch.optim.Muon, which runs on DTensors"
+def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | None, label: str) -> None:
+    """Raise ``OptimizerError`` if a DTensor's shards cannot be updated as a group asks for."""
+    refuse_placements(handle.key, label)
+    asked = {key: group[key] for key in ("projection_rank", "low_rank") if group[key]}
+    asked |= {"gradient_format": gradient_format} if gradient_format else {}
+    if asked:
+        given = ", ".join(f"{key} {value!r}" for key, value in asked.items())
+        raise OptimizerError(f"{label} is a DTensor: {given} takes whole matrices, which no rank has")
+    block = muon_options(group).codec.block_elements if group["algorithm"] == "muon" else 1
+    if not shards_have_whole_blocks(handle.key, block):
+        raise OptimizerError(
+            f"{label} of shape {tuple(handle.key.shape)} is a DTensor whose shards' rows are no whole blocks of {block}, so that "
+            "their codes could not be loaded by other numbers of ranks: give block_elements that divide them, or "
+            "momentum_format 'bf16'"
         )
-    return f"{label} is a {kind}, a tensor that wraps others, whose memory cannot be updated in place"
 
 
 def follow_parameter(handle: Handle, group: Group, state: dict[str, Tensor]) -> None:
@@ -128,6 +148,8 @@ def first_not_finite(handles: Iterable[Handle]) -> Handle | None:
     for handle in handles:
         gradient = handle.gradient(False)
         assert gradient is not None
+        if not handle.shape.numel():
+            continue
         largest.setdefault(handle.key.device, []).append((handle, gradient.largest().float()))
     for magnitudes in largest.values():
         if not torch.stack([value for _, value in magnitudes]).isfinite().all():
@@ -140,7 +162,7 @@ def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
     elements, parameters = handle.shape.numel(), handle.key.device
     device = home_of(parameters) if group["offload"] else parameters
     if group["algorithm"] == "adamw":
-        first, second = adamw_options(group, elements).codecs
+        first, second = adamw_options(group, coded_elements(handle)).codecs
         state = {**first.empty(FIRST, elements, device), **second.empty(SECOND, elements, device)}
     elif group["low_rank"]:
         state = low_rank_state(handle.shape, group["low_rank"], muon_options(group).codec, device)
@@ -153,6 +175,29 @@ def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
     shaped = {name: t.view(handle.shape) if name in (MOMENTUM, FIRST, SECOND) and t.numel() == elements else t
               for name, t in state.items()}  # fmt: skip
     return {**shaped, "step": torch.zeros(())}
+
+
+def share_states(content: Group, handles: Iterable[tuple[Handle, Group]]) -> None:
+    """Replace the states of DTensors in what ``state_dict`` returned by DTensors, whose local parts they are."""
+    saved = [key for group in content["param_groups"] for key in group["params"]]
+    for key, (handle, group) in zip(saved, handles, strict=True):
+        if is_divided(handle.key):
+            content["state"][key] = shared_state(content["state"][key], handle.key, entries_per_element(handle, group))
+
+
+def entries_per_element(handle: Handle, group: Group) -> dict[str, Fraction]:
+    """Return, of each state tensor that holds codes or scales, how many entries stand for an element."""
+    if group["algorithm"] == "adamw":
+        slots = zip((FIRST, SECOND), adamw_options(group, coded_elements(handle)).codecs, strict=True)
+    else:
+        slots = zip((MOMENTUM,), (muon_options(group).codec,), strict=True)
+    found: dict[str, Fraction] = {}
+    for slot, codec in slots:
+        if isinstance(codec, BlockCodec):
+            codes, scales = codec.keys(slot)
+            found[codes] = Fraction(codec.code_bytes, codec.block_elements)
+            found[scales] = Fraction(1, codec.block_elements)
+    return found
 
 
 def restore(saved: Group, groups: Sequence[Group], states: Sequence[dict[str, Tensor]]) -> None:
@@ -192,9 +237,10 @@ def _saved_states(saved: Group, groups: Sequence[Group], states: Sequence[dict[s
                 raise OptimizerError(f"group {index}: checkpoint with {key} {theirs[key]!r} for {ours[key]!r}")
         checked_options({**ours, **_live_options(theirs)})
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for key, state in zip(keys, states, strict=True):
-        _checked_tensors(key, saved["state"].get(key), state)
-    return [saved["state"][key] for key in keys]
+    theirs = [local_state(saved["state"].get(key), state) for key, state in zip(keys, states, strict=True)]
+    for key, copied, state in zip(keys, theirs, states, strict=True):
+        _checked_tensors(key, copied, state)
+    return theirs
 
 
 def _checked_tensors(index: Any, theirs: Any, ours: dict[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memplan.muon.group_options import adamw_options, muon_options
+from memplan.muon.sharded.divisions import coded_elements, is_divided
 from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
 from memplan.muon.updates.handles import FloatHandle
 from memplan.muon.updates.offload import stager_of
@@ -51,8 +52,11 @@ def update_parameter_(
     gradient = handle.gradient(group["reuse_gradient"])
     assert gradient is not None
     elements = handle.shape.numel()
+    if not elements:  # a rank that has no rows of a parameter
+        state["step"] += 1
+        return
     if group["algorithm"] == "adamw":
-        moments = replace(adamw_options(group, elements), phases=phases)
+        moments = replace(adamw_options(group, coded_elements(handle)), phases=phases)
         stager = stager_of(handle, state, moments.codecs[0], adamw_chunk_length(handle, moments), buffers)
         adamw_step_(handle, gradient, state, moments, generator, stager)
         return
@@ -111,7 +115,9 @@ def _can_share(handle: Handle, group: Group) -> bool:
     """Tell whether a parameter is a matrix of floats with a gradient of its own, and whole blocks of momentum."""
     if not group["batch_bytes"] or group["algorithm"] != "muon" or any(group[key] for key in _ALONE):
         return False
-    plain = type(handle) is FloatHandle and handle.store is None and len(handle.shape) == 2
+    plain = (
+        type(handle) is FloatHandle and handle.store is None and len(handle.shape) == 2 and not is_divided(handle.key)
+    )
     return plain and handle.shape.numel() % muon_options(group).codec.block_elements == 0
 
 

@@ -329,17 +329,25 @@ def transposed(layer):
     return layer
 
 
-def test_sharded_parameters_are_refused_with_what_to_do(tmp_path):
+def test_what_shards_cannot_have_is_refused_with_what_to_do(tmp_path):
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh, [Shard(0)]))
-        with pytest.raises(OptimizerError, match=r"DTensor.*DistributedDataParallel.*torch\.optim\.Muon"):
-            Muon([p])
+        p = nn.Parameter(distribute_tensor(torch.zeros(8, 24), mesh, [Shard(0)]))
+        with pytest.raises(OptimizerError, match=r"low_rank 4 takes whole matrices"):
+            Muon([p], low_rank=4)
+        with pytest.raises(OptimizerError, match=r"gradient_format 'bf16' takes whole matrices"):
+            Muon([p], gradient_format="bf16")
+        with pytest.raises(OptimizerError, match=r"no whole blocks of 16.*block_elements that divide them"):
+            Muon([p], momentum_format="int8", block_elements=16)
+        with pytest.raises(OptimizerError, match="cannot be released inside backward"):
+            Muon([p], momentum_format="int8", block_elements=8).enable_gradient_release()
+        with pytest.raises(OptimizerError, match="expected shards"):
+            Muon([nn.Parameter(DTensor.from_local(torch.zeros(8, 24), mesh, [Partial()]))])
     finally:
         distributed.destroy_process_group()
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from memplan.muon.sharded.divisions import local_part
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore, TensorGradient
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import random_bits_
@@ -72,7 +73,7 @@ class Handle(Protocol):
 
 
 class FloatHandle:
-    """A parameter in fp32, bf16 or fp16.
+    """A parameter in fp32, bf16 or fp16; of a DTensor this rank's shard.
 
     Args:
         parameter: The parameter; contiguous.
@@ -80,17 +81,22 @@ class FloatHandle:
     """
 
     def __init__(self, parameter: Tensor, store: GradientStore | None = None) -> None:
-        self.parameter = parameter
+        self._key = parameter
         self.store = store
 
     @property
     def key(self) -> Tensor:
         """The parameter itself."""
-        return self.parameter
+        return self._key
+
+    @property
+    def parameter(self) -> Tensor:
+        """What this rank has of it, which is all where it is no DTensor."""
+        return local_part(self._key)
 
     @property
     def shape(self) -> torch.Size:
-        """The parameter's shape."""
+        """The shape of that."""
         return self.parameter.shape
 
     @property
@@ -107,29 +113,29 @@ class FloatHandle:
         """Return ``parameter.grad``, or the store's gradient."""
         if self.store is not None and self.store.codes is not None:
             return self.store
-        grad = self.parameter.grad
+        grad = None if self._key.grad is None else local_part(self._key.grad)
         if grad is not None and grad.layout != torch.strided:
             raise OptimizerError(f"sparse gradient for a parameter of shape {tuple(self.shape)}: expected a dense one")
         return None if grad is None else TensorGradient(grad, reuse)
 
     def clear_gradient(self) -> None:
         """Drop ``parameter.grad`` and the store's gradient."""
-        self.parameter.grad = None
+        self._key.grad = None
         if self.store is not None:
             self.store.clear()
 
     def collect(self, keep: bool) -> None:
         """Move ``parameter.grad`` into the store, where there is one that it must be kept in or added to."""
         if self.store is not None and (keep or self.store.codes is not None):
-            assert self.parameter.grad is not None
-            self.store.take_(self.parameter.grad)
-            self.parameter.grad = None
+            assert self._key.grad is not None
+            self.store.take_(self._key.grad)
+            self._key.grad = None
 
     def on_gradient(self, call: Callable[[], None]) -> Any:
         """Register a hook of the parameter."""
-        if not self.parameter.requires_grad or not self.parameter.is_leaf:
+        if not self._key.requires_grad or not self._key.is_leaf:
             return None
-        return self.parameter.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
+        return self._key.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
 
     def scratch(self, elements: int) -> Tensor | None:
         """Return nothing for fp32, else an fp32 copy of a stretch."""

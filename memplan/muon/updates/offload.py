@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from memplan.muon.state_codecs.codecs import codec_bytes
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from memplan.muon.state_codecs.codecs import Codec
     from memplan.muon.updates.handles import Handle
@@ -135,6 +137,22 @@ class Offloaded:
             each = flat.numel() // blocks
             parts[name] = flat[first // self._block * each : -(-last // self._block) * each]
         return parts
+
+
+def staged_bytes(handle: Handle, group: Mapping[str, Any], codecs: Iterable[Codec], length: int, device: str) -> int:
+    """Return the bytes of the buffers of offloaded state: a stretch on the CPU, two that take turns on a device.
+
+    Args:
+        handle: The parameter.
+        group: Its group's options.
+        codecs: Of its states.
+        length: Elements of a stretch.
+        device: Type of the parameter's device.
+    """
+    if not group["offload"]:
+        return 0
+    staged_elements = min(length * buffers_on(torch.device(device)), handle.shape.numel())
+    return sum(codec_bytes(codec, staged_elements) for codec in codecs)
 
 
 def buffers_on(device: torch.device) -> int:

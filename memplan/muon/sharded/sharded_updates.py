@@ -1,0 +1,184 @@
+"""Muon's update of matrices that ranks divide: momentum where its shards lie, Newton-Schulz where a matrix is whole.
+
+A round takes as many matrices of one shape as there are ranks, or a multiple where ``batch_bytes`` holds it. Each rank moves
+the momentum of its shards, sends the pieces of what is to be orthogonalised to the matrices' owners, orthogonalises the
+matrices that it owns, sends the pieces back, and updates its shards: two exchanges a round, and no matrix is orthogonalised
+twice, but by replicas, which all do the same.
+
+Source:
+    Distributed Muon: https://arxiv.org/abs/2502.16982, algorithm 1, which gathers; whole matrices to their owners:
+    https://arxiv.org/abs/2505.02222, section on infrastructure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from memplan.muon.group_options import muon_options
+from memplan.muon.sharded.divisions import matrix_divisions
+from memplan.muon.sharded.exchanges import from_owners, in_pieces, put_together, to_owners
+from memplan.muon.updates.offload import staged_bytes, stager_of
+from memplan.muon.updates.steps import (
+    accumulate_,
+    accumulate_bytes,
+    apply_,
+    apply_bytes,
+    chunk_length,
+    orthogonalise_,
+    orthogonalise_bytes,
+    rate_ratio,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memplan.muon.stores.rounding_noise import Phases
+    from memplan.muon.updates.handles import Handle
+    from memplan.muon.updates.steps import MuonOptions, State
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One matrix of a round, as this rank has it."""
+
+    handle: Handle
+    state: State
+    generator: torch.Generator  # Of stochastic rounding
+    phases: Phases | None  # Of the weight's rounding, where its group asks for them
+
+
+def rounds_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle], Group]]:
+    """Return the divided matrices of Muon in rounds, the same on every rank whose parameters have gradients.
+
+    Matrices of a round have one group, shape, dtype and division.
+    """
+    rounds: list[tuple[list[Handle], Group]] = []
+    open_rounds: dict[tuple[Any, ...], list[Handle]] = {}
+    for handle, group in ready:
+        key = (id(group), handle.key.shape, handle.key.dtype, handle.key.device_mesh, tuple(handle.key.placements))  # type: ignore[attr-defined]
+        together = open_rounds.get(key)
+        if together is None or len(together) == round_size(handle, group):
+            together = open_rounds[key] = []
+            rounds.append((together, group))
+        together.append(handle)
+    return rounds
+
+
+def needs_exchange(handle: Handle, group: Group) -> bool:
+    """Tell whether a parameter is a matrix for Muon that no rank has whole."""
+    return group["algorithm"] == "muon" and bool(matrix_divisions(handle.key))
+
+
+def round_size(handle: Handle, group: Group) -> int:
+    """Return how many matrices make a round, the same on every rank: one for each, or as many as ``batch_bytes`` holds.
+
+    Formula:
+        ``ranks * max(1, batch_bytes // (2 * whole + workspace))``, the bytes of a whole matrix in ``ns_dtype``.
+    """
+    options, shape = muon_options(group), handle.key.shape
+    ranks = prod(division.ranks for division in matrix_divisions(handle.key))
+    each = 2 * shape.numel() * options.dtype.itemsize + orthogonalise_bytes(shape, options)
+    return ranks * max(1, int(group["batch_bytes"]) // each)
+
+
+@torch.no_grad()
+def update_round_(shards: Sequence[Shard], group: Group, buffers: int) -> None:
+    """Update the shards of a round of matrices, which have gradients, and their states.
+
+    Args:
+        shards: Of each matrix, in one order on all ranks.
+        group: Their group's options.
+        buffers: How many stretches of offloaded state pass through at a time; 0 where states are on the device.
+    """
+    options, first = muon_options(group), shards[0].handle
+    divisions = matrix_divisions(first.key)
+    data, counts = _momenta(shards, options, buffers), [len(shards)]
+    for division in divisions:
+        owned = division.owned(counts[-1])[division.own]
+        data = to_owners(data, division, counts[-1])
+        data = put_together(data, division, owned)
+        counts.append(owned)
+    if counts[-1]:
+        _orthogonalise(data, options)
+    for division, matrices, owned in zip(reversed(divisions), counts[-2::-1], counts[:0:-1], strict=True):
+        data = in_pieces(data, division, owned)
+        data = from_owners(data, division, matrices)
+    rate = options.lr * rate_ratio(options.adjust, *first.key.shape[-2:])
+    for piece, shard in zip(data, shards, strict=True):
+        own = replace(options, phases=shard.phases)
+        if piece.numel():
+            apply_(shard.handle, piece.view(-1), 1 - options.lr * options.weight_decay, rate, own, shard.generator)
+        shard.state["step"] += 1
+
+
+def round_bytes(handle: Handle, group: Group, matrices: int) -> int:
+    """Return the most that a round of so many matrices like that one allocates on this rank.
+
+    Formula:
+        With ``p`` the bytes of a piece of each matrix and ``f`` those of the matrices that this rank owns, in ``ns_dtype``:
+        ``max(p + accumulate, p + f, 2 f where pieces have to be put together, f + workspace, p + apply)``; over two
+        mesh dimensions the same for each in turn.
+    """
+    options = muon_options(group)
+    size, shape = options.dtype.itemsize, torch.Size(handle.shape)
+    before = matrices * shape.numel() * size
+    length = chunk_length(shape.numel(), options.chunk_elements, options.codec.block_elements)
+    staged = staged_bytes(handle, group, (options.codec,), length, handle.key.device.type)
+    phases = [0]
+    if shape.numel():
+        phases += [
+            before + accumulate_bytes(shape.numel(), options.chunk_elements, options.codec) + staged,
+            before + apply_bytes(handle, options),
+        ]
+    for division in matrix_divisions(handle.key):
+        matrices = division.owned(matrices)[division.own]
+        whole = matrices * prod(division.whole) * size
+        lies_whole = matrices * prod(division.whole[: division.dim]) <= 1
+        phases += [before + whole, whole if lies_whole else 2 * whole]
+        before, shape = whole, torch.Size(division.whole)
+    workspace = (
+        orthogonalise_bytes(_stacked(shape, matrices), _together(options, handle.key, matrices)) if matrices else 0
+    )
+    return max(*phases, before + workspace)
+
+
+def _momenta(shards: Sequence[Shard], options: MuonOptions, buffers: int) -> Tensor:
+    """Move the momentum of every shard, and return what is to be orthogonalised, ``(matrices, *piece)``."""
+    first = shards[0].handle
+    pieces = torch.empty((len(shards), *first.shape), dtype=options.dtype, device=first.key.device)
+    for piece, shard in zip(pieces, shards, strict=True):
+        _accumulate(piece.view(-1), shard, options, buffers)
+    return pieces
+
+
+def _accumulate(piece: Tensor, shard: Shard, options: MuonOptions, buffers: int) -> None:
+    """Move the momentum of one shard, and write what is to be orthogonalised into ``piece``, flat."""
+    gradient = shard.handle.gradient(False)
+    assert gradient is not None
+    if not piece.numel():
+        return
+    length = chunk_length(piece.numel(), options.chunk_elements, options.codec.block_elements)
+    stager = stager_of(shard.handle, shard.state, options.codec, length, buffers)
+    accumulate_(gradient, shard.state, piece, options, shard.generator, stager)
+
+
+def _orthogonalise(matrices: Tensor, options: MuonOptions) -> None:
+    """Orthogonalise ``(owned, ..., rows, columns)``: on a device all together, on a CPU one after the other."""
+    stack = matrices.view(-1, *matrices.shape[-2:])
+    orthogonalise_(stack, _together(options, matrices, len(stack)))
+
+
+def _together(options: MuonOptions, tensor: Tensor, matrices: int) -> MuonOptions:
+    """Return options with all matrices in one product; a CPU takes longer for 16-bit batches than for one after the other."""
+    return options if tensor.device.type == "cpu" else replace(options, batch=max(options.batch, matrices))
+
+
+def _stacked(shape: torch.Size, matrices: int) -> torch.Size:
+    return torch.Size((matrices * prod(shape[:-2]), *shape[-2:]))

@@ -1,0 +1,172 @@
+"""What ranks of a gloo group do in test_sharded: each in a process of its own, one function for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from memplan.muon import Muon, OptimizerError, predict_optimizer_bytes
+from tests.muon.memory import LiveStorages, tensors_of
+
+Layouts = dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]
+SHAPES = {"tall": (71, 64), "wide": (16, 128), "few rows": (3, 64), "experts": (5, 16, 64), "more": (71, 64)}
+STEPS = 3
+
+
+def in_ranks(world: int, function: Callable[..., None], folder: Path, *arguments: Any) -> None:
+    """Run a function on each of so many ranks; what one raises is raised."""
+    meeting = folder / f"meeting-{function.__name__}-{world}"
+    mp.start_processes(_ranked, (world, function, str(meeting), arguments), nprocs=world, start_method="spawn")
+
+
+def _ranked(rank: int, world: int, function: Callable[..., None], meeting: str, arguments: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{meeting}", timedelta(minutes=3), world, rank)
+    try:
+        function(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def layouts(world: int) -> Layouts:
+    """Return the ways to divide a matrix over so many ranks that are tried."""
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    found: Layouts = {"rows": (line, (Shard(0),)), "columns": (line, (Shard(1),)), "copies": (line, (Replicate(),))}
+    if world > 2:
+        grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+        found["rows over replicas"] = (grid, (Replicate(), Shard(0)))
+        found["rows, then columns"] = (grid, (Shard(0), Shard(1)))
+        found["rows, then rows"] = (grid, (Shard(0), Shard(0)))
+    return found
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    """Return whole parameters, the same on every rank."""
+    torch.manual_seed(3)
+    return {name: nn.Parameter(torch.randn(shape) / 8) for name, shape in SHAPES.items()}
+
+
+def gradients() -> Iterator[dict[str, Tensor]]:
+    """Yield the whole gradients of each step."""
+    for step in range(STEPS):
+        torch.manual_seed(50 + step)
+        yield {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def optimizer_of(matrices: dict[str, nn.Parameter], **options: Any) -> Muon:
+    """Return Muon for all but one of the matrices, which AdamW has."""
+    muon = [matrix for name, matrix in matrices.items() if name != "more"]
+    groups = [{"params": muon, "algorithm": "muon"}, {"params": [matrices["more"]], "algorithm": "adamw"}]
+    return Muon(groups, lr=0.02, **{"block_elements": 8, **options})
+
+
+def divided(
+    whole: dict[str, nn.Parameter], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> dict[str, nn.Parameter]:
+    """Return parameters divided over ranks."""
+    return {name: nn.Parameter(distribute_tensor(p.data.clone(), mesh, placements)) for name, p in whole.items()}
+
+
+def steps_agree_to_the_bit(options: dict[str, dict[str, Any]]) -> None:
+    """Hold every way to divide against whole matrices in one process; and what a step takes against what was foretold."""
+    ways = [(name, key, layout) for name, layout in layouts(dist.get_world_size()).items() for key in options]
+    for name, key, (mesh, placements) in ways:
+        _steps_agree(f"{key}, {name}", options[key], mesh, placements)
+
+
+def _steps_agree(name: str, options: dict[str, Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+    whole, shards = parameters(), divided(parameters(), mesh, placements)
+    alone, together = optimizer_of(whole, **options), optimizer_of(shards, **options)
+    foretold, taken = predict_optimizer_bytes(together), []
+    assert together.state_bytes() == foretold.optimizer_states + foretold.host_states + foretold.step_counters
+    for step in gradients():
+        for key, gradient in step.items():
+            whole[key].grad = gradient.clone()
+            shards[key].grad = distribute_tensor(gradient, mesh, placements)
+        alone.step()
+        existing = [[shard._local_tensor, shard.grad._local_tensor] for shard in shards.values()]
+        with LiveStorages(tensors_of([existing, list(together.state.values())])) as live:
+            together.step()
+        taken.append(live.extra)
+    for key in SHAPES:
+        assert torch.equal(shards[key].full_tensor(), whole[key]), (name, key)
+    # gloo's thread may let go of a finished exchange a moment late, so that a step can take more
+    assert min(taken) == foretold.temporaries, (name, taken)
+
+
+def trained(folder: str, save: bool) -> None:
+    """Train a model under fully_shard, and save its optimizer, or load what others saved and hold it against that."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = small_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for layer in (model[1], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = Muon.from_model(
+        model, lr=0.02, momentum_format="int8", block_elements=16, adamw={"adamw_format": "bf16"}
+    )
+    if save:
+        train(model, optimizer)
+        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    else:
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    alone = small_model()
+    reference = Muon.from_model(
+        alone, lr=0.02, momentum_format="int8", block_elements=16, adamw={"adamw_format": "bf16"}
+    )
+    train(alone, reference)
+    saved = optimizer.state_dict()["state"]
+    for number, (own, other) in enumerate(zip(saved.values(), reference.state.values(), strict=True)):
+        for name, tensor in own.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            assert torch.equal(whole.reshape(-1), other[name].reshape(-1)), (number, name)
+
+
+def small_model() -> nn.Sequential:
+    """Return a model that every rank makes alike; sums over two or four equal gradients are exact."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(256, 32), nn.Linear(32, 48), nn.Linear(48, 32, bias=False), nn.LayerNorm(32)
+    return nn.Sequential(*layers)
+
+
+def train(model: nn.Module, optimizer: Muon) -> None:
+    """Take a few steps on the same rows on every rank."""
+    for step in range(STEPS):
+        torch.manual_seed(100 + step)
+        model(torch.randint(0, 256, (16,))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ranks_refuse_together() -> None:
+    """See that a gradient that is not finite on one rank stops all, and that a norm is that of whole gradients."""
+    mesh, placements = layouts(dist.get_world_size())["rows"]
+    whole, shards = parameters(), divided(parameters(), mesh, placements)
+    alone, together = optimizer_of(whole), optimizer_of(shards)
+    for key, gradient in next(gradients()).items():
+        whole[key].grad, shards[key].grad = gradient.clone(), distribute_tensor(gradient, mesh, placements)
+    torch.testing.assert_close(together.clip_grad_norm_(1.0), alone.clip_grad_norm_(1.0))
+    torch.testing.assert_close(shards["tall"].grad.full_tensor(), whole["tall"].grad)
+    before = {key: shard.full_tensor().clone() for key, shard in shards.items()}
+    if dist.get_rank() == 0:
+        shards["tall"].grad._local_tensor[0, 0] = float("inf")
+    where = "the gradient of .* is not finite" if dist.get_rank() == 0 else "not finite on another rank"
+    with pytest.raises(OptimizerError, match=where):
+        together.step()
+    assert all(torch.equal(shard.full_tensor(), before[key]) for key, shard in shards.items())
