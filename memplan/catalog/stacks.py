@@ -21,7 +21,7 @@ PairKernel = Literal["fused", "rows", "softmax"]
 InputGradients = Literal[
     "never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant", "prepared-reentrant"
 ]
-Cache = Literal["none", "views", "copies", "alike"]
+Cache = Literal["none", "views", "copies"]
 UnusedParameters = Literal[
     "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
 ]

@@ -20,6 +20,7 @@ from memplan.model.spec import (
     ModelSpec,
     Norm,
     TensorNames,
+    inside,
 )
 from memplan.model.tower import TowerTensor
 
@@ -119,9 +120,8 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     tensors = [] if spec.tower is None else [_of_tower(tensor) for tensor in spec.tower.tensors]
     tensors.append(ParameterTensor(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size), "embedding"))
     if spec.learned_positions:
-        tensors.append(
-            ParameterTensor(f"{names.positions}.weight", (spec.learned_positions, spec.hidden_size), "embedding")
-        )
+        rows = spec.learned_positions + spec.reserved_positions
+        tensors.append(ParameterTensor(f"{names.positions}.weight", (rows, spec.hidden_size), "embedding"))
     for run in spec.runs:
         tensors += _run_tensors(spec, run)
     tensors += _norm(names.final_norm, spec.final_norm, spec.hidden_size)
@@ -249,13 +249,13 @@ def _latent_attention(spec: ModelSpec, part: LatentAttention) -> Iterator[Parame
 def _mlp(spec: ModelSpec, part: Mlp, prefix: str) -> Iterator[ParameterTensor]:
     names, hidden, inner = spec.names, spec.hidden_size, part.intermediate_size
     if part.gated and part.fused_gate_up:
-        yield from _linear(spec, f"{prefix}.{names.gate_up}", 2 * inner, hidden, part.bias)
+        yield from _linear(spec, inside(prefix, names.gate_up), 2 * inner, hidden, part.bias)
     elif part.gated:
-        yield from _linear(spec, f"{prefix}.{names.gate}", inner, hidden, part.bias)
-        yield from _linear(spec, f"{prefix}.{names.up}", inner, hidden, part.bias)
+        yield from _linear(spec, inside(prefix, names.gate), inner, hidden, part.bias)
+        yield from _linear(spec, inside(prefix, names.up), inner, hidden, part.bias)
     else:
-        yield from _linear(spec, f"{prefix}.{names.up}", inner, hidden, part.bias)
-    yield from _linear(spec, f"{prefix}.{names.down}", hidden, inner, part.bias)
+        yield from _linear(spec, inside(prefix, names.up), inner, hidden, part.bias)
+    yield from _linear(spec, inside(prefix, names.down), hidden, inner, part.bias)
 
 
 def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:

@@ -57,6 +57,8 @@ class Attention:
     # The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
     output_gate: bool = False
     scales_query: bool = False  # Rotated queries are multiplied by a factor for each position (Ministral 3)
+    # Rows of a table of sines and cosines that each layer keeps and looks positions up in (GPT-J); 0 for none.
+    position_rows: int = 0
     windowed: bool = False  # Its layer makes a mask of a window of its own
 
     def norm_shape(self, heads: int) -> tuple[int, ...]:
@@ -139,6 +141,7 @@ class MixtureOfExperts:
     # so no parameter tensor. Scores are sigmoids then.
     score_correction: bool = False
     softmax_of_chosen: bool = False  # Scores are a softmax over the chosen experts' logits alone (gpt-oss)
+    fp32_choice: bool = False  # The router's product is cast to fp32 before experts are chosen (GraniteMoE)
     normalised: bool = True  # The chosen experts' scores are divided by their sum
     score_scale: float = 1.0  # Factor of the chosen experts' scores (DeepSeek)
     groups: int = 1  # Groups of experts, of which only some take part in the choice (DeepSeek); 1 for no groups
@@ -186,8 +189,9 @@ def layer_runs(layers: Iterable[Layer]) -> tuple[LayerRun, ...]:
 class TensorNames(NamedTuple):
     """Names of the modules that hold parameters, as the family's real implementation has them.
 
-    ``layer`` holds ``{}`` for the layer's index; the names below it are relative to a layer.
-    Names of norms depend on the placement: a family fills in those that it has.
+    ``layer`` holds ``{}`` for the layer's index; the names below it are relative to a layer, which holds the feed-forward
+    part's projections itself where ``mlp`` is empty. Names of norms depend on the placement: a family fills in those that
+    it has.
     """
 
     embedding: str = "model.embed_tokens"
@@ -225,6 +229,16 @@ class TensorNames(NamedTuple):
     post_feed_forward_norm: str = "post_feedforward_layernorm"
 
 
+def inside(module: str, name: str) -> str:
+    """Return the name of a module's part; the layer's own where ``module`` is empty.
+
+    Example:
+        >>> inside("mlp", "fc1"), inside("", "fc1")
+        ('mlp.fc1', 'fc1')
+    """
+    return f"{module}.{name}" if module else name
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer, with a vision tower in front or without."""
@@ -238,12 +252,14 @@ class ModelSpec:
     names: TensorNames = TensorNames()
     tie_word_embeddings: bool = False  # Head and embedding are one tensor
     head_bias: bool = False  # Bias on the head
-    learned_positions: int = 0  # Rows of a learned position embedding; 0 for none
+    learned_positions: int = 0  # Positions that a learned embedding has rows for; 0 for none
+    reserved_positions: int = 0  # Rows of it that stand for no position (OPT)
     max_position_embeddings: int = 0  # Longest sequence the model is made for; 0 if unknown
     embedding_scale: float = 0.0  # Factor of the embeddings (Gemma); 0.0 for none
     final_logit_softcap: float = 0.0  # Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none
     logit_scale: float = 0.0  # Factor of the logits (Command R, Granite); 0.0 for none
     rotary_tables: int = 1  # Pairs of rotary tables that are built (Gemma 3 has two bases)
+    buffer_bytes: int = 0  # Of what the released code keeps beside parameters: causal masks, tables of sines
     # Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
     window: int = 0
     full_layers: tuple[int, ...] = ()

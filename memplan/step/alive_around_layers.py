@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.layer_arguments import other_mask
+from memplan.step.kernels.layer_arguments import other_mask, position_quantity
 from memplan.step.losses.stretched_loss import EMPTY
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
@@ -53,13 +53,15 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if setup.has_value_head and not spec.learned_positions:
         return ZERO  # named with all that layers are given
     first = taped.layer_of(0)
-    if taped.again[taped.kinds[0]] and first.tape.nodes and not spec.learned_positions:
+    apart = spec.learned_positions or taped.settings.embedding_dropout  # the first layer is given something else
+    if taped.again[taped.kinds[0]] and first.tape.nodes and not apart:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
     leaf = taped.leaf == 0 and not taped.scattered  # counted already
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
-        return tokens + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
+        code = family_code(setup.stack, spec.architecture)
+        return tokens + single_form(Part.ACTIVATIONS, position_quantity(code), row)
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     return ZERO if saved else tokens
 

@@ -44,6 +44,7 @@ from memplan.step.head_instants import (
     tied_sum,
     waiting_form,
 )
+from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
@@ -106,6 +107,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"
     sums = layer_sums(spec, tokens) if layers else ()
     learned, delta = spec.learned_positions > 0, spec.linear_attention
+    code = family_code(setup.stack, spec.architecture)
     return Regime(
         one_sequence=batch == 1
         and (
@@ -130,7 +132,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole"
         and not setup.config.parallel.zero_stage
         and (length != spec.max_position_embeddings or setup.stable_embedding),
-        sorts_positions=learned and length > EMBEDDING_DIRECT_INDICES,
+        sorts_positions=learned and (tokens if code.counts_positions else length) > EMBEDDING_DIRECT_INDICES,
         all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
         staged=waits_on_host(spec, setup, tokens),
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,

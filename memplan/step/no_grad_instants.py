@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.step.alive_around_layers import returned_before
 from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
 from memplan.step.model_on_tape import ModelOnTape, evaluated_model, model_on_tape
 from memplan.step.playing.peak_layers import last_places
 from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
@@ -186,10 +186,11 @@ def forward_alone(
 def _named_embeddings(inputs: StepInputs) -> Form:
     """Return the embeddings, which a model of transformers has names for until its layers have run."""
     spec, setup = inputs.spec, inputs.setup
-    if not family_code(setup.stack, spec.architecture).forms_tables:
+    code = family_code(setup.stack, spec.architecture)
+    if not code.forms_tables:
         return ZERO
     row = spec.hidden_size * setup.residual_bytes
-    positions = single_form(Part.TEMPORARIES, Quantity.POSITIONS, row) if spec.learned_positions else ZERO
+    positions = single_form(Part.TEMPORARIES, position_quantity(code), row) if spec.learned_positions else ZERO
     return single_form(Part.TEMPORARIES, Quantity.TOKENS, row) + positions
 
 

@@ -201,6 +201,7 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex":
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
+    form += constant_form(Part.ACTIVATIONS, spec.buffer_bytes if setup.stack.model_code == "transformers" else 0)
     form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.staged_bytes)
     form += constant_form(Part.ACTIVATIONS, inputs.decoder_bytes)
     form += image_batch(spec, setup, micro_steps if any(part.kept for part in setup.stack.batch) else 1)

@@ -10,10 +10,15 @@ BASE = {
 }
 GROUPED = BASE | {"num_key_value_heads": 2}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+GPTJ = GPT2 | {"rotary_dim": 8}
+GPT_NEO = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 32}
+GPT_NEO |= {"attention_types": [[["global", "local", "global"], 1]]}
+OPT = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "ffn_dim": 80}
+OPT |= {"word_embed_proj_dim": 64, "max_position_embeddings": 32}
 FALCON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-QWEN2_MOE = GROUPED | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
-QWEN3_MOE = GROUPED | EXPERTS | {"num_experts": 4, "head_dim": 32}
+QWEN2_MOE = GROUPED | {"num_experts_per_tok": 2, "num_experts": 4, "shared_expert_intermediate_size": 48}
+QWEN3_MOE = GROUPED | {"num_experts_per_tok": 2, "num_experts": 4, "head_dim": 32}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 DEEPSEEK = BASE | EXPERTS | LATENT | {"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2}
 DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 24}
@@ -79,6 +84,24 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "falcon",
         FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    "olmoe": ("olmoe", GROUPED | {"num_experts_per_tok": 2, "num_experts": 4}),
+    "olmoe-clipped": (
+        "olmoe",
+        GROUPED | {"num_experts_per_tok": 2, "num_experts": 4, "clip_qkv": 8.0, "attention_bias": True} | TIED,
+    ),
+    "granite-moe": ("granitemoe", GROUPED | {"num_local_experts": 4}),
+    "granite-moe-factors": (
+        "granitemoe",
+        GROUPED | {"num_local_experts": 4, "logits_scaling": 6.0, "residual_multiplier": 0.22} | TIED,
+    ),
+    "opt": ("opt", OPT),
+    "opt-no-bias": ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False} | UNTIED),
+    "gpt-neo": ("gpt_neo", GPT_NEO),
+    "gpt-neo-inner": ("gpt_neo", GPT_NEO | {"intermediate_size": 100, "window_size": 8} | UNTIED),
+    "gptj": ("gptj", GPTJ),
+    "gptj-inner": ("gptj", GPTJ | {"n_inner": 100, "rotary_dim": 16} | TIED),
+    "gpt-bigcode": ("gpt_bigcode", GPT2),
+    "gpt-bigcode-heads": ("gpt_bigcode", GPT2 | {"multi_query": False, "n_inner": 100} | UNTIED),
     "olmo": ("olmo", GROUPED),
     "olmo-bias": ("olmo", BASE | {"attention_bias": True} | TIED),
     "olmo2": ("olmo2", GROUPED),

@@ -18,7 +18,7 @@ from memplan.trace.reference.run_options import ReferenceOptions
 
 from .tiny import CASES
 
-NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4_5")
+NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4_5", "gptj")
 """Families that rotate neighbouring dimensions of a head."""
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -74,7 +74,7 @@ def reordered(spec: ModelSpec, name: str, tensor: Tensor) -> Tensor:
     part = spec.runs[0].layer.attention
     if isinstance(part, LatentAttention):
         return _halves(part, name, tensor)
-    if spec.architecture in ("gpt_neox", "falcon") and f".{spec.names.qkv}." in name:
+    if spec.architecture in ("gpt_neox", "falcon", "gpt_bigcode") and f".{spec.names.qkv}." in name:
         return _parts(part, tensor)
     if spec.architecture in NEIGHBOURS and f".{spec.names.attention}." in name:
         heads = {spec.names.query: part.num_heads, spec.names.key: part.num_key_value_heads}.get(name.split(".")[-2])
@@ -144,6 +144,14 @@ def tables_of(found: list[Any], device: str = "cpu") -> Tables:
         pair = pair[0][..., ::2], pair[1][..., ::2]
     cos, sin = (torch.cat((part[0], part[0]), -1) if once else part[0] for part in pair)
     return Tables(cos, sin, mask)
+
+
+def looked_up(spec: ModelSpec) -> Tables:
+    """Return the tables of a model whose layers look sines and cosines up in one of their own."""
+    width = spec.runs[0].layer.attention.rotary_dim
+    angles = torch.arange(TOKENS)[:, None] * 10000.0 ** -(torch.arange(0, width, 2) / width)
+    both = torch.cat((angles, angles), -1)
+    return Tables(both.cos(), both.sin(), torch.ones((TOKENS, TOKENS), dtype=torch.bool).triu(1))
 
 
 def tokens(spec: ModelSpec) -> Tensor:

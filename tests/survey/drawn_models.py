@@ -16,7 +16,7 @@ HEADS = (1, 2, 3, 4, 6, 7, 8, 12, 16)
 WIDTHS = (8, 16, 20, 24, 32, 40, 48, 64, 80, 96, 100, 128, 160, 256)
 VOCABULARIES = (97, 1000, 8191, 32000, 50257, 65537)
 
-DEPTH_KEYS = {"gpt2": "n_layer"}
+DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "n_layer"), "gpt_neo": "num_layers"}
 """Family -> key of its number of layers, where that is not ``num_hidden_layers``."""
 
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
@@ -53,7 +53,12 @@ GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon"})
+UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon", "opt", "gpt_bigcode", "gpt_neo", "gptj"})
+LEARNED = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "n_positions"),
+    **dict.fromkeys(("opt", "gpt_neo"), "max_position_embeddings"),
+}
+"""Family with rows for each position -> key of their number, which no sequence is longer than."""
 
 TOWERS = {
     "gemma3": ("gemma3_text",),
@@ -198,9 +203,45 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
     experts = {"num_experts_per_tok": rng.choice((1, 2, 3))}
     mixture = {**experts, "moe_intermediate_size": rng.choice((32, 48, 100, 192))}
     sparse = {**mixture, "num_experts": 4}
-    flag = rng.random() < 0.5
+    flag, width = rng.random() < 0.5, max(2, values["hidden_size"] // values["num_attention_heads"])
     own: dict[str, Values] = {
         "gpt2": {name: values[key] for name, key in GPT2_NAMES.items()},
+        "gpt_bigcode": {
+            **{name: values[key] for name, key in GPT2_NAMES.items()},
+            "multi_query": flag,
+            "n_positions": 2048,
+            "max_position_embeddings": 2048,
+        },
+        "gptj": {
+            **{name: values[key] for name, key in GPT2_NAMES.items()},
+            **dict.fromkeys(("n_positions", "max_position_embeddings"), rng.choice((2048, 2049))),
+            "rotary_dim": width // rng.choice((2, 4, 1)) // 2 * 2,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), rng.choice((0.0, 0.0, 0.1))),
+        },
+        "gpt_neo": {
+            "num_layers": values["num_hidden_layers"],
+            "num_heads": values["num_attention_heads"],
+            "attention_types": [[["global", "local", "global"][: values["num_hidden_layers"]], 1]],
+            "max_position_embeddings": 2048,
+            **dict.fromkeys(("resid_dropout", "embed_dropout", "attention_dropout"), rng.choice((0.0, 0.0, 0.1))),
+        },
+        "opt": {
+            "ffn_dim": values["intermediate_size"],
+            "word_embed_proj_dim": values["hidden_size"],
+            "enable_bias": rng.random() < 0.7,
+            "layer_norm_elementwise_affine": rng.random() < 0.8,
+            "dropout": rng.choice((0.0, 0.1)),
+            "attention_dropout": rng.choice((0.0, 0.0, 0.1)),
+            "max_position_embeddings": 2048,
+        },
+        "olmoe": {**experts, "num_experts": 4, "attention_bias": flag, "clip_qkv": rng.choice((None, 8.0))},
+        "granitemoe": {
+            **experts,
+            "num_local_experts": 4,
+            "attention_bias": flag,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+        },
         "llama": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},
         "falcon": {
             "num_kv_heads": groups,

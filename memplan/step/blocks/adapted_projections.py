@@ -124,7 +124,11 @@ def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, re
         retained = True
     out = tape.value(x.quantity, rows, width)
     return tape.apply(
-        "linear", [(low, VIEW)], out, [frozen] if retained else [], traits=Traits(packs=True, product=True)
+        "linear",
+        [(low, NEW if low.flat else VIEW)],
+        out,
+        [frozen] if retained else [],
+        traits=Traits(packs=True, product=True),
     )
 
 

@@ -57,7 +57,7 @@ class Builder:
             part=self.tape.storages[like.storage][0],
         )
         tensor.foreign = like.foreign and tensor.element_bytes == 2
-        tensor.apart = like.apart
+        tensor.apart, tensor.flat = like.apart, like.flat
         return tensor
 
     def constant(self, elements: int, element_bytes: int) -> Value:

@@ -35,9 +35,9 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     saves += [x] if weight.trainable or (keeps and x.needs_gradient) else []
     width = weight.element_bytes if not builder.settings.autocast else builder.compute
     out = builder.tape.value(x.quantity, rows, width)
-    out.foreign = weight.foreign and not builder.settings.autocast
+    out.foreign, out.flat = weight.foreign and not builder.settings.autocast, x.flat
     used = [weight, *([bias] if bias is not None else [])]
-    reads = [(x, NEW if keeps else VIEW)]
+    reads = [(x, NEW if keeps or x.flat else VIEW)]
     builder.tape.apply(
         f"linear {name}",
         reads,

@@ -13,6 +13,7 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.divided.divided_ends import divided_embedding
 from memplan.step.ends.end_settings import EndSettings
 from memplan.step.ends.head_on_tape import MOST_ENDS, Named
+from memplan.step.kernels.layer_arguments import position_quantity
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
@@ -63,19 +64,27 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
 
 def _with_positions(builder: Builder, x: Value) -> Value:
     """Return the embedding with that of learned positions added."""
-    tape, block = builder.tape, builder.settings
+    tape, block, places = builder.tape, builder.settings, position_quantity(builder.settings.code)
     table = builder.weight(f"{block.names.positions}.weight")
-    rows = tape.value(Quantity.POSITIONS, block.hidden_size, block.residual_bytes)
-    ids = [tape.value(Quantity.POSITIONS, 1, 8, needs_gradient=False)] if block.code.forms_tables else []
+    rows = tape.value(places, block.hidden_size, block.residual_bytes)
+    ids = [tape.value(places, 1, 8, needs_gradient=False)] if block.code.forms_tables else []
     with tape.alive(x):
-        traits = Traits(workspace=_position_sums(block))
+        traits = Traits(workspace=_position_sums(block, 0 if places is Quantity.POSITIONS else table.rows))
         tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
-        ways = [(x, SAME), (rows, SAME if block.regime.one_sequence else NEW)]
+        ways = [(x, SAME), (rows, SAME if block.regime.one_sequence or places is TOKENS else NEW)]
         tape.named = tuple([value for value in (x, rows) if block.code.forms_tables and value is not tape.leaf])
         return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)
 
 
-def _position_sums(block: BlockSettings) -> list[tuple[Quantity, int]]:
-    """Return what sorting positions takes, each of which occurs once: partial sums are one for each, and for ten."""
+def _position_sums(block: BlockSettings, rows: int) -> list[tuple[Quantity, int]]:
+    """Return what sorting positions takes: partial sums are one for each position that occurs, and for ten.
+
+    Args:
+        rows: Of the table, each of which many tokens have; 0 where every position occurs once.
+    """
+    if not block.regime.sorts_positions:
+        return []
     sums = 8 + 4 * block.hidden_size
-    return [(Quantity.POSITIONS, 24 + 16 + sums + ceil_div(sums, 10))] if block.regime.sorts_positions else []
+    if not rows:
+        return [(Quantity.POSITIONS, 24 + 16 + sums + ceil_div(sums, 10))]
+    return [(TOKENS, 24 + ceil_div(sums, 10)), (Quantity.ONE, (16 + sums) * rows)]

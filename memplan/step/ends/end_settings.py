@@ -12,7 +12,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, Norm
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.image_rows import asks_by_layer, has_images
-from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
 from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, single_form
 from memplan.step.tapes.taped_weight import Weight
 from memplan.training.resolved import TrainingSetup
@@ -117,7 +117,7 @@ def _arguments(
     if spec.learned_positions and block.code.forms_tables:  # names of embeddings whose sum the layers are given
         row = spec.hidden_size * setup.residual_bytes
         leaf = embeds_with_gradient(setup) and frozen
-        form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, row)
+        form += single_form(Part.ACTIVATIONS, position_quantity(block.code), row)
         form += ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     return tuple([(Quantity(place), size) for place, size in enumerate(form.totals()) if size])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.model.spec import Activation, Mlp
+from memplan.model.spec import Activation, Mlp, inside
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
@@ -12,46 +12,50 @@ from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, 
 
 
 def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
-    """Return what a dense feed-forward part adds to the residual stream."""
+    """Return what a dense feed-forward part adds to the residual stream; a layer that runs it itself has one name for all it forms."""
     names, inner, tape = builder.settings.names, part.intermediate_size, builder.tape
-    with tape.alive(x):
+    x.flat = not prefix
+    with tape.alive(*((x,) if prefix else ())):
         if not part.gated:
-            hidden = activated(builder, linear(builder, x, f"{prefix}.{names.up}", inner), part.activation)
+            hidden = activated(builder, linear(builder, x, inside(prefix, names.up), inner), part.activation)
         elif part.fused_gate_up:
-            both = linear(builder, x, f"{prefix}.{names.gate_up}", 2 * inner)
+            both = linear(builder, x, inside(prefix, names.gate_up), 2 * inner)
             gate, up = tape.view(both, inner), tape.view(both, inner)
             tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
             with tape.alive(both):
                 hidden = gated(builder, gate, up)
-                return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+                return row_product(builder, hidden, inside(prefix, names.down), builder.settings.hidden_size)
         elif fuses(builder, "mlp", mlp_names(builder, prefix)):
             return fused_mlp(builder, x, prefix, inner)
         elif builder.profile.activation != "composite":
-            gate = linear(builder, x, f"{prefix}.{names.gate}", inner)
+            gate = linear(builder, x, inside(prefix, names.gate), inner)
             with tape.alive(gate):
-                hidden = gated(builder, gate, linear(builder, x, f"{prefix}.{names.up}", inner))
+                hidden = gated(builder, gate, linear(builder, x, inside(prefix, names.up), inner))
         elif builder.settings.code.names_all:
-            gate = linear(builder, x, f"{prefix}.{names.gate}", inner)
+            gate = linear(builder, x, inside(prefix, names.gate), inner)
             with tape.alive(gate):
-                up = linear(builder, x, f"{prefix}.{names.up}", inner)
+                up = linear(builder, x, inside(prefix, names.up), inner)
             with tape.alive(gate, up):
                 hidden = builder.multiply(activated(builder, gate), up)
-                return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+                return row_product(builder, hidden, inside(prefix, names.down), builder.settings.hidden_size)
         else:
-            gate = activated(builder, linear(builder, x, f"{prefix}.{names.gate}", inner))
-            hidden = builder.multiply(gate, linear(builder, x, f"{prefix}.{names.up}", inner))
+            gate = activated(builder, linear(builder, x, inside(prefix, names.gate), inner))
+            hidden = builder.multiply(gate, linear(builder, x, inside(prefix, names.up), inner))
             tape.touch(*((gate,) if builder.settings.code.names_parts else ()))
-        return row_product(builder, hidden, f"{prefix}.{names.down}", builder.settings.hidden_size)
+        return row_product(builder, hidden, inside(prefix, names.down), builder.settings.hidden_size)
 
 
 def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
-    """Return the activation of ``x``, which saves its input."""
+    """Return the activation of ``x``, which saves its input; a ReLU saves its result."""
     if kind == "gelu-new" and builder.settings.code.functions:
         return _gelu_new(builder, x)
     if kind == "gelu-fast" and builder.settings.code.functions:
         return _gelu_fast(builder, x)
     if kind == "relu-squared":
         return _relu_squared(builder, x)
+    if kind == "relu":
+        positive = builder.fresh(x)
+        return builder.tape.apply(ACTIVATION, [(x, NEW)], positive, [positive])
     return builder.pointwise(ACTIVATION, x, (x,))
 
 

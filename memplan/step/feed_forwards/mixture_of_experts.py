@@ -70,10 +70,13 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
     logits = _router_logits(builder, x, part, name)
     with tape.alive(logits, indices):
         if part.softmax_of_chosen:
-            top = _topk(builder, logits, indices, used)
-            with tape.alive(top):
-                share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
-                return tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch)), indices
+            wide = builder.cast(logits, 4) if part.fp32_choice else logits
+            with tape.alive(wide):
+                top = _topk(builder, wide, indices, used)
+                with tape.alive(top):
+                    share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
+                    tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch))
+                    return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices
         narrow = part.score_correction and builder.settings.autocast and builder.settings.code.grouped_uncast
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:

@@ -174,6 +174,8 @@ def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
 def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionKernel, str]:
     """Return the kernel of attention on a card, and why it is another than the setup's own."""
     own = setup.profile.attention
+    if family_code(setup.stack, model.spec.architecture).steps_alone:
+        return _steps_alone(setup, model)
     if setup.runs_flash_attn and setup.config.compute_dtype == "fp32":
         raise CannotAnswerError(
             "kernels.attention: flash-attn takes fp16 and bf16 alone; use eager, or compute_dtype: bf16"
@@ -201,6 +203,21 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
             f"use kernels.attention: auto, or {kernel}"
         )
     return kernel, f"attention {kernel}, as torch chooses on {card_label(gpu)}, where there is no {own} kernel"
+
+
+def _steps_alone(setup: TrainingSetup, model: Model) -> tuple[AttentionKernel, str]:
+    """Return attention step by step of a family whose code has no other.
+
+    Raises:
+        CannotAnswerError: Another is asked for.
+    """
+    where = f"{setup.stack.model_code}'s code of family {model.spec.architecture}"
+    if setup.attention_choice not in (TORCH_CHOOSES, "eager") or setup.runs_flash_attn:
+        raise CannotAnswerError(
+            f"kernels.attention: {where} is modelled with attention step by step alone, which loading takes where nothing "
+            "is asked for; use eager"
+        )
+    return "eager", f"attention eager: {where} has no other for torch to choose"
 
 
 def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:

@@ -77,10 +77,17 @@ class FamilyCode:
     masks_always: bool = False  # Whether scaled-dot-product attention is always given a mask
     # Whether one function rotates query and key, whose caller has names for them until it returns.
     rotates_together: bool = False
+    # How scores are formed where a family's only attention forms them of copies of queries and keys in fp32: ``masked`` by
+    # a mask of each layer's own before that of the model, or ``divided`` before it.
+    wide_scores: Literal["", "masked", "divided"] = ""
+    scales_projected: bool = False  # Whether queries are scaled as they are projected, and scores by one
+    # Whether every token has a position of its own, counted in the mask of padding, where other models look up a row's.
+    counts_positions: bool = False
     norms_at_once: bool = False  # Whether query and key are normalised as they are projected, each before the next
     # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``
     # by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
-    interleaved: Literal["", "wide", "spread", "spread-wide"] = ""
+    # ``looked-up`` in a table of each layer's own, by key and query apart.
+    interleaved: Literal["", "wide", "spread", "spread-wide", "looked-up"] = ""
     centred_norms: bool = False  # Whether layer norms are formed operation by operation, in fp32
     half_tables: bool = False  # Whether a pair of dimensions shares its entries of the rotary tables
     # Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
@@ -114,6 +121,11 @@ class FamilyCode:
     # Whether heads of single sequences are attended to together and their results joined, which copies them, as
     # gradients of heads are copied on their way back.
     cuts_sequences: bool = False
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the family's code has no attention but step by step."""
+        return bool(self.wide_scores)
 
 
 OWN = FamilyCode()
@@ -177,6 +189,34 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         drops_residual=True,
         dropout_modules="both",
     ),
+    "gpt_bigcode": replace(
+        TRANSFORMERS, names_fed=True, names_attention=True, drops_residual=True, dropout_modules="residual"
+    ),
+    "gpt_neo": replace(
+        TRANSFORMERS,
+        wide_scores="masked",
+        names_fed=True,
+        names_attention=True,
+        passes_positions=False,
+        drops_residual=True,
+        dropout_modules="both",
+    ),
+    "gptj": replace(
+        TRANSFORMERS,
+        wide_scores="divided",
+        interleaved="looked-up",
+        sums="parts-first",
+        drops_residual=True,
+        dropout_modules="both",
+    ),
+    "opt": replace(
+        TRANSFORMERS,
+        scales_projected=True,
+        counts_positions=True,
+        drops_embedding=False,
+        drops_residual=True,
+        dropout_modules="neither",
+    ),
     "stablelm": replace(
         TRANSFORMERS,
         names_norm=True,
@@ -222,6 +262,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         ("qwen3_5_moe", "qwen3_5_moe_text"),
         replace(TRANSFORMERS, norms_at_once=True, shared_first=True, sequence_tables=True),
     ),
+    "olmoe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
     **dict.fromkeys(("deepseek_v3", "glm4_moe"), replace(TRANSFORMERS, adapts_experts=True)),
     "cohere": replace(TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first"),
@@ -231,7 +272,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "exaone4": replace(TRANSFORMERS, masks=0, masks_from=4),
     **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, interleaved="spread")),
     "ernie4_5": replace(TRANSFORMERS, interleaved="spread-wide", wide_rotary=True),
-    "granite": replace(TRANSFORMERS, scales_embedded=True),
+    **dict.fromkeys(("granite", "granitemoe"), replace(TRANSFORMERS, scales_embedded=True)),
     "seed_oss": replace(TRANSFORMERS, drops_embedding=False, drops_residual=True, dropout_modules="neither"),
     "starcoder2": replace(TRANSFORMERS, drops_residual=True, dropout_modules="neither"),
 }

@@ -64,7 +64,12 @@ def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, re
         )
     if not code.forms_tables or (retained and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
         return ZERO
-    return single_form(Part.ACTIVATIONS, Quantity.POSITIONS, POSITION_BYTES)
+    return single_form(Part.ACTIVATIONS, position_quantity(code), POSITION_BYTES)
+
+
+def position_quantity(code: FamilyCode) -> Quantity:
+    """Return what there are learned rows, and numbers of positions, for: the positions of a row, or every token."""
+    return Quantity.TOKENS if code.counts_positions else Quantity.POSITIONS
 
 
 def steps_through_scores(spec: ModelSpec, setup: TrainingSetup) -> bool:

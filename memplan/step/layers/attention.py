@@ -129,7 +129,8 @@ def _query_and_gate(builder: Builder, x: Value, part: Attention, prefix: str) ->
     """Return the query, and what its projection yields besides: a gate, which is copied out of it."""
     tape, name = builder.tape, f"{prefix}.{builder.settings.names.query}"
     if not part.output_gate:
-        return linear(builder, x, name, part.query_size), ()
+        query = linear(builder, x, name, part.query_size)
+        return builder.pointwise("scale query", query) if builder.settings.code.scales_projected else query, ()
     both = linear(builder, x, name, 2 * part.query_size)
     query, gate = tape.view(both, part.query_size), tape.view(both, part.query_size)
     tape.apply("chunk", [(both, NEW)], (query, gate), traits=SAVES_NOTHING)

@@ -59,11 +59,10 @@ def cached(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
         return key, value
     given = [key, value]
     if builder.settings.cache != "views":
-        wide = promoted(key, value) if builder.settings.cache == "alike" else value.element_bytes
         with builder.tape.alive(key, value):
             given[0] = _joined(builder, key, key.element_bytes)
             with builder.tape.alive(given[0]):
-                given[1] = _joined(builder, value, wide)
+                given[1] = _joined(builder, value, promoted(key, value))
     builder.tape.cached.update(x.storage for x in given)
     builder.tape.cache_stays = builder.settings.cache_stays
     return given[0], given[1]

@@ -21,6 +21,8 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
     """
     query, key, _ = heads
     with builder.tape.alive(*heads):
+        if builder.settings.code.interleaved == "looked-up":
+            return _looked_up(builder, query, key, part)
         if builder.settings.code.interleaved == "wide":
             return (*_turned_wide(builder, query, key), ())
         wide = builder.settings.code.interleaved == "spread-wide"
@@ -67,6 +69,41 @@ def _turned_in_part(builder: Builder, query: Value, key: Value, part: Attention,
         first = joined_heads(builder, query, first)
         with tape.alive(first):
             return first, joined_heads(builder, key, second)
+
+
+def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return both turned by rows of the layer's table, the key first, and all that attention has names for until it returns.
+
+    Each looks at every entry twice, in copies of its own. The table is copied before, and a row's number for each entry.
+
+    Source:
+        ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py (5.23.0).
+    """
+    tape, rotated = builder.tape, part.rotary_dim
+    table = tape.make("repeat table", builder.constant(part.position_rows * rotated, 4))
+    numbers = tape.make("repeat positions", tape.value(Quantity.POSITIONS, rotated, 8, needs_gradient=False), table)
+    rows = tape.make("gather", tape.value(Quantity.POSITIONS, rotated, 4, needs_gradient=False), table, numbers)
+    with tape.alive(table, numbers):
+        rows = rows if key.element_bytes == 4 else _cast_rows(builder, rows, key.element_bytes)
+
+    def turned(x: Value) -> Value:
+        spread = [_spread(builder, part, rows.element_bytes) for _ in ("sin", "cos")]
+        with tape.alive(*spread):
+            return turned_whole(builder, builder.sliced(x, x.width // part.head_dim * rotated), spread)
+
+    with tape.alive(table, numbers, rows):
+        other = turned(key)
+        with tape.alive(other):
+            first = turned(query)
+            with tape.alive(first):
+                joined = joined_heads(builder, key, other)
+                with tape.alive(joined):
+                    return joined_heads(builder, query, first), joined, (table, numbers, rows, query, key, first, other)
+
+
+def _cast_rows(builder: Builder, rows: Value, element_bytes: int) -> Value:
+    narrow = builder.tape.value(rows.quantity, rows.width, element_bytes, needs_gradient=False)
+    return builder.tape.make("cast rows", narrow, rows)
 
 
 def _turned_by_wide(builder: Builder, query: Value, key: Value, _: Attention, spread: list[Value]) -> Turned:

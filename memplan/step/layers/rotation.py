@@ -200,7 +200,7 @@ def turned_whole(
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
     tape, half = builder.tape, x.width // 2
     formed = builder.settings.code.forms_tables if cosines_first is None else cosines_first
-    width = max(x.element_bytes, _table_bytes(builder))
+    width = max(x.element_bytes, tables[0].element_bytes if tables else _table_bytes(builder))
     with tape.alive(x):
         by_cos = [by_table(builder, "mul cos", x, width, tables[:1])] if formed else []
         with tape.alive(*by_cos):

@@ -37,7 +37,7 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
             tape.apply("tanh", [(scores, NEW)], bounded, [bounded])
             scores = builder.pointwise("scale", bounded)
         unmasked = [scores] if code.own_scores else []
-        scores = _masked(builder, scores)
+        scores = masked_scores(builder, scores)
         if part is not None and part.sinks:
             shifted, weights = with_sinks(builder, scores, heads)
             weights = builder.cast(weights, value.element_bytes, foreign=value.foreign)
@@ -45,8 +45,7 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
         else:
             with tape.alive(*unmasked):
                 shifted = weights = _probabilities(builder, scores, own)
-        builder.named_values.append(weights)
-        with tape.alive(shifted, weights):
+        with tape.alive(shifted):
             weights = builder.dropped(weights, builder.settings.attention_dropout)
             builder.named_values.append(weights)
             if code.own_scores:
@@ -73,7 +72,7 @@ def capped_attention(builder: Builder, given: Heads) -> Value:
         with tape.alive(scores):
             mask = own_mask(builder, own)
         with tape.alive(mask):
-            weights = _probabilities(builder, _masked(builder, scores), own)
+            weights = _probabilities(builder, masked_scores(builder, scores), own)
             with tape.alive(weights):
                 return weighted_sum(builder, builder.lowered(weights), value, value.width, given.number)
 
@@ -137,7 +136,7 @@ def _scaled(builder: Builder, scores: Value) -> Value:
     return builder.tape.apply("scale", [(scores, NEW)], builder.tape.view(scores), traits=SAVES_NOTHING)
 
 
-def _masked(builder: Builder, scores: Value) -> Value:
+def masked_scores(builder: Builder, scores: Value) -> Value:
     """Return scores with a mask in the dtype of the residual stream added."""
     width = max(scores.element_bytes, builder.settings.residual_bytes)
     way = SAME if width == scores.element_bytes else NEW
@@ -152,10 +151,13 @@ def _probabilities(builder: Builder, scores: Value, own: int) -> Value:
     with builder.tape.alive(scores):
         if not settings.code.wide_softmax and not settings.autocast:
             return probabilities(builder, scores)
-        if settings.fp16 and scores.element_bytes == 2:
-            wide = builder.fresh(scores, element_bytes=4)
-            traits = Traits(workspace=[(wide.quantity, wide.coefficient)])
-            builder.tape.apply("softmax", [(scores, NEW)], wide, [wide], traits=traits)
-        else:
-            wide = probabilities(builder, builder.cast(scores, 4))
-        return builder.cast(wide, own)
+        return builder.cast(wide_probabilities(builder, scores), own)
+
+
+def wide_probabilities(builder: Builder, scores: Value) -> Value:
+    """Return probabilities in fp32, by one kernel of scores in fp16."""
+    if not builder.settings.fp16 or scores.element_bytes != 2:
+        return probabilities(builder, builder.cast(scores, 4))
+    wide = builder.fresh(scores, element_bytes=4)
+    traits = Traits(workspace=[(wide.quantity, wide.coefficient)])
+    return builder.tape.apply("softmax", [(scores, NEW)], wide, [wide], traits=traits)

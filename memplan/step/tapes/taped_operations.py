@@ -29,6 +29,8 @@ class Value:
     gradient_coefficient: int = 0
     # Whether a head's numbers lie between those of others, so that a product of matrices may copy them first.
     apart: bool = False
+    # Whether it has one dimension of rows, so that a product of it is none of a view (``_flatten_nd_linear`` in Linear.cpp).
+    flat: bool = False
     # Whether autograd has it for a parameter: autocast casts it once in a region, where it is in fp32.
     leaf: bool = False
 

@@ -34,7 +34,7 @@ class Batch:
 def batch_of(spec: ModelSpec, options: ReferenceOptions, batch: int, tokens: int, device: str) -> Batch:
     """Return a batch of ``batch`` sequences of ``tokens`` tokens."""
     ids = torch.zeros((batch, tokens), dtype=torch.long, device=device)
-    positions = torch.arange(tokens, device=device)[None] if spec.learned_positions else None
+    positions = torch.arange(tokens, device=device)[None] + spec.reserved_positions if spec.learned_positions else None
     return Batch(ids, torch.zeros_like(ids), _tables(spec, tokens, options, device), positions)
 
 

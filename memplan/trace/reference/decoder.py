@@ -48,7 +48,7 @@ class LayerPart(nn.Module):
         made = [attach(self, name, NormPart(layer.norm, spec.hidden_size, run, device)) for name in norms]
         self._norms = tuple(made)
         self._attention = (attach(self, names.attention, attention_part(spec, layer, run, device)),)
-        self._feed_forward = (attach(self, names.mlp, feed_forward_part(spec, layer, run, device)),)
+        self._feed_forward = (_attached(self, names.mlp, feed_forward_part(spec, layer, run, device)),)
 
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         """Return the residual stream after the layer."""
@@ -71,6 +71,15 @@ class LayerPart(nn.Module):
         options = self.run.options
         x = dropped(x, options.dropout if self.training else 0.0, options.target)
         return x if scale is None else x * scale
+
+
+def _attached(layer: nn.Module, path: str, part: nn.Module) -> nn.Module:
+    """Register a part below a layer, or its modules in the layer itself where it has no name; return it."""
+    if path:
+        return attach(layer, path, part)
+    for name, module in part.named_children():
+        layer.add_module(name, module)
+    return part
 
 
 def attention_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch.device) -> nn.Module:
@@ -111,7 +120,8 @@ class ReferenceModel(nn.Module):
         self._embedding = (attach(self, names.embedding, table),)
         self._positions: tuple[nn.Module, ...] = ()
         if spec.learned_positions:
-            positions = Embedding(spec.learned_positions, spec.hidden_size, self.run, where)
+            rows = spec.learned_positions + spec.reserved_positions
+            positions = Embedding(rows, spec.hidden_size, self.run, where)
             self._positions = (attach(self, names.positions, positions),)
         self._layers = tuple(
             attach(self, names.layer.format(index), LayerPart(spec, run.layer, self.run, where))

@@ -10,7 +10,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from tests.survey.drawn_jobs import Job
-from tests.survey.drawn_models import TOWERS, model_values
+from tests.survey.drawn_models import LEARNED, TOWERS, model_values
 from tests.survey.stacks.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS, REENTRANT
 
 STACKS = ("plain-loop", "transformers", "trl")
@@ -30,6 +30,8 @@ ATTENTION_ONLY = {
     "qwen3_next": ("q_proj", "o_proj", "in_proj_qkvz", "out_proj"),
     "qwen3_5_moe": ("q_proj", "out_proj"),
     "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
+    "olmoe": ("q_proj", "v_proj", "o_proj"),
+    "granitemoe": ("q_proj", "k_proj", "o_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
     "deepseek_v3": ("kv_b_proj", "o_proj"),
     "glm4_moe": ("q_proj", "k_proj", "o_proj"),
@@ -128,8 +130,8 @@ def drawn_stack_job(
     if eager := rng.random() < 0.3:
         training["kernels"] = {"attention": "eager"}
     training["sequence_length"] = rng.choice(EAGER_LENGTHS if eager else LENGTHS)
-    if values["model_type"] == "gpt2":
-        training["sequence_length"] = min(training["sequence_length"], int(values.get("n_positions") or 1024))
+    if (positions := LEARNED.get(values["model_type"])) is not None:
+        training["sequence_length"] = min(training["sequence_length"], int(values.get(positions) or 1024))
     training["micro_batch_size"] = rng.choice((1, 1, 2, 3))
     training["activation_checkpointing"] = rng.choice(("none", "full", "full"))
     training["gradient_accumulation_steps"] = rng.choice((1, 1, 2))

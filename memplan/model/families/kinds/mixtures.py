@@ -10,6 +10,7 @@ from memplan.model.families.common_parts import (
     attention,
     even_rotary,
     experts,
+    factor,
     gated_mlp,
     model,
     rms_norm,
@@ -88,6 +89,60 @@ def qwen3_moe(config: ConfigValues) -> ModelSpec:
     sparse = Layer(heads, experts(config, mixture), rms_norm(config))
     layers = [sparse if has_experts else dense for has_experts in sparse_layers(config, common.num_hidden_layers)]
     return model(config, common, layers, **window)
+
+
+def olmoe(config: ConfigValues) -> ModelSpec:
+    """OLMoE: all queries and keys normalised together, before they may be clipped, and routed experts in every layer.
+
+    Source: ``transformers/models/olmoe/modeling_olmoe.py``; https://arxiv.org/abs/2409.02060.
+    """
+    common, norm = shape(config), rms_norm(config, 1e-5)
+    bias, clip = config.flag("attention_bias"), config.cap("clip_qkv", 0.0)
+    heads = attention(
+        config,
+        common,
+        qkv_bias=bias,
+        output_bias=bias,
+        query_key_norm=norm,
+        query_key_norm_scope="full",
+        clip=clip,
+    )
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_experts", "num_local_experts", default=64),
+        experts_per_token=config.integer("num_experts_per_tok", default=8),
+        intermediate_size=config.integer("intermediate_size"),
+        activation=config.activation("hidden_act"),
+        normalised=config.flag("norm_topk_prob"),
+    )
+    return model(config, common, Layer(heads, experts(config, mixture), norm))
+
+
+def granitemoe(config: ConfigValues) -> ModelSpec:
+    """Granite 3 with experts, PowerMoE: Granite's layers and factors, with routed experts.
+
+    Source: ``transformers/models/granitemoe/modeling_granitemoe.py``; https://arxiv.org/abs/2408.13359.
+    """
+    common, bias = shape(config), config.flag("attention_bias")
+    scale = factor(config, "attention_multiplier")
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias, scale=scale)
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_local_experts", "num_experts", default=8),
+        experts_per_token=config.integer("num_experts_per_tok", default=2),
+        intermediate_size=config.integer("intermediate_size"),
+        activation=config.activation("hidden_act"),
+        softmax_of_chosen=True,
+        fp32_choice=True,
+    )
+    added = factor(config, "residual_multiplier")
+    layer = Layer(heads, experts(config, mixture), rms_norm(config), residual_scale=added)
+    return model(
+        config,
+        common,
+        layer,
+        embedding_scale=factor(config, "embedding_multiplier"),
+        logit_scale=1 / factor(config, "logits_scaling"),
+        names=TensorNames(mlp="block_sparse_moe", router="router"),
+    )
 
 
 def gpt_oss(config: ConfigValues) -> ModelSpec:

@@ -32,7 +32,7 @@ from memplan.training.rules.frozen_rules import trained_names
 from memplan.training.rules.stack_rules import casts_trained, is_flattened
 
 DROPOUT_KEYS = (
-    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout"
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "resid_dropout", "residual_dropout", "embedding_dropout", "dropout", "embed_dropout"
 )  # fmt: skip
 DTYPE = "torch_dtype" if Version(transformers.__version__) < Version("4.56") else "dtype"
 """What loading calls the dtype of weights, since transformers 4.56."""
@@ -108,7 +108,7 @@ def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any]
             if attention == "flash_attention_2":
                 raise CannotAnswerError(f"transformers: {str(error).partition('.')[0]}") from None
             model = auto.from_config(config, **{DTYPE: dtype}, attn_implementation="eager")
-        model = model.to(dtype)
+        model = _cast(model, dtype)
         model.tie_weights()  # 5.0 leaves that to loading where nothing has memory
         if quantises(setup):
             model = coded(model, setup)
@@ -117,6 +117,15 @@ def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any]
     with_cut_cross_entropy(model, setup)
     with_linear_attention(model, setup)
     return frozen(model.train(), inputs)
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """Return a model in one dtype, but for buffers that no checkpoint has, which loading leaves as their module makes them."""
+    apart = {part: {name: part._buffers[name] for name in part._non_persistent_buffers_set} for part in model.modules()}
+    model = model.to(dtype)
+    for part, buffers in apart.items():
+        part._buffers.update(buffers)
+    return model
 
 
 def frozen(model: Any, inputs: StackInputs) -> Any:

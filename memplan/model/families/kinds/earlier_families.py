@@ -1,0 +1,137 @@
+"""Families from before Llama: biases, LayerNorm, a feed-forward part of two matrices; positions learned or rotated in pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memplan.model.families.common_parts import attention, even_rotary, layer_norm, model, whole_heads
+from memplan.model.families.config_values import ConfigValues
+from memplan.model.families.kinds.gpt_like import GPT2_NAMES
+from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, TensorNames
+
+OPT_NAMES = TensorNames(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layer="model.decoder.layers.{}",
+    final_norm="model.decoder.final_layer_norm",
+    output="out_proj",
+    mlp="",
+    up="fc1",
+    down="fc2",
+    input_norm="self_attn_layer_norm",
+    post_attention_norm="final_layer_norm",
+)
+
+
+def opt(config: ConfigValues) -> ModelSpec:
+    """OPT: learned positions behind two rows that none has, and a ReLU in each layer's own code.
+
+    OPT-350m's layers, which normalise what they have added up, behind a narrower embedding, are refused.
+
+    Source: ``transformers/models/opt/modeling_opt.py``; https://arxiv.org/abs/2205.01068.
+    """
+    common = whole_heads(config)
+    bias, affine = config.flag("enable_bias", default=True), config.flag("layer_norm_elementwise_affine", default=True)
+    config.expect("word_embed_proj_dim", common.hidden_size)
+    config.only("do_layer_norm_before", True)
+    config.only("_remove_final_layer_norm", False)
+    config.only("layerdrop", 0.0)
+    config.ignore("init_std")
+    heads = attention(config, common, 0, qkv_bias=bias, output_bias=bias)
+    activation = config.activation("activation_function", default="relu")
+    mlp = Mlp(config.integer("ffn_dim"), activation, gated=False, bias=bias)
+    spec = model(
+        config,
+        common,
+        Layer(heads, mlp, Norm("layer", weight=affine, bias=affine)),
+        tied=True,
+        dropout=("attention_dropout", "dropout"),
+        learned_positions=config.integer("max_position_embeddings", default=2048),
+        reserved_positions=2,
+        rotary_tables=0,
+        names=OPT_NAMES,
+    )
+    return replace(spec, dropout=config.number("dropout", default=0.1))
+
+
+GPT_NEO_NAMES = GPT2_NAMES._replace(attention="attn.attention", output="out_proj")
+
+
+def gpt_neo(config: ConfigValues) -> ModelSpec:
+    """GPT-Neo: GPT-2's layers, whose scores are in fp32 and not scaled; each keeps a mask of all positions, every other within a window.
+
+    Source: ``transformers/models/gpt_neo/modeling_gpt_neo.py``; https://github.com/EleutherAI/gpt-neo.
+    """
+    common = whole_heads(config)
+    config.ignore("attention_types", "attention_layers", "window_size")
+    heads = attention(config, common, 0, output_bias=True, scale=1.0)
+    inner = config.integer("intermediate_size", default=4 * common.hidden_size)
+    activation = config.activation("activation_function", default="gelu_new")
+    config.only("embed_dropout", config.number("resid_dropout", "embed_dropout", default=0.0))
+    positions = config.integer("max_position_embeddings", default=2048)
+    return model(
+        config,
+        common,
+        Layer(heads, Mlp(inner, activation, gated=False, bias=True), layer_norm(config)),
+        tied=True,
+        dropout=("attention_dropout", "resid_dropout", "embed_dropout"),
+        learned_positions=positions,
+        buffer_bytes=common.num_hidden_layers * positions**2,
+        rotary_tables=0,
+        names=GPT_NEO_NAMES,
+    )
+
+
+GPTJ_NAMES = GPT2_NAMES._replace(output="out_proj", up="fc_in", down="fc_out")
+
+
+def gptj(config: ConfigValues) -> ModelSpec:
+    """GPT-J: attention and feed-forward in parallel behind one norm, neighbours rotated, scores in fp32, a head with a bias.
+
+    Source: ``transformers/models/gptj/modeling_gptj.py``; https://github.com/kingoflolz/mesh-transformer-jax.
+    """
+    common = whole_heads(config)
+    rotated = even_rotary(config, config.integer("rotary_dim", default=64, maximum=common.head_dim))
+    rows = config.integer("n_positions", "max_position_embeddings", default=2048)
+    heads = attention(config, common, rotated, position_rows=rows)
+    inner = config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size)
+    activation = config.activation("activation_function", default="gelu_new")
+    return model(
+        config,
+        common,
+        Layer(heads, Mlp(inner, activation, gated=False, bias=True), layer_norm(config), placement="parallel"),
+        dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        head_bias=True,
+        buffer_bytes=4 * common.num_hidden_layers * rows * rotated,
+        rotary_tables=0,
+        names=GPTJ_NAMES,
+    )
+
+
+def gpt_bigcode(config: ConfigValues) -> ModelSpec:
+    """StarCoder, SantaCoder: GPT-2's layers with one head of keys and values for all; the model keeps a causal mask of all positions.
+
+    Source: ``transformers/models/gpt_bigcode/modeling_gpt_bigcode.py``; https://arxiv.org/abs/2305.06161.
+    """
+    common = whole_heads(config)
+    if config.flag("multi_query", default=True):
+        common = replace(common, num_key_value_heads=1)
+    config.expect("num_key_value_heads", common.num_key_value_heads)
+    scale = None if config.flag("scale_attn_weights", default=True) else 1.0
+    config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
+    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, scale=scale)
+    inner = config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size)
+    activation = config.activation("activation_function", default="gelu_pytorch_tanh")
+    positions = config.integer("n_positions", "max_position_embeddings", default=1024)
+    return model(
+        config,
+        common,
+        Layer(heads, Mlp(inner, activation, gated=False, bias=True), layer_norm(config)),
+        tied=True,
+        dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        default_dropout=0.1,
+        learned_positions=positions,
+        buffer_bytes=positions**2,
+        rotary_tables=0,
+        names=GPT2_NAMES,
+    )
