@@ -9,9 +9,14 @@ from typing import Any
 from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
 from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
-from memplan.importer.reading import DEFAULTED, MODEL, STATED, Reading, Refusal, Result, need_of
+from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
+from memplan.importer.trainer_detection import is_program_of
 
 DEGREES = ("tensor", "pipeline", "context")
+FEW = 3
+"""Flags that a message names."""
+
+RUN = "it can be executed without a GPU: memplan run SCRIPT --gpu NAME"
 
 
 def finish(job: ImportedJob) -> ImportedJob:
@@ -25,6 +30,7 @@ def finish(job: ImportedJob) -> ImportedJob:
     if job.role != "job" or job.head.missing:
         return job
     _fill_in(job)
+    _refuse_own_script(job)
     gpus = reading.inputs.get("gpus") or job.value("launcher.processes")
     shards = _shards(job)
     if gpus is None and shards:
@@ -54,6 +60,21 @@ def finish(job: ImportedJob) -> ImportedJob:
     return job
 
 
+def _refuse_own_script(job: ImportedJob) -> None:
+    """Refuse a program of one's own that is given flags which its trainer does not have: they may change anything.
+
+    transformers' parser ends a program that has no such argument, so that this one reads it.
+    """
+    main = job.sources[-1]
+    own = [one for one in job.keys.unknown if one.source == main.name]
+    if main.form != "argv" or not main.words or not own or is_program_of(main, job.head):
+        return
+    script = next((word for word in main.words if word.endswith(".py")), main.words[-1])
+    flags = ", ".join(printable(f"--{one.key}", 40) for one in own[:FEW])
+    why = f"{printable(script, 60)} is a script of one's own, which reads {flags}{' and others' if own[FEW:] else ''}: {RUN}"
+    job.reading.refusals.append(Refusal(own[0].key, main.name, own[0].line, main.value(own[0].key), why))
+
+
 def _whole_groups(job: ImportedJob, *, counted: bool) -> None:
     """Note rows that are generated together and are no whole groups of one prompt's, at which a trainer stops.
 
@@ -67,6 +88,10 @@ def _whole_groups(job: ImportedJob, *, counted: bool) -> None:
     together = rows * _whole(several)
     world = _whole(job.value("training.parallel.data"))
     if together * world % group == 0:
+        return
+    if job.value("let.grouped"):
+        why = f"{rows} sequences are no whole groups of {group} completions; the trainer takes one group in their place"
+        job.reading.results["training.micro_batch_size"] = Result(group, OVERRIDDEN, "", "", why)
         return
     said = job.reading.results["method.rollout.generations"]
     text = f"{group} rows belong to each prompt (num_generations), and {together} are generated together on each GPU"
@@ -100,6 +125,9 @@ def _fill_in(job: ImportedJob) -> None:
     results = job.reading.results
     weights = results.get("training.weights.default")
     _name_weights(job)
+    if job.value("let.paged"):
+        why = "paged states are counted as if they stayed on the GPU; CUDA moves them to the host where it is full"
+        job.reading.notes.append(("optimizer", "resident", why))
     if weights is not None:
         results.setdefault("training.weights.hidden_matrix", replace(weights, why=weights.why))
     version = job.reading.inputs.get("version")

@@ -79,6 +79,11 @@ def is_owned(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
     return any(_is_of(keys, head) for head in heads)
 
 
+def is_program_of(keys: GivenKeys, head: TrainerHead) -> bool:
+    """Tell whether a command line runs a program, or subcommand, that a trainer has."""
+    return bool(_by_words(keys, head))
+
+
 def _alike(one: str, other: str) -> bool:
     return one.replace("-", "") == other.lower().replace("-", "").replace("_", "").replace(" ", "")
 
