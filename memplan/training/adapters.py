@@ -23,6 +23,19 @@ Source:
     peft/tuners/lora/layer.py (0.21.2).
 """
 
+OWN_TARGETS = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("qwen2", "qwen3", "stablelm"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("falcon", "gpt_neox"), ("query_key_value",)),
+    "gpt2": ("c_attn",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+}
+"""Families -> the modules that adapters are put on where none are said; PEFT has no list for others, and stops.
+
+Source:
+    ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`` in peft/utils/constants.py (0.21.2).
+"""
+
 TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 """What the names of the parameters of a vision tower and its projector begin with."""
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError, UnknownKeyWarning
 from memplan.importer.sources.module_patterns import selected_linears
 from memplan.library.lookup.__init__ import open_catalog
 from memplan.library.lookup.model_lookup import Shapes, find_model
@@ -182,6 +182,38 @@ def test_targets_with_a_path_select_what_ends_with_it(tmp_path):
     assert adapted(tmp_path, "[self_attn.q_proj]").requested_bytes < plain.requested_bytes
     with pytest.raises(InvalidFileError, match=r"'attn.q_proj' is no projection of"):
         adapted(tmp_path, "[attn.q_proj]")
+
+
+OWN = "dtype: bfloat16\nuse_peft: true\nmax_length: 512\npacking: false\nper_device_train_batch_size: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [("microsoft/phi-2", "[q_proj, v_proj, fc1, fc2]"), ("EleutherAI/pythia-410m", "[query_key_value]")],
+)
+def test_targets_that_are_not_said_are_pefts_of_the_family(tmp_path, model, targets):
+    def planned(more):
+        return memplan.plan(str(written(tmp_path, f"model_name_or_path: {model}\n{OWN}{more}")), gpu="h100").memory
+
+    assert planned("").requested_bytes == planned(f"lora_target_modules: {targets}\n").requested_bytes
+
+
+def test_targets_that_are_not_said_of_a_family_that_peft_has_none_of(tmp_path):
+    with pytest.raises(
+        CannotAnswerError, match="PEFT has no list of its own for phi3; name them in lora_target_modules"
+    ):
+        memplan.plan(str(written(tmp_path, f"model_name_or_path: microsoft/Phi-3-mini-4k-instruct\n{OWN}")), gpu="h100")
+
+
+def test_targets_that_a_model_has_not_are_left_out_as_peft_leaves_them(tmp_path):
+    plain = adapted(tmp_path, "[q_proj, down_proj]")
+    with pytest.warns(
+        UnknownKeyWarning, match="PEFT leaves out query_key_value, w1, which Llama-3.2-1B has no module of"
+    ):
+        others = adapted(tmp_path, "[query_key_value, q_proj, w1, down_proj]")
+    assert others.requested_bytes == plain.requested_bytes
+    with pytest.raises(InvalidFileError, match="'self_attn' is no projection of"):
+        adapted(tmp_path, "[self_attn, q_proj]")  # a module, which PEFT does not adapt
 
 
 @pytest.mark.parametrize("targets", ["[model.layers.0.self_attn.q_proj]", "[q_proj, layers.3.mlp.up_proj]"])

@@ -108,6 +108,17 @@ def test_kernels_for_experts_change_nothing_of_a_model_without_any(tmp_path, mod
     assert (cli("fit", path, "--gpu", "h200").exit_code == 3) is refused
 
 
+@pytest.mark.parametrize(("model", "refused"), [("Qwen/Qwen3-0.6B", False), ("Qwen/Qwen3-30B-A3B", True)])
+def test_kernels_that_the_v1_engine_chooses_are_for_experts_alone(tmp_path, model, refused, cli):
+    kernels = "kernel_config: {name: auto, include_kernels: auto}\n"
+    path = written(
+        tmp_path, f"model: {model}\n{kernels}micro_batch_size: 1\ncutoff_len: 512\ntrain_dataset: a\noutput_dir: b\n"
+    )
+    answer = cli("import", path)
+    assert ("the model has no routed experts" in answer.out) is not refused
+    assert (cli("fit", path, "--gpu", "h200").exit_code == 3) is refused
+
+
 @pytest.mark.parametrize("more", ["quantize: bnb.nf4\n", "lora_r: 8\nquantize: bnb.nf5\n"])
 def test_what_litgpt_cannot_quantise_is_refused(tmp_path, more):
     text = "checkpoint_dir: meta-llama/Llama-3.2-1B\nprecision: bf16-true\ntrain: {max_seq_length: 512, micro_batch_size: 1}\n"

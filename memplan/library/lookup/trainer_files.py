@@ -207,11 +207,50 @@ def training_document(
         data["method"] = {**said, "stage": stage, **rollout}
     refuse_unplanned(text, data, TrainingConfig)
     stack = _stack(job, catalog)
+    if model is not None and catalog.stack(stack).model_code == "transformers":
+        data = _with_own_targets(text, data, model) if job.value("let.own_targets") else data
+        data = _without_absent_targets(text, data, model)
     other = f", planned as {catalog.stack(stack).label}" if stack != job.value("training.stack") else ""
     shipped = f", {printable(job.value('let.shipped'))}" if job.value("let.shipped") else ""
     description = f"{job.head.title} {job.version}".strip() + other + shipped
     keys = {"description": description, **planned_keys(data, TrainingConfig), "stack": stack}
     return Document(text, keys, _lines(text, job))
+
+
+def _with_own_targets(text: str, data: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a training config with the targets of adapters that PEFT has of its own for a model's family.
+
+    Raises:
+        CannotAnswerError: It has none.
+    """
+    from memplan.training.adapters import OWN_TARGETS
+
+    if "targets" not in data.get("adapter", {}):
+        return data
+    if (family := model.spec.architecture) not in OWN_TARGETS:
+        why = f"PEFT has no list of its own for {family}; name them in lora_target_modules"
+        raise CannotAnswerError(f"{text}: says no modules for adapters, and {why}")
+    return {**data, "adapter": {**data["adapter"], "targets": list(OWN_TARGETS[family])}}
+
+
+def _without_absent_targets(text: str, data: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a training config without adapters' targets that no module of a model is named by, where others are.
+
+    Source:
+        ``inject_adapter`` in peft/tuners/tuners_utils.py (0.21.2), which fails where none of them is found alone.
+    """
+    from memplan.training.adapted_ends import selects
+
+    targets = data.get("adapter", {}).get("targets", [])
+    parts = [tensor.name.split(".") for tensor in model.inventory]
+    modules = {".".join(name[:length]) for name in parts for length in range(1, len(name) + 1)}
+    absent = [one for one in targets if one != "all-linear" and not any(selects((one,), name) for name in modules)]
+    if not absent or len(absent) == len(targets):
+        return data
+    names = ", ".join(printable(one, 40) for one in absent)
+    line = f"{text}: adapter.targets: PEFT leaves out {names}, which {model.spec.name} has no module of"
+    warnings.warn(UnknownKeyWarning(line), stacklevel=2)
+    return {**data, "adapter": {**data["adapter"], "targets": [one for one in targets if one not in absent]}}
 
 
 def _warn_of_unknown(job: ImportedJob) -> None:
