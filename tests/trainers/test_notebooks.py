@@ -53,6 +53,30 @@ TRL = (
 )
 
 
+ASKS = (
+    "import torch\nbase = 'Qwen/Qwen3-0.6B'\nif torch.cuda.get_device_capability()[0] >= 8:\n    attention, kind = 'flash_attention_2', 1\n"
+    "    dtype = torch.bfloat16\n    attention = 'flash_attention_2'\nelse:\n    dtype = torch.float16\n    attention = 'eager'",
+    "bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=getattr(torch, 'bfloat16'))\n"
+    "model = AutoModelForCausalLM.from_pretrained(base, quantization_config=bnb, dtype=dtype, attn_implementation=attention)",
+    "args = SFTConfig(max_length=512, per_device_train_batch_size=1, bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported())\n"
+    "SFTTrainer(model=model, args=args, peft_config=LoraConfig(r=8, target_modules='all-linear'))",
+)
+
+
+def test_what_a_notebook_asks_its_gpu_for_is_answered_as_one_of_ampere_would(tmp_path):
+    answer = memplan.import_file(notebook(tmp_path, *ASKS)).to_dict()
+    training = answer["training"]
+    assert (training["weights"]["default"], training["compute_dtype"]) == ("bf16", "bf16")
+    assert (training["kernels"]["attention"], training["weights"]["hidden_matrix"], answer["needs"]) == (
+        "flash",
+        "nf4",
+        [],
+    )
+    other = [cell.replace(">= 8", ">= 9").replace("getattr(torch, 'bfloat16')", "torch.bfloat16") for cell in ASKS]
+    needs = "".join(memplan.import_file(notebook(tmp_path, *other)).to_dict()["needs"])
+    assert "dtype is 'dtype'" in needs  # which GPU it will be is not known
+
+
 def test_a_notebook_of_trl_says_what_its_file_would_say(tmp_path):
     answer = memplan.import_file(notebook(tmp_path, *TRL)).to_dict()
     file = tmp_path / "sft.yaml"

@@ -74,7 +74,7 @@ class _Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self.given: dict[str, list[tuple[int, Any]]] = {}
-        for node, inside in _statements(tree.body, inside=False):
+        for node, inside in _statements(tree.body, self, inside=False):
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 value = _literal(node.value, self, node.lineno)
             else:
@@ -103,15 +103,21 @@ class _Names:
         return {name: values[-1] for name, values in self.given.items()}
 
 
-def _statements(body: Sequence[ast.stmt], *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield statements that may set names, in their order, each with whether it stands inside a branch, loop or function."""
+def _statements(body: Sequence[ast.stmt], names: _Names, *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield statements that may set names, in their order, each with whether it stands inside a branch, loop or function.
+
+    A branch whose condition is known, as those that ask for the GPU's compute capability are, is taken, and the other is not.
+    """
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For):
             yield node, inside
+        test = _literal(node.test, names, node.lineno) if isinstance(node, ast.If) else None
+        taken = isinstance(test, bool)
         for part in ("body", "orelse", "finalbody"):
             below = getattr(node, part, None)
-            if isinstance(below, list):
-                yield from _statements(below, inside=inside or not isinstance(node, ast.With | ast.Try))
+            if isinstance(below, list) and not (taken and (part == "body") is not test):
+                plain = taken or isinstance(node, ast.With | ast.Try)
+                yield from _statements(below, names, inside=inside or not plain)
 
 
 _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
@@ -193,8 +199,16 @@ def _value(node: ast.expr, names: _Names, line: int) -> Any:
         return names.at(node.id, line)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
-    if isinstance(node, ast.Call) and _called(node.func).endswith(BF16):
+    if isinstance(node, ast.Call) and _called(node.func).endswith(YES):
         return True
+    if isinstance(node, ast.Call) and _called(node.func) == "getattr" and len(node.args) == 2:  # of torch, a dtype
+        return _value(node.args[1], names, line) if _shown(node.args[0]) == "torch" else Expression(_shown(node))
+    if isinstance(node, ast.Compare) and "get_device_capability" in _shown(node.left):
+        return _is_capable(node)
+    if isinstance(node, ast.BoolOp):
+        parts = [_value(part, names, line) for part in node.values]
+        known = all(isinstance(part, bool) for part in parts)
+        return (all if isinstance(node.op, ast.And) else any)(parts) if known else Expression(_shown(node))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = _value(node.operand, names, line)
         return Expression(_shown(node)) if isinstance(value, Expression) else not value
@@ -213,8 +227,15 @@ def _value(node: ast.expr, names: _Names, line: int) -> Any:
     return ast.literal_eval(node)
 
 
-BF16 = ("is_bfloat16_supported", "is_bf16_supported")
+YES = ("is_bfloat16_supported", "is_bf16_supported", "cuda_is_available")
 """Questions that a GPU of compute capability 8.0 and above answers with yes, as memplan takes it where a trainer asks."""
+
+
+def _is_capable(node: ast.Compare) -> Any:
+    """Return whether such a GPU's compute capability is at least what a program compares its first number with."""
+    least = node.comparators[0]
+    asks = isinstance(node.ops[0], ast.GtE) and isinstance(least, ast.Constant) and _shown(node.left).endswith("[0]")
+    return True if asks and isinstance(least, ast.Constant) and least.value in (7, 8) else Expression(_shown(node))
 
 
 def _computed(node: ast.BinOp, left: Any, right: Any) -> Any:
