@@ -83,7 +83,7 @@ def played_once() -> Iterator[None]:
     real = Simulation._played
 
     def once(simulation, capacity_bytes=None, *, downwards=False):
-        events = array("q", simulation._events.sizes).tobytes(), array("q", simulation._events.codes).tobytes()
+        events = array("q", simulation._stream._blocks).tobytes(), array("q", simulation._stream._codes).tobytes()
         question = hash(events), simulation._expandable, capacity_bytes, downwards
         if question not in played:
             played[question] = real(simulation, capacity_bytes, downwards=downwards)

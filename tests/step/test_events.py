@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.allocator.stream_replay import Stream, _Allocator
+from memplan.allocator.streams.stream_allocator import StreamAllocator
+from memplan.allocator.streams.stream_replay import Stream
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients
 from memplan.errors import MemplanError
@@ -89,8 +90,10 @@ def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, 
 def test_micro_steps_that_change_nothing_are_not_played_and_nothing_is_lost(config, stack, steps, monkeypatch):
     plan = plan_of(config, stack=stack, gradient_accumulation_steps=steps)
     events, played = events_of(plan), []
-    play = _Allocator.play
-    monkeypatch.setattr(_Allocator, "play", lambda self, *given: played.append(len(given[1])) or play(self, *given))
+    play = StreamAllocator.play
+    monkeypatch.setattr(
+        StreamAllocator, "play", lambda self, *given: played.append(len(given[1])) or play(self, *given)
+    )
     few = Stream(events.sizes, events.codes, events.steps[1:], events.passes)
     whole = Stream(events.sizes, events.codes, events.steps[1:])
     spare = whole.peaks()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
-from memplan.allocator.stream_replay import Stream
+from memplan.allocator.streams.stream_replay import Stream
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document

@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memplan.allocator.caching_allocator import replay
-from memplan.allocator.settings import AllocatorSettings
-from memplan.allocator.stream_replay import Stream, StreamPeaks
+from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.documents.frozen_values import dataclass
 from memplan.step.events.step_events import STEPS, RunEvents, run_events
 from memplan.step.instants import regime_of
@@ -19,7 +17,7 @@ from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from memplan.plan.memory_plan import MemoryPlan, Verdict
 
@@ -54,10 +52,10 @@ class Simulation:
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 
-    __slots__ = ("_events", "_expandable", "_peaks", "_stream")
+    __slots__ = ("_expandable", "_peaks", "_stream")
 
     def __init__(self, events: RunEvents, *, expandable: bool) -> None:
-        self._events, self._expandable = events, expandable
+        self._expandable = expandable
         self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes)
         ways = PLACEMENTS[:1] if expandable else PLACEMENTS
         self._peaks = [self._played(downwards=downwards) for downwards in ways]
@@ -95,20 +93,7 @@ class Simulation:
         )
 
     def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
-        events = self._events
-        if capacity_bytes is None or not self._expandable:
-            return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
-        settings = AllocatorSettings(expandable_segments=True)
-        result = replay(_named(events), settings, capacity_bytes)
-        peaks = result.allocated_peak_bytes, result.reserved_peak_bytes
-        return StreamPeaks(*peaks, survives=result.survives, retries=result.retries)
-
-
-def _named(events: RunEvents) -> Iterator[tuple[int, int, int]]:
-    """Yield events as :func:`memplan.allocator.caching_allocator.replay` takes them."""
-    for code in events.codes:
-        if size := events.sizes[code >> 1]:  # storages of no bytes take nothing
-            yield (-1 if code & 1 else 1), code >> 1, size
+        return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
 
 
 def shares_reason(plan: MemoryPlan) -> str:

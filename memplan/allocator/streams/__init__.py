@@ -1,0 +1,1 @@
+"""Long streams of numbered allocations, played quickly."""

@@ -1,0 +1,326 @@
+"""Where everything is while a stream is played: torch's allocator in one loop, with segments of its own or expandable ones.
+
+All bytes are counted in blocks, the least that the allocator hands out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from memplan.allocator.settings import (
+    LARGE_ROUNDING_BYTES,
+    LARGE_SEGMENT_BYTES,
+    MINIMUM_BLOCK_BYTES,
+    MINIMUM_LARGE_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+)
+from memplan.units import ceil_div
+
+BITS = 40
+ADDRESS = 2**BITS - 1
+"""Addresses, in blocks: enough for 512 TiB of segments."""
+
+SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
+    size // MINIMUM_BLOCK_BYTES
+    for size in (SMALL_BYTES, LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, MINIMUM_LARGE_BYTES, LARGE_ROUNDING_BYTES)
+)
+
+_PAGES = _SMALL_SEGMENT, _LARGE_SEGMENT
+_BASES = _LARGE_SEGMENT, (ADDRESS // 2 // _LARGE_SEGMENT + 1) * _LARGE_SEGMENT
+"""Where expandable segments of each pool begin; both at whole pages."""
+_UNLIMITED = ADDRESS // 4 // _LARGE_SEGMENT * _LARGE_SEGMENT
+
+_Pool = tuple[list[int], dict[int, int], dict[int, int], int]
+
+
+def _give_back(start: int, end: int, keys: list[int], ends: dict[int, int], starts: dict[int, int]) -> None:
+    """Put a block among the free ones, joined with the free ones beside it."""
+    if start in starts:
+        end_before, start = start, starts.pop(start)
+        del keys[bisect_left(keys, end_before - start << BITS | start)]
+    if end in ends:
+        start_after, end = end, ends.pop(end)
+        del keys[bisect_left(keys, end - start_after << BITS | start_after)]
+    ends[start], starts[end] = end, start
+    insort(keys, end - start << BITS | start)
+
+
+class Part(NamedTuple):
+    """What was taken while codes were played."""
+
+    highest: int  # The highest key of all that was taken, 0 for nothing
+    # Of new segments: the key, the highest taken before, whether it is a large one.
+    made: Sequence[tuple[int, int, bool]]
+
+
+class Shape(NamedTuple):
+    """Where everything is: what codes do that are alike depends on nothing else."""
+
+    live: Mapping[int, tuple[int, int]]
+    free: Sequence[Sequence[int]]  # Keys of what is free, of each pool
+    holes: Sequence[Mapping[int, int]]  # What expandable segments have no memory for, of each pool
+    retries: int
+    downwards: bool
+
+    def repeats(self, before: Shape, parts: Sequence[Part]) -> tuple[bool, bool]:
+        """Return whether parts that led here from a shape would do the same once more, to small storages and to large ones.
+
+        They do where everything is where it was, but for segments that they made and that are free now: each of these is
+        taken at the moment at which it was made, and no sooner, if nothing that was taken until then is behind it in the
+        order in which the free is tried. All small segments are of one size, so that the highest is the last.
+        """
+        gone = [where for name, where in before.live.items() if name not in self.live]
+        if gone != [where for name, where in self.live.items() if name not in before.live]:
+            return False, False
+        made: tuple[list[int], list[int]] = [], []
+        last, most = [not self.downwards, True], 0
+        for part in parts:
+            for key, taken, large in part.made:
+                most = max(most, taken)
+                last[large] = last[large] and (key > most or not large)
+                most = max(most, key)
+                made[large].append(key)
+            most = max(most, part.highest)
+        free = (sorted([*before.free[pool], *keys]) if keys else before.free[pool] for pool, keys in enumerate(made))
+        small, large = (self.free[pool] == keys and (last[pool] or not made[pool]) for pool, keys in enumerate(free))
+        steady = self.retries == before.retries and self.holes == before.holes
+        return small and steady, large and steady
+
+
+class StreamAllocator:
+    """Where everything is.
+
+    Args:
+        capacity_bytes: What the process can get of the card; None for no limit.
+        downwards: Whether each new segment lies below those before.
+        expandable: Whether segments are expandable.
+
+    Attributes:
+        live: First block of each storage, and the first after it.
+        pools: For small requests, and for large ones: ``blocks << BITS | address`` of all that is free, ascending; where
+            each of them ends, by where it begins; where it begins, by where it ends; and the least worth splitting off.
+        holes: For both pools, where each range of expandable segments without memory ends, by where it begins; empty
+            where segments are no such ones.
+        parts: What was taken by each sequence of codes that was played.
+    """
+
+    __slots__ = (
+        "_address",
+        "_bases",
+        "_downwards",
+        "_limit",
+        "_segments",
+        "_virtual",
+        "allocated",
+        "allocated_peak",
+        "holes",
+        "live",
+        "parts",
+        "pools",
+        "reserved",
+        "reserved_peak",
+        "retries",
+        "survives",
+    )
+
+    def __init__(self, capacity_bytes: int | None, *, downwards: bool, expandable: bool) -> None:
+        self.live: dict[int, tuple[int, int]] = {}
+        self.pools: tuple[_Pool, _Pool] = ([], {}, {}, 1), ([], {}, {}, 1 if expandable else SMALL + 1)
+        self.holes: Sequence[dict[int, int]] = ({}, {}) if expandable else ()
+        self.parts: list[Part] = []
+        self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
+        self.survives = True
+        self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
+        self._downwards, self._address = downwards, ADDRESS if downwards else 1
+        self._segments: dict[int, tuple[int, bool]] = {}
+        self._bases = [*_BASES]
+        wanted = _UNLIMITED * MINIMUM_BLOCK_BYTES if capacity_bytes is None else capacity_bytes + capacity_bytes // 8
+        self._virtual = [
+            max(ceil_div(wanted, page * MINIMUM_BLOCK_BYTES), 1) * page for page in _PAGES
+        ]  # of ExpandableSegment's constructor in c10/cuda/CUDACachingAllocator.cpp: addresses for 9/8 of the card
+
+    def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
+        """Play codes, until a request is not satisfied; none after that."""
+        if not self.survives:
+            return
+        live, pools, holes = self.live, self.pools, self.holes
+        allocated, peak = self.allocated, self.allocated_peak
+        highest, new = 0, list[tuple[int, int, bool]]()
+        for code in codes:
+            name = code >> 1
+            size = blocks[name]
+            if not size:
+                continue
+            large = size > SMALL
+            keys, ends, starts, least = pools[large]
+            if not code & 1:
+                place = bisect_left(keys, size << BITS)
+                if place == len(keys):
+                    made = self._made(size, large)
+                    if made is None:
+                        break
+                    start, end = made
+                    key = end - start << BITS | start
+                    new += [] if holes else [(key, highest, large)]
+                else:
+                    if holes and ends[keys[place] & ADDRESS] in holes[large]:
+                        place = self._least_growable(place, large)
+                    key = keys.pop(place)
+                    start = key & ADDRESS
+                    end = ends.pop(start)
+                    del starts[end]
+                if key > highest:
+                    highest = key
+                stop = start + size
+                if end - stop >= least:
+                    ends[stop], starts[end] = end, stop
+                    insort(keys, end - stop << BITS | stop)
+                    end = stop
+                live[name] = start, end
+                allocated += end - start
+                if allocated > peak:
+                    peak = allocated
+            else:
+                start, end = live.pop(name)
+                allocated -= end - start
+                _give_back(start, end, keys, ends, starts)
+        self.allocated, self.allocated_peak = allocated, peak
+        self.parts.append(Part(highest, new))
+
+    def renumber(self, first: int, by: int) -> None:
+        """Give storages from ``first`` on names that are higher by so much."""
+        self.live = {name + by if name >= first else name: where for name, where in self.live.items()}
+
+    def shape(self) -> Shape:
+        """Return where everything is."""
+        free, holes = [keys[:] for keys, *_ in self.pools], [dict(ranges) for ranges in self.holes]
+        return Shape(dict(self.live), free, holes, self.retries, self._downwards)
+
+    # ---------------------------------------------------------------- memory from the driver
+    def _made(self, size: int, large: bool) -> tuple[int, int] | None:
+        """Return where new memory for a request begins and ends; None where there is none, after all cached was released."""
+        new = self._grown if self.holes else self._new_segment
+        made = new(size, large)
+        if made is None:
+            self._release()
+            self.retries += 1
+            made = new(size, large)
+            self.survives = made is not None
+        return made
+
+    def _takes(self, size: int) -> bool:
+        """Reserve so many blocks; return whether there is room for them."""
+        if self._limit is not None and self.reserved + size > self._limit:
+            return False
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        return True
+
+    def _new_segment(self, size: int, large: bool) -> tuple[int, int] | None:
+        segment = _SMALL_SEGMENT
+        if large:
+            segment = _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
+        if not self._takes(segment):
+            return None
+        room = segment + 1  # a block between segments, as nothing free spans two
+        self._address -= room if self._downwards else 0
+        start = self._address
+        self._address += 0 if self._downwards else room
+        self._segments[start] = start + segment, large
+        return start, start + segment
+
+    def _release(self) -> None:
+        """Give every segment back that is free from end to end, and every whole page of a free block of expandable ones."""
+        if self.holes:
+            self._unmap(large=True)
+            self._unmap(large=False)
+        for start, (end, large) in [*self._segments.items()]:
+            keys, ends, starts, _ = self.pools[large]
+            if ends.get(start) == end:
+                del self._segments[start], ends[start], starts[end]
+                keys.remove(end - start << BITS | start)
+                self.reserved -= end - start
+
+    # ---------------------------------------------------------------- expandable segments
+    def _least_growable(self, place: int, large: bool) -> int:
+        """Return the place of the free block from one on that could grow least.
+
+        Source:
+            ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
+        """
+        keys, ends, *_ = self.pools[large]
+        holes, least = self.holes[large], None
+        for number in range(place, len(keys)):
+            start = keys[number] & ADDRESS
+            room = holes.get(ends[start], ends[start]) - start
+            if least is not None and room >= least:
+                return number - 1
+            least = room
+        return len(keys) - 1
+
+    def _grown(self, size: int, large: bool) -> tuple[int, int] | None:
+        """Return a block of at least a size, made by mapping pages at the lowest addresses where they have room.
+
+        Source:
+            try_allocate_expandable_block in c10/cuda/CUDACachingAllocator.cpp.
+        """
+        keys, ends, starts, _ = self.pools[large]
+        holes, page = self.holes[large], _PAGES[large]
+        start = self._range(size, large)
+        end = ends.get(start, start)
+        while end - start < size:
+            beyond = holes[end]
+            mapped = ceil_div(min(size - (end - start), beyond - end), page) * page
+            if not self._takes(mapped):
+                return None  # what was mapped so far stays, free
+            del holes[end]
+            if end + mapped < beyond:
+                holes[end + mapped] = beyond
+            _give_back(end, end + mapped, keys, ends, starts)
+            end = ends[start]
+        del keys[bisect_left(keys, end - start << BITS | start)], ends[start], starts[end]
+        return start, end
+
+    def _range(self, size: int, large: bool) -> int:
+        """Return the lowest address from which on free blocks and holes in a row have room, in a new segment if need be."""
+        _, ends, starts, _ = self.pools[large]
+        holes = self.holes[large]
+        for hole in sorted(holes):
+            start = end = starts.get(hole, hole)
+            while end - start < size and (end in ends or end in holes):
+                end = ends[end] if end in ends else holes[end]
+            if end - start >= size:
+                return start
+        start = self._bases[large]
+        holes[start] = start + self._virtual[large]
+        self._bases[large] = holes[start] + _PAGES[large]  # a page between segments, as nothing free spans two
+        return start
+
+    def _unmap(self, *, large: bool) -> None:
+        """Give back the whole pages that lie inside free blocks.
+
+        Source:
+            unmap_block in c10/cuda/CUDACachingAllocator.cpp.
+        """
+        keys, ends, starts, _ = self.pools[large]
+        holes, page = self.holes[large], _PAGES[large]
+        for key in keys[:]:
+            start = key & ADDRESS
+            end = ends[start]
+            first, last = ceil_div(start, page) * page, end // page * page
+            if first >= last:
+                continue
+            del keys[bisect_left(keys, key)], ends[start], starts[end]
+            for piece, stop in ((start, first), (last, end)):
+                if piece < stop:
+                    ends[piece], starts[stop] = stop, piece
+                    insort(keys, stop - piece << BITS | piece)
+            self.reserved -= last - first
+            beyond = holes.pop(last, last)
+            before = next((hole for hole, stop in holes.items() if stop == first), first)
+            holes[before] = beyond
+            if beyond - before == self._virtual[large]:
+                del holes[before]  # nothing else is left of the segment

@@ -1,0 +1,112 @@
+"""A stream of numbered allocations through the caching allocator, in one loop: the same as ``replay``, several times as fast.
+
+It knows torch's defaults and expandable segments, on one stream; a test holds it equal to
+:mod:`memplan.allocator.caching_allocator` on random streams, and on those of training steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from memplan.allocator.settings import MINIMUM_BLOCK_BYTES
+from memplan.allocator.streams.stream_allocator import SMALL, Shape, StreamAllocator
+from memplan.documents.frozen_values import dataclass
+
+_PERIODS = (1, 2)
+"""Rounds after which everything may be where it was: where a loop keeps its last logits, they take turns at two places."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPeaks:
+    """The peaks of a stream."""
+
+    allocated_bytes: int  # Most bytes in blocks
+    reserved_bytes: int  # Most bytes in segments
+    survives: bool = True  # Whether every request was satisfied; the peaks are those up to the one that was not
+    retries: int = 0  # Times that all cached segments were released to satisfy a request
+
+
+class Stream:
+    """A stream, ready to be played several times.
+
+    Args:
+        sizes: Bytes of each storage.
+        codes: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it; storages of no bytes take nothing.
+        alike_from: Places from which on codes are alike up to the next place, or to the end, but for names of storages,
+            whose order is alike too: once a stretch is known to do what the one before did, neither it nor later ones
+            are played.
+        rounds: Within the code up to the first of those places, and within each stretch, where a first part ends and each
+            of several that are alike in the same way, if there are: the place, and the number of storages by then. They
+            too are played until they are known to do what they did; what they leave then has the names of the last.
+
+    Example:
+        >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
+        StreamPeaks(allocated_bytes=2098176, reserved_bytes=23068672, survives=True, retries=0)
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        codes: Sequence[int],
+        alike_from: Sequence[int] = (),
+        rounds: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> None:
+        self._blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in sizes]
+        self._codes = codes
+        self._stretches = [*pairwise([0, *alike_from, len(codes)])]
+        self._rounds = rounds or [()] * len(self._stretches)
+
+    def peaks(
+        self, capacity_bytes: int | None = None, *, downwards: bool = False, expandable: bool = False
+    ) -> StreamPeaks:
+        """Return what the stream does to the allocator with torch's default settings, until it ends or fails.
+
+        Args:
+            capacity_bytes: What the process can get of the card; None for no limit.
+            downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
+            expandable: Whether segments are expandable; there is no choice of addresses then.
+        """
+        state = StreamAllocator(capacity_bytes, downwards=downwards, expandable=expandable)
+        before = None
+        for number, ((start, end), rounds) in enumerate(zip(self._stretches, self._rounds, strict=True), 1):
+            now, before = state.shape(), before if number > 2 else None  # the first makes what stays
+            small, large = now.repeats(before, state.parts) if before else (False, False)
+            if small and large:
+                break
+            before, peak = now, state.allocated_peak
+            state.parts.clear()
+            alone = large and capacity_bytes is None and number == len(self._stretches)
+            self._play(state, start, rounds, end, small=alone)
+            if alone:
+                state.allocated_peak = peak  # small storages have what they ask for: it is the same once more
+            if not state.survives:
+                break
+        allocated, reserved = (size * MINIMUM_BLOCK_BYTES for size in (state.allocated_peak, state.reserved_peak))
+        return StreamPeaks(allocated, reserved, state.survives, state.retries)
+
+    def _play(
+        self, state: StreamAllocator, start: int, rounds: Sequence[tuple[int, int]], end: int, *, small: bool
+    ) -> None:
+        """Play a stretch: what comes before its rounds, these until they do what they did, and what comes after the last."""
+        shapes: list[Shape] = []
+        number = 0
+        while number < len(rounds) and state.survives:
+            shapes += [state.shape()] if number else []
+            periods = (ago for ago in _PERIODS if len(shapes) > ago)
+            period = next((ago for ago in periods if all(shapes[-1].repeats(shapes[-1 - ago], state.parts[-ago:]))), 0)
+            if period and (passed := (len(rounds) - number) // period * period):
+                number += passed
+                start, storages = rounds[number - 1]
+                state.renumber(rounds[0][1], by=storages - rounds[number - passed - 1][1])
+                shapes.clear()
+                continue
+            state.play(self._blocks, self._part(start, rounds[number][0], small=small))
+            start = rounds[number][0]
+            number += 1
+        state.play(self._blocks, self._part(start, end, small=small))
+
+    def _part(self, start: int, end: int, *, small: bool) -> Sequence[int]:
+        """Return the codes from one place to another, or those of small storages alone."""
+        codes, blocks = self._codes[start:end], self._blocks
+        return [code for code in codes if blocks[code >> 1] <= SMALL] if small else codes
