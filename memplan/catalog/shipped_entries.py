@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import parse_document
-from memplan.documents.opening import files_in, is_file, is_folder, read_text
+from memplan.documents.opening import files_in, is_file, is_folder, read_own_text, read_text
 from memplan.documents.schemas import build
 from memplan.errors import CatalogError, normalised_name
 
@@ -39,7 +39,7 @@ class EntryText:
     @cached_property
     def text(self) -> str:
         """The text of the entry."""
-        return read_text(self.path) if self.part is None else self.part
+        return read_own_text(self.path) if self.part is None else self.part
 
     @property
     def aliases(self) -> list[str]:

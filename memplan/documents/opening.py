@@ -110,21 +110,31 @@ def files_in(folder: Path, pattern: str, deep: bool = False) -> list[Path]:
     Raises:
         InvalidFileError: The folder cannot be listed, or holds more than any that memplan is meant to read.
     """
-    matching: list[Path] = []
-    entries = 0
-    for root, folders, names in os.walk(folder, onerror=_raise_listing):
-        entries += len(folders) + len(names)
-        if entries > MAXIMUM_ENTRIES:
+    matching, waiting, count = list[str](), [os.fspath(folder)], 0
+    while waiting:
+        root = waiting.pop()
+        for entry in (entries := _listing(root)):
+            if entry.is_dir(follow_symlinks=False):
+                waiting += [entry.path] if deep else []
+            elif fnmatch(entry.name, pattern) and _is_regular(entry):
+                matching.append(entry.path)
+        count += len(entries)
+        if count > MAXIMUM_ENTRIES:
             raise InvalidFileError([f"{shown_path(folder)}: more than {MAXIMUM_ENTRIES:,} files: name a folder below"])
-        if not deep:
-            folders.clear()
-        paths = (Path(root, name) for name in names if fnmatch(name, pattern))
-        matching += (path for path in paths if is_file(path))
-    return sorted(matching)
+    return [Path(path) for path in sorted(matching, key=lambda path: path.split(os.sep))]
 
 
-def _raise_listing(error: OSError) -> None:
-    raise InvalidFileError([f"{shown_path(Path(error.filename))}: cannot be listed: {error.strerror}"]) from None
+def _listing(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [*entries]
+    except OSError as error:
+        raise InvalidFileError([f"{shown_path(Path(folder))}: cannot be listed: {error.strerror}"]) from None
+
+
+def _is_regular(entry: os.DirEntry[str]) -> bool:
+    """Tell whether a listed entry is a regular file, links followed; most listings say so themselves."""
+    return (entry.name.isascii() and entry.is_file(follow_symlinks=False)) or is_file(Path(entry.path))
 
 
 @contextmanager
@@ -240,6 +250,19 @@ def read_text(
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidFileError([f"{shown_path(path)}: not UTF-8 text (byte {error.start}); {instead}"]) from None
+
+
+def read_own_text(path: Path) -> str:
+    """Return the text of one of our own files, of which a name may need hundreds; one that is amiss is refused as any is.
+
+    Raises:
+        InvalidFileError: As :func:`read_text` raises it.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return read_text(path)
 
 
 def _kind_of_bytes(raw: bytes) -> str:
