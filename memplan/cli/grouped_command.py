@@ -58,14 +58,14 @@ def command(example: str) -> Callable[[Callable[..., int]], Callable[..., NoRetu
 
     def declared(function: Callable[..., int]) -> Callable[..., NoReturn]:
         hints = get_type_hints(function, include_extras=True)
-        groups = {name: _parted(hint) for name, hint in hints.items() if name != "return"}
-        parameters = [one for group, variations in groups.values() for one in _parameters(group, variations)]
+        parted = {name: _parted(hint) for name, hint in hints.items() if name != "return"}
+        groups = {name: (group, _parameters(group, variations)) for name, (group, variations) in parted.items()}
+        parameters = [one for _, own in groups.values() for one in own]
 
         def run(**given: Any) -> NoReturn:
-            values = {}
-            for name, (group, variations) in groups.items():
-                own = [parameter.name for parameter in _parameters(group, variations)]
-                values[name] = group(**{key: given[key] for key in own})
+            values = {
+                name: group(**{one.name: given[one.name] for one in own}) for name, (group, own) in groups.items()
+            }
             raise typer.Exit(function(**values))
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__

@@ -1,7 +1,7 @@
 """``dataclass`` for frozen values, as of the standard library but for when methods are made: where they are first used.
 
 Up to Python 3.12, six methods are compiled for each frozen dataclass, which takes half a millisecond for each of the two
-hundred classes that an answer imports. Here the constructor is compiled with the first value, and equality, hashes,
+hundred classes that an answer imports. Here the constructor is compiled once there are some values, and equality, hashes,
 texts and copies are the same functions for all classes. Fields are those of :mod:`dataclasses`, and so are ``fields``,
 ``replace`` and ``asdict``.
 """
@@ -13,8 +13,12 @@ from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
+UNCOMPILED = 8
+"""Values of a class that are made before its constructor is compiled, which takes as long as thirty of them."""
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from dataclasses import Field
     from dataclasses import dataclass as dataclass
     from inspect import Signature
 else:
@@ -25,7 +29,16 @@ else:
 
         def made(cls: type) -> type:
             cls.__doc__ = cls.__doc__ or cls.__name__  # else the constructor's signature is written
-            return _with_methods(dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls))
+            annotations = vars(cls).get("__annotations__", {})
+            read = any("Var" in str(one) or "KW_ONLY" in str(one) for one in annotations.values())
+            if not read:  # the standard library matches every text against ClassVar, InitVar and KW_ONLY
+                cls.__annotations__ = dict.fromkeys(annotations, object)
+            result = dataclasses.dataclass(init=False, repr=False, eq=False, slots=slots)(cls)
+            if not read:
+                result.__annotations__ = annotations
+                for field in dataclasses.fields(result):
+                    field.type = annotations.get(field.name, field.type)
+            return _with_methods(result)
 
         return made
 
@@ -33,13 +46,18 @@ else:
 def _with_methods(cls: Any) -> Any:
     """Give a class the methods of a frozen dataclass, but for those that it has itself."""
     cls.__dataclass_params__.frozen = cls.__dataclass_params__.eq = True
-    names = tuple(field.name for field in dataclasses.fields(cls))
-    compared = tuple(field.name for field in dataclasses.fields(cls) if field.compare)
+    fields = dataclasses.fields(cls)
+    names = tuple([field.name for field in fields])
+    compared = tuple([field.name for field in fields if field.compare])
     key: Any = attrgetter(*compared or ("__class__",))
+    made = 0
 
     def initialise(self: Any, *given: Any, **named: Any) -> None:
-        cls.__init__ = _constructor(cls)
-        cls.__init__(self, *given, **named)
+        nonlocal made
+        made += 1
+        if made > UNCOMPILED or not _is_filled(self, fields, given, named):
+            cls.__init__ = _constructor(cls)
+            cls.__init__(self, *given, **named)
 
     def set_state(self: Any, state: tuple[Any, ...]) -> None:
         for name, value in zip(names, state, strict=True):
@@ -60,6 +78,31 @@ def _with_methods(cls: Any) -> Any:
         if name not in vars(cls) or (name == "__hash__" and vars(cls)[name] is None):
             setattr(cls, name, method)
     return cls
+
+
+def _is_filled(self: Any, fields: Sequence[Field[Any]], given: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Give a value its fields as a constructor would; return whether it can be called so, else nothing is done."""
+    plain = [field.name for field in fields if not field.kw_only]
+    values = dict(zip(plain, given, strict=False))
+    if len(given) > len(plain) or not values.keys().isdisjoint(named):
+        return False
+    values |= named
+    for field in fields:
+        if field.name in values:
+            continue
+        if field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            values[field.name] = field.default_factory()
+        else:
+            return False
+    if len(values) > len(fields):
+        return False
+    for field in fields:
+        object.__setattr__(self, field.name, values[field.name])
+    if hasattr(self, "__post_init__"):
+        self.__post_init__()
+    return True
 
 
 def _constructor(cls: Any) -> Any:

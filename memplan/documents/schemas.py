@@ -7,6 +7,7 @@ user go through pydantic, which is imported only then.
 from __future__ import annotations
 
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -53,13 +54,21 @@ def _identity(value: Any) -> Any:
 
 
 def _dataclass_builder(cls: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(cls)
-    builders = {field.name: _builder(hints[field.name]) for field in fields(cls)}
+    def made(name: str, value: Any) -> Any:
+        return _builder(_hint(cls, name))(value) if isinstance(value, dict | list | tuple) else value
 
     def make(data: Any) -> Any:
-        return cls(**{key.replace("-", "_"): builders[key.replace("-", "_")](value) for key, value in data.items()})
+        return cls(**{(name := key.replace("-", "_")): made(name, value) for key, value in data.items()})
 
     return make
+
+
+@cache
+def _hint(cls: type, name: str) -> Any:
+    """Return what one field's annotation stands for, as :func:`typing.get_type_hints` would, which reads all of them."""
+    owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    annotation = owner.__annotations__[name]
+    return eval(annotation, vars(sys.modules[owner.__module__])) if isinstance(annotation, str) else annotation
 
 
 # ------------------------------------------------------------------ outside data: validate

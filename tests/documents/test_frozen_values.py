@@ -33,6 +33,21 @@ def declared(decorator):
 OURS, THEIRS = declared(memplan.documents.frozen_values.dataclass), declared(dataclasses.dataclass)
 
 
+@pytest.mark.parametrize("made", [0, memplan.documents.frozen_values.UNCOMPILED])
+def test_the_first_values_are_those_of_a_compiled_constructor(made):
+    fresh = declared(memplan.documents.frozen_values.dataclass)
+    for _ in range(made):
+        fresh(0)
+    for given, named in (((3,), {}), ((3, ["a"]), {"factor": 4}), ((), {"size": 1, "note": "b"}), ((1, [], "c"), {})):
+        assert dataclasses.astuple(fresh(*given, **named)) == dataclasses.astuple(THEIRS(*given, **named))
+    for given, named in (((), {}), ((1, [], "", 3), {}), ((1,), {"size": 2}), ((1,), {"unknown": 2}), ((-1,), {})):
+        with pytest.raises((TypeError, ValueError)) as theirs:
+            THEIRS(*given, **named)
+        with pytest.raises(type(theirs.value)) as ours:
+            fresh(*given, **named)
+        assert str(ours.value) == str(theirs.value)
+
+
 @memplan.documents.frozen_values.dataclass(frozen=True, slots=True)
 class Pair:
     """Two numbers."""
