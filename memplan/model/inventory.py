@@ -273,7 +273,7 @@ def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
 
 def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
     """Yield the stacked routed experts: (experts, 2 * inner, hidden), without a gate (experts, inner, hidden), and (experts, hidden, inner)."""
-    hidden, inner, experts, used = spec.hidden_size, part.intermediate_size, part.num_experts, part.experts_per_token
+    hidden, inner, experts, used = spec.hidden_size, part.intermediate_size, part.own_experts, part.experts_per_token
     rows, name = (2 * inner, "gate_up_proj") if part.gated else (inner, "up_proj")
     up, down = (rows, hidden), (hidden, inner)
     if part.transposed:

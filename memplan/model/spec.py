@@ -150,6 +150,18 @@ class MixtureOfExperts:
     fp32_scores: bool = False  # Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek)
     gated: bool = True  # Experts have two projections up, as in :class:`Mlp`; else one
     fused_gate_up: bool = True  # These two are one tensor
+    ranks: int = 1  # GPUs that share the experts, of which this one has the first
+    flooded: bool = False  # Whether all of them send as many rows as they can to this one's
+
+    @property
+    def own_experts(self) -> int:
+        """Experts whose matrices are here."""
+        return self.num_experts // self.ranks
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows that experts here are given for each of this rank's tokens; other ranks have as many of these."""
+        return self.ranks * min(self.experts_per_token, self.own_experts) if self.flooded else self.experts_per_token
 
 
 @dataclass(frozen=True, slots=True)

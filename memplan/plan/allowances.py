@@ -150,9 +150,8 @@ def allowances_for(gpu: Gpu, count: int, share: ReserveShare, tables: HardwareTa
 
 
 def communicators_of(gpu: Gpu, parallel: Parallel, tables: HardwareTables) -> list[Communicator]:
-    """Return what that library keeps for each group that a GPU is in: of data parallel ones, of those that share matrices, of a pipeline."""
-    groups = (parallel.shards, parallel.replicate, parallel.tensor, parallel.pipeline)
-    return [communicator_of(gpu, ranks, tables) for ranks in groups if ranks > 1]
+    """Return what that library keeps for each group that a GPU is in."""
+    return [communicator_of(gpu, ranks, tables) for ranks in parallel.groups]
 
 
 def communicator_of(gpu: Gpu, ranks: int, tables: HardwareTables) -> Communicator:

@@ -228,7 +228,11 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     yield from unproven_updates((e.optimizer_name, e.optimizer, e.stepper) for e in plan.states.tensors)
     parallel = plan.setup.config.parallel
     if parallel.gpus > 1:
-        more = "more communicators than one for each group" if parallel.tensor > 1 else "more than one communicator"
+        more = (
+            "more communicators than one for each group"
+            if parallel.tensor * parallel.expert > 1
+            else "more than one communicator"
+        )
         yield f"other kinds of parallelism, links between nodes, and NCCL with {more}"
     if parallel.pipeline > 1:
         yield "what is being sent to the next stage and is kept until it has arrived, where the schedule has let go of it"

@@ -126,8 +126,12 @@ def _outside(plan: MemoryPlan) -> Iterator[Component]:
     context = allowances.context_bytes - allowances.nccl_bytes - allowances.engine_bytes
     yield _allowance(plan, "device_context", context, "CUDA context", allowances.context_source)
     parallel, source = plan.setup.config.parallel, allowances.nccl_source
-    several = sum(r > 1 for r in (parallel.shards, parallel.replicate, parallel.tensor, parallel.pipeline))
-    number = f"{('two', 'three', 'four')[several - 2]} NCCL communicators" if several > 1 else "one NCCL communicator"
+    several = len(parallel.groups)
+    number = (
+        f"{('two', 'three', 'four', 'five')[several - 2]} NCCL communicators"
+        if several > 1
+        else "one NCCL communicator"
+    )
     yield Component("nccl_buffers", allowances.nccl_bytes, number, {"N": parallel.gpus}, source, "stated")
     rollout = plan.setup.config.method.rollout
     if allowances.engine_bytes and rollout is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import TrainingConfig
 from memplan.plan.model_notes import decoded_weights_note
+from memplan.step.collectives.sent_bytes import divided_sent_bytes, exchanged_bytes, sent_bytes
 from memplan.step.divided.divided_model import divided
-from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_bytes
 from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole
 from memplan.step.tapes.linear_forms import Part
 from memplan.training.resolved import FLOAT_BYTES
@@ -38,6 +39,8 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
         tokens = plan.micro_batch_size * plan.sequence_length
         sent = format_bytes(divided_sent_bytes(plan.setup, plan.model.spec, tokens))
         yield f"each GPU sends {sent} at least to those that it shares matrices with in one forward and backward"
+    if parallel.expert > 1:
+        yield from _experts(plan)
     stream, shards = plan.allowances.stream_bytes, _shards_apart(plan)
     apart = f"{format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
     yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{f', and {apart}' if stream else ''}"
@@ -46,6 +49,36 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
             "shards of gradients come from the memory of the reductions' stream, which serves nothing else while there is memory to "
             f"spare: nvidia-smi may then show up to {format_bytes(shards)} more, which the allocator gives back where it runs short"
         )
+
+
+def _experts(plan: MemoryPlan) -> Iterator[str]:
+    """Yield how experts are shared, and what a rank needs that is sent all rows that it can be sent."""
+    parallel = plan.setup.config.parallel
+    tokens = plan.micro_batch_size * plan.sequence_length
+    sent = format_bytes(exchanged_bytes(plan.setup, plan.model.spec, tokens))
+    yield (
+        f"parallel.expert {parallel.expert}: torchtitan's all-to-all of rows (AllToAllTokenDispatcher), experts divided anew "
+        f"among the {parallel.expert_shards} GPUs that have the same; parallelism.spmd_backend: partial_dtensor, not torchtitan's "
+        f"default, spmd_types; each GPU sends {sent} of rows and their gradients in one forward and backward"
+    )
+    if parallel.routing == "worst":
+        yield "every GPU sends all rows that it can to this one's experts"
+        return
+    worst = format_bytes(_flooded_bytes(plan))
+    yield (
+        f"rows are routed evenly, as the balancing of experts aims at; were all that can be sent to one GPU's experts, it would "
+        f"need {worst} (parallel.routing: worst)"
+    )
+
+
+def _flooded_bytes(plan: MemoryPlan) -> int:
+    """Return what the device needs where every GPU sends all rows that it can to this one's experts."""
+    from memplan.plan.planner import CompiledPlan
+
+    config = plan.setup.config
+    setup = replace(plan.setup, config=replace(config, parallel=replace(config.parallel, routing="worst")))
+    flooded = CompiledPlan(plan.model, setup)
+    return flooded.evaluate(plan.device, plan.micro_batch_size, plan.sequence_length).device_bytes
 
 
 def _shards_apart(plan: MemoryPlan) -> int:

@@ -12,11 +12,12 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Adapter, Offload, TrainingConfig
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
+from memplan.training.rules.expert_rules import expert_refusals
 from memplan.training.rules.flat_rules import deepspeed_problems, flat_refusal, staying_refusal, steps_elementwise
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism, shared experts and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
 
 MAXIMUM_ELEMENTS = 2**50
@@ -127,6 +128,7 @@ def parallel_refusals(
     yield from _undivided(parallel, stack)
     yield from _misplaced(parallel, stack)
     yield from _pipeline_problems(parallel, stack)
+    yield from expert_refusals(config, stack) if "expert" in stack.divides else ()
     if config.offload != Offload() and parallel.gpus > 1 and not steps_beside(parallel):
         yield ("offload",), "replicas that keep anything in host memory are not modelled; use parallel.zero_stage: 3"
     elif config.offload != Offload() and (unmodelled := offload_refusal(config, stack))[0]:

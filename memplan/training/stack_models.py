@@ -25,6 +25,10 @@ CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
 TEXT_ALONE = "runs the text model alone: vision tower and projector are left out"
 
 
+GROUPED_ROW_ELEMENTS = 8
+"""Elements in bf16 that a row of a grouped product's result is padded to a multiple of (``GroupedMMUtils.h``, v2.13.0)."""
+
+
 def built_by(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the stack of a setup builds it, and as its parameters are frozen.
 
@@ -152,15 +156,25 @@ def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
     config, where = setup.config, f"{setup.name}: model: experts of {spec.name}"
     if not counts:
         return
-    if config.parallel.tensor * config.parallel.pipeline > 1:
+    if config.parallel.pipeline > 1 or (config.parallel.tensor > 1 and config.parallel.expert == 1):
         raise CannotAnswerError(
             f"{where} over tensor parallelism or a pipeline are not modelled; use shards (parallel.data)"
+            + (", or share experts too (parallel.expert)" if config.parallel.pipeline == 1 else "")
         )
     if config.compute_dtype != "bf16":
         raise CannotAnswerError(
             f"{where} run in bf16, whatever else does, which is not modelled; use compute_dtype: bf16"
         )
-    if config.parallel.zero_stage and config.parallel.data > min(counts):
+    widths = {
+        part.intermediate_size for run in spec.runs if isinstance(part := run.layer.feed_forward, MixtureOfExperts)
+    }
+    odd = next((width for width in (spec.hidden_size, *widths) if width % GROUPED_ROW_ELEMENTS), 0)
+    if config.parallel.expert > 1 and odd:
+        raise CannotAnswerError(
+            f"{where} have rows of {odd} elements, no multiple of {GROUPED_ROW_ELEMENTS}, whose gradients are copied as they are stored, "
+            "which is not modelled where GPUs share experts (parallel.expert)"
+        )
+    if config.parallel.zero_stage and config.parallel.expert == 1 and config.parallel.data > min(counts):
         raise CannotAnswerError(
             f"{where} are {min(counts)}, and more GPUs share each by its width, which is not modelled; use at most as many GPUs"
         )

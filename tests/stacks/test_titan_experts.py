@@ -21,7 +21,6 @@ def planned(*settings, **options):
         (("parallel.tensor=2",), 8, "over tensor parallelism or a pipeline are not modelled"),
         (("compute_dtype=fp32",), 8, "run in bf16, whatever else does"),
         ((), 256, "are 128, and more GPUs share each by its width"),
-        (("parallel.expert=8",), 8, "expert"),
     ],
 )
 def test_experts_that_are_divided_or_multiplied_otherwise_are_refused(settings, gpus, text):

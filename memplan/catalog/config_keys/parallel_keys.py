@@ -14,6 +14,8 @@ Engine = Literal["torch", "fsdp1", "deepspeed"]
 TransformerImplementation = Literal["transformer_engine", "local"]
 
 
+Routing = Literal["even", "worst"]
+
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
 
@@ -98,9 +100,12 @@ class Parallel:
         replicate: Groups that these GPUs form, each of which divides everything anew (HSDP).
         virtual: Chunks of layers in each pipeline stage.
         schedule: In what order a pipeline runs micro-batches; None is 1f1b, or interleaved where there are chunks.
+        expert: GPUs that share the routed experts, each of which has some of them.
         micro_batches: Micro-batches that pass a pipeline together; None is as many as there are chunks of layers.
         stage: The pipeline's rank that is planned; None is the fullest.
         expert_tensor: GPUs that share each expert's matrices; as many as ``tensor`` where it is None.
+        routing: Which rows a rank's experts are given where ``expert`` GPUs share them: ``even`` as many as it sends, ``worst`` all
+            that the others can send to it.
         engine: Whose code shards: ``torch`` with ``fully_shard`` (FSDP2) or DistributedDataParallel, ``fsdp1`` with
             FullyShardedDataParallel, or ``deepspeed``.
         first_stage_layers: Layers of the first pipeline stage, where stages are uneven.
@@ -141,6 +146,7 @@ class Parallel:
     micro_batches: int | None = None
     stage: int | None = None
     expert_tensor: int | None = None
+    routing: Routing = "even"
     engine: Engine = "torch"
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -166,6 +172,17 @@ class Parallel:
     def shards(self) -> int:
         """GPUs among which everything is divided, where it is: those of one group."""
         return self.data // self.replicate
+
+    @property
+    def expert_shards(self) -> int:
+        """GPUs of a group that have the same experts, among which these are divided anew."""
+        return self.shards * self.tensor * self.context // self.expert
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """GPUs of each group that one communicates in: data parallel ones, those that share matrices, experts, those that divide these anew, a pipeline."""
+        experts = (self.expert, self.expert_shards) if self.expert > 1 else ()
+        return tuple(n for n in (self.shards, self.replicate, self.tensor, *experts, self.pipeline) if n > 1)
 
     @property
     def gpus(self) -> int:

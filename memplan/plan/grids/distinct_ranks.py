@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.memory_plan import MemoryPlan, Verdict, verdict_of
 from memplan.plan.planner import CompiledPlan
-from memplan.step.states.parallel_shards import is_sharded, runs_engine, shard
+from memplan.step.states.parallel_shards import cut, is_apart, is_sharded, runs_engine
 from memplan.training.adapters import adapter_tensors
 from memplan.units import ceil_div, round_up
 
@@ -88,8 +89,9 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
     trained = _trained(compiled)
     bounds = {0, shards}
     for tensor, _ in trained:
-        full = tensor.shape[0] // ceil_div(tensor.shape[0], shards)
-        bounds |= {place for place in (full, full + 1) if place < shards}
+        rows, ranks, each = _division(tensor, parallel, shards)
+        full = rows // ceil_div(rows, ranks)
+        bounds |= {place * each for place in (full, full + 1) if place * each < shards}
     places = sorted(bounds)
     rows: list[RankRow] = []
     for first, end in pairwise(places):
@@ -98,6 +100,18 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
             row = _row(plan, trained, rows.pop().first, end - 1)
         rows.append(row)
     return tuple(rows)
+
+
+def _division(tensor: ParameterTensor, parallel: Parallel, shards: int) -> tuple[int, int, int]:
+    """Return the rows of a tensor, among how many ranks they are divided, and how many neighbours have the same of them.
+
+    Source:
+        ``ParallelDims.build_mesh`` in torchtitan/distributed/parallel_dims.py (0.3.0): ranks that share experts are neighbours.
+    """
+    if not is_apart(tensor, parallel):
+        return tensor.shape[0], shards, 1
+    ranks, dimension = cut(tensor, parallel)
+    return tensor.shape[dimension], ranks, parallel.expert
 
 
 def _trained(compiled: CompiledPlan) -> list[tuple[ParameterTensor, int]]:
@@ -120,8 +134,9 @@ def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: in
     shards = parallel.shards if is_sharded(parallel) else 1
     less = rounded = 0
     for tensor, width in trained:
-        whole = shard(tensor, shards).elements * width
-        own = tensor.elements // tensor.shape[0] * shard_rows(tensor.shape[0], shards, first) * width
+        rows, ranks, each = _division(tensor, parallel, shards)
+        whole = tensor.elements // rows * shard_rows(rows, ranks, 0) * width
+        own = tensor.elements // rows * shard_rows(rows, ranks, first // each) * width
         less += tensor.count * (whole - own)
         rounded += tensor.count * (round_up(whole, BLOCK_BYTES) - round_up(own, BLOCK_BYTES))
     allocated = plan.allocated_bytes - rounded

@@ -22,7 +22,7 @@ from memplan.solver.search.timing import (
     update_work,
     work_of,
 )
-from memplan.step.divided.sent_bytes import divided_sent_bytes, sent_by_group
+from memplan.step.collectives.sent_bytes import divided_sent_bytes, sent_by_group
 
 
 @dataclass(frozen=True, slots=True)

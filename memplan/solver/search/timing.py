@@ -16,7 +16,7 @@ from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
-from memplan.step.divided.sent_bytes import sent_bytes
+from memplan.step.collectives.sent_bytes import sent_bytes
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded
 from memplan.step.states.update_algorithms import depends_on_kernel

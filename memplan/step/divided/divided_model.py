@@ -10,13 +10,15 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LayerRun, Mlp, ModelSpec
+from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -29,6 +31,8 @@ def divided(model: Model, setup: TrainingSetup) -> Model:
         CannotAnswerError: A part that no stack here divides.
     """
     parallel = setup.config.parallel
+    if parallel.expert > 1:
+        model = _with_own_experts(model, parallel)
     if parallel.tensor == 1:
         return model
     if model.spec.tie_word_embeddings:
@@ -45,6 +49,54 @@ def divided(model: Model, setup: TrainingSetup) -> Model:
     return replace(model, spec=spec, inventory=inventory_of(spec))
 
 
+def _with_own_experts(model: Model, parallel: Parallel) -> Model:
+    """Return a model as one of several GPUs has it that share its experts.
+
+    Source:
+        ``expert_param_placement_sparse`` in torchtitan/models/common/moe_sharding.py (0.3.0), along the number of experts;
+        ``_token_count_exchange`` in token_dispatcher.py, which counts as many of each rank; ``ParallelDims.build_mesh``.
+    """
+    name, ranks = model.spec.name, parallel.expert
+    parts = [part for run in model.spec.runs if isinstance(part := run.layer.feed_forward, MixtureOfExperts)]
+    if not parts:
+        raise InvalidFileError([f"parallel.expert: {name} has no experts to share; leave it out"])
+    sharing = parallel.shards * parallel.tensor * parallel.context
+
+    def problem(degree: int) -> str:
+        if odd := next((part.num_experts for part in parts if part.num_experts % degree), 0):
+            return f"do not share {odd} experts of {name} evenly"
+        if sharing % degree:
+            return f"are no divisor of the {sharing:,} of a group"
+        own, each = min(part.num_experts for part in parts) // degree, sharing // degree
+        widths = (model.spec.hidden_size, *(part.intermediate_size for part in parts))
+        if each > own and (odd := next((width for width in widths if width % each), 0)):
+            return f"leave {each} for each expert, which do not share its width of {odd} evenly"
+        return ""
+
+    if found := problem(ranks):
+        do = "do" if (near := _nearest(ranks, lambda degree: not problem(degree))) > 1 else "does"
+        raise InvalidFileError([f"parallel.expert: {ranks} GPUs {found}; {near} {do}"])
+    spec = _own_experts(model.spec, ranks, parallel.routing == "worst")
+    return replace(model, spec=spec, inventory=inventory_of(spec))
+
+
+def _nearest(ranks: int, divides: Callable[[int], bool]) -> int:
+    """Return the number of GPUs nearest to one that divides, the smaller of two; 1, which is as without."""
+    near = (n for step in range(1, ranks) for n in (ranks - step, ranks + step) if n > 1 and divides(n))
+    return next(near, 1)
+
+
+@lru_cache(maxsize=128)
+def _own_experts(spec: ModelSpec, ranks: int, flooded: bool) -> ModelSpec:
+    runs = (
+        replace(run, layer=replace(run.layer, feed_forward=replace(part, ranks=ranks, flooded=flooded)))
+        if isinstance(part := run.layer.feed_forward, MixtureOfExperts)
+        else run
+        for run in spec.runs
+    )
+    return replace(spec, runs=tuple(runs))
+
+
 @lru_cache(maxsize=128)
 def _divided_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     runs = tuple([_divided_run(spec, run, ranks) for run in spec.runs])
@@ -53,13 +105,12 @@ def _divided_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 def _divided_run(spec: ModelSpec, run: LayerRun, ranks: int) -> LayerRun:
     heads, part = run.layer.attention, run.layer.feed_forward
-    if not isinstance(heads, Attention) or not isinstance(part, Mlp):
+    apart = isinstance(part, MixtureOfExperts) and part.ranks > 1
+    if not isinstance(heads, Attention) or not (isinstance(part, Mlp) or apart):
         raise CannotAnswerError(f"parallel.tensor: {spec.name} has layers that are not modelled divided; use 1")
-    sizes = {
-        "attention heads": heads.num_heads,
-        "key and value heads": heads.num_key_value_heads,
-        "columns of the feed-forward part": part.intermediate_size,
-    }
+    sizes = {"attention heads": heads.num_heads, "key and value heads": heads.num_key_value_heads}
+    if isinstance(part, Mlp):
+        sizes["columns of the feed-forward part"] = part.intermediate_size
     for what, size in sizes.items():
         if size % ranks:
             near = max(n for n in range(1, ranks) if all(number % n == 0 for number in sizes.values()))
@@ -69,7 +120,6 @@ def _divided_run(spec: ModelSpec, run: LayerRun, ranks: int) -> LayerRun:
     attention = replace(
         heads, num_heads=heads.num_heads // ranks, num_key_value_heads=heads.num_key_value_heads // ranks
     )
-    layer = replace(
-        run.layer, attention=attention, feed_forward=replace(part, intermediate_size=part.intermediate_size // ranks)
-    )
-    return replace(run, layer=layer)
+    if isinstance(part, Mlp):
+        part = replace(part, intermediate_size=part.intermediate_size // ranks)
+    return replace(run, layer=replace(run.layer, attention=attention, feed_forward=part))

@@ -11,11 +11,12 @@ Source:
 from __future__ import annotations
 
 from memplan.model.spec import MixtureOfExperts, Mlp
-from memplan.step.blocks.builder import ONE, TOKENS, Builder
+from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.divided.exchanged_rows import dispatched, returned
 from memplan.step.feed_forwards.feed_forward import activated, mlp
 from memplan.step.feed_forwards.mixture_of_experts import aligned, normalised, row_bytes
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, VIEW, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, VIEW, Traits, Value
 
 
 def torchtitan_mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
@@ -24,7 +25,7 @@ def torchtitan_mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefi
     with tape.alive(x):
         scores, share, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
         with tape.alive(scores, share, chosen):
-            places = tape.make("routing map", tape.value(TOKENS, part.num_experts, 1), scores, chosen)
+            places = tape.make("routing map", tape.value(builder.settings.stream, part.num_experts, 1), scores, chosen)
             counts = tape.make("tokens per expert", builder.constant(part.num_experts, 8), places)
             with tape.alive(places, counts):
                 out = _experts(builder, x, share, chosen, counts, part, f"{prefix}.{names.experts}")
@@ -42,10 +43,12 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
     scores = builder.fresh(logits)
     tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
     with tape.alive(scores):
-        choice = tape.make("add bias", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
+        choice = tape.make(
+            "add bias", tape.value(builder.settings.stream, part.num_experts, 4, part=Part.TEMPORARIES), scores
+        )
         if part.groups > 1:
             choice = _limited(builder, choice, part)
-        best, chosen = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES), _indices(builder, used)
+        best, chosen = tape.value(builder.settings.stream, used, 4, part=Part.TEMPORARIES), _indices(builder, used)
         tape.make("topk", best, choice, product=True)
         tape.make("topk", chosen, choice, product=True)
         with tape.alive(choice, best, chosen):
@@ -62,7 +65,7 @@ def _logits(builder: Builder, x: Value, experts: int, name: str) -> Value:
     copies = []
     if weight.element_bytes < 4:
         copies = [tape.make("cast weight", builder.constant(experts * builder.settings.hidden_size, 4))]
-    out = tape.value(TOKENS, experts, 4)
+    out = tape.value(builder.settings.stream, experts, 4)
     tape.apply(f"linear {name}", [(wide, VIEW)], out, [wide, *copies], [weight], traits=Traits(packs=True))
     tape.touch(*copies)
     return out
@@ -73,7 +76,7 @@ def _limited(builder: Builder, choice: Value, part: MixtureOfExperts) -> Value:
     tape = builder.tape
 
     def topk(rows: int, of: Value) -> tuple[Value, Value]:
-        values, indices = tape.value(TOKENS, rows, 4, part=Part.TEMPORARIES), _indices(builder, rows)
+        values, indices = tape.value(builder.settings.stream, rows, 4, part=Part.TEMPORARIES), _indices(builder, rows)
         tape.make("topk of groups", values, of, product=True)
         tape.make("topk of groups", indices, of, product=True)
         return values, indices
@@ -81,17 +84,19 @@ def _limited(builder: Builder, choice: Value, part: MixtureOfExperts) -> Value:
     with tape.alive(choice):
         best, numbers = topk(2 * part.groups, choice)
         with tape.alive(best, numbers):
-            total = tape.make("sum", tape.value(TOKENS, part.groups, 4, part=Part.TEMPORARIES), best)
+            total = tape.make("sum", tape.value(builder.settings.stream, part.groups, 4, part=Part.TEMPORARIES), best)
             with tape.alive(total):
                 _, taking = topk(part.groups_per_token, total)
-                mask = tape.make("mask of groups", tape.value(TOKENS, part.groups, 1, part=Part.TEMPORARIES), taking)
-                masked = tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES)
+                mask = tape.make(
+                    "mask of groups", tape.value(builder.settings.stream, part.groups, 1, part=Part.TEMPORARIES), taking
+                )
+                masked = tape.value(builder.settings.stream, part.num_experts, 4, part=Part.TEMPORARIES)
                 with tape.alive(taking, mask):
                     return tape.make("groups that take part", masked, choice, mask)
 
 
 def _indices(builder: Builder, width: int) -> Value:
-    return builder.tape.value(TOKENS, width, 8, needs_gradient=False)
+    return builder.tape.value(builder.settings.stream, width, 8, needs_gradient=False)
 
 
 def _experts(
@@ -99,28 +104,41 @@ def _experts(
 ) -> Value:
     """Return the weighted sum of the chosen experts, as ``RoutedExperts.forward`` does."""
     tape, used = builder.tape, part.experts_per_token
-    order = tape.make("sort", _indices(builder, used), chosen, scratch=[(TOKENS, chosen.coefficient)])
+    order = tape.make("sort", _indices(builder, used), chosen, scratch=[(builder.settings.stream, chosen.coefficient)])
     taken = tape.apply("gather weights", [(share, NEW)], builder.fresh(share), [order])
     places = tape.make("order // used", _indices(builder, used), order)
     rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [places])
-    with tape.alive(taken, places, rows):
-        offsets = tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
-        with tape.alive(offsets):
-            inner = part.intermediate_size * used
-            hidden = activated(builder, _grouped(builder, rows, f"{name}.gate_proj", inner, used, offsets))
-            with tape.alive(hidden):
-                up = _grouped(builder, rows, f"{name}.up_proj", inner, used, offsets)
-                hidden = builder.multiply(hidden, up)
-            with tape.alive(hidden):
-                out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, used, offsets)
-        with tape.alive(out):
-            return _combined(builder, out, taken, places, x)
+    with tape.alive(taken, places):
+        if part.ranks == 1:
+            with tape.alive(rows):
+                out = _inner(builder, rows, counts, part, name)
+                with tape.alive(out):
+                    return _combined(builder, out, taken, places, x)
+        rows, came_from, counts = dispatched(builder, rows, counts, part)
+        with tape.alive(rows, came_from, counts):
+            out = _inner(builder, rows, counts, part, name)
+            with tape.alive(out):
+                return _combined(builder, returned(builder, out, came_from, part), taken, places, x)
+
+
+def _inner(builder: Builder, rows: Value, counts: Value, part: MixtureOfExperts, name: str) -> Value:
+    """Return what the experts make of their rows, as ``GroupedExperts.forward`` does."""
+    tape, used = builder.tape, part.rows_per_token
+    offsets = tape.make("cumsum", tape.value(ONE, part.own_experts, 4, needs_gradient=False), counts)
+    with tape.alive(offsets):
+        inner = part.intermediate_size * used
+        hidden = activated(builder, _grouped(builder, rows, f"{name}.gate_proj", inner, used, offsets))
+        with tape.alive(hidden):
+            up = _grouped(builder, rows, f"{name}.up_proj", inner, used, offsets)
+            hidden = builder.multiply(hidden, up)
+        with tape.alive(hidden):
+            return _grouped(builder, hidden, f"{name}.down_proj", rows.width, used, offsets)
 
 
 def _grouped(builder: Builder, rows: Value, name: str, width: int, used: int, offsets: Value) -> Value:
     """Return each row times the matrix of its expert."""
     tape, weight = builder.tape, builder.weight(name)
-    out = aligned(builder, tape.value(TOKENS, width, builder.compute), used)
+    out = aligned(builder, tape.value(builder.settings.stream, width, builder.compute), used)
     rows.gradient_coefficient = used * row_bytes(rows, used)
     return tape.apply(f"grouped {name}", [(rows, NEW)], out, [offsets, rows], [weight])
 
@@ -137,9 +155,12 @@ def _combined(builder: Builder, out: Value, taken: Value, places: Value, x: Valu
     tape = builder.tape
     zeros = tape.make("zeros", builder.fresh(x), x)
     with tape.alive(zeros):
-        wide = builder.cast(out, 4)
-        scaled, ways = builder.fresh(wide), [(wide, NEW), (taken, NEW)]
-        tape.apply("mul", ways, scaled, [wide, taken], traits=Traits(workspace=[(TOKENS, wide.coefficient)]))
-        narrow = builder.cast(scaled, out.element_bytes)
+        with tape.alive(out):
+            wide = builder.cast(out, 4)
+            scaled, spread = builder.fresh(wide), tape.view(taken)
+            spread.gradient_coefficient = wide.coefficient
+            tape.apply("expand", [(taken, NEW)], spread, traits=SAVES_NOTHING)
+            tape.apply("mul", [(wide, NEW), (spread, NEW)], scaled, [wide, taken])
+            narrow = builder.cast(scaled, out.element_bytes)
         with tape.alive(narrow):
             return tape.apply("scatter add", [(narrow, NEW)], builder.fresh(x), [places], traits=Traits(custom=True))

@@ -215,9 +215,10 @@ def _attention(builder: Builder, x: Value, layer: Layer) -> Value:
 
 
 def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
-    """Return a layer's feed-forward part."""
+    """Return a layer's feed-forward part; experts that GPUs share are given a GPU's own part of the sequence."""
     with builder.tape.alive(*((x,) if builder.settings.divided else ())):
-        return _feed_forward(builder, whole_rows(builder, x), layer)
+        x = x if isinstance(layer.feed_forward, MixtureOfExperts) else whole_rows(builder, x)
+        return _feed_forward(builder, x, layer)
 
 
 def _feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:

@@ -16,6 +16,7 @@ from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
 from memplan.step.after_backward import after_backward
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import head_backward
 from memplan.step.instants import StepForms, saved_by_layers
 from memplan.step.pipelines.rank_memory import RankMemory
@@ -26,7 +27,6 @@ from memplan.step.ranks.sharded_forward import rows_of_head, with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
-from memplan.step.states.parallel_shards import Unit
 from memplan.step.step_inputs import LABEL_BYTES, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant

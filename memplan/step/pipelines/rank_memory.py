@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.model.inventory import inventory_of
+from memplan.step.collectives.gathered_units import Unit, unit
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, stages_of
 from memplan.step.pipelines.rank_timeline import StageStates, Tail, moments_of
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.states.parallel_shards import Unit, unit
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.moments import Played
 from memplan.training.resolved import TrainingSetup

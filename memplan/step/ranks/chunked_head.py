@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from memplan.errors import CannotAnswerError
 from memplan.step.chunks_at_once import chunks_at_once, logits_of_chunk, throughout
+from memplan.step.collectives.gathered_units import Unit
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.sharded_forward import with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.states.parallel_shards import Unit
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
 
@@ -43,6 +43,9 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     )
     copied = alone.reduced_bytes + step.tail.copied_bytes
     yield with_gathered("head backward", "copy of norm and head", around + arrived, copied)
+    if step.prefetches:
+        gathered = step.tail.gathered_bytes + alone.reduced_bytes + step.last.buffer_bytes + step.last.cast_bytes
+        yield with_gathered("head backward", "gather of the last layer", around + arrived, gathered)
     for instant in played.head.backward:
         communication = step.tail.gathered_bytes + ahead + alone.reduced_bytes
         form = around + instant.form - played.head.saved

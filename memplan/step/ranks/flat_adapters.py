@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from memplan.step.collectives.gathered_units import Unit
 from memplan.step.engines.engine_step import Segment, Segments, engine_pass
 from memplan.step.engines.gathered_step import walked_forward
 from memplan.step.engines.module_visits import FIRST, SECOND
 from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.playing.recomputation import ACTIVATION
-from memplan.step.ranks.sharded_units import Pass, ShardedStep
-from memplan.step.states.parallel_shards import Unit
+from memplan.step.ranks.reduced_pass import Pass
+from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
 from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.moments import Instant

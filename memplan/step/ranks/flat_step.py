@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import head_backward, tied_sum
 from memplan.step.model_on_tape import PlayedModel
+from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import instant_with, leaf_output, rows_of_head, with_gathered
-from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions
-from memplan.step.states.parallel_shards import Unit
+from memplan.step.ranks.sharded_units import ShardedStep, positions
 from memplan.step.step_inputs import tables_of_graph
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant, Played

@@ -35,6 +35,7 @@ from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
 from memplan.step.ranks.flat_step import flat_backward
+from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import (
     evaluated,
     forward,
@@ -44,7 +45,7 @@ from memplan.step.ranks.sharded_forward import (
     rows_of_head,
     with_gathered,
 )
-from memplan.step.ranks.sharded_units import Pass, ShardedStep, positions, sharded_step
+from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -253,7 +254,6 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     for instant in played.backward:
         yield instant_with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
     around += played.escaped
-    communication = root + own.reduced_bytes + next_gathered
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and name != step.end_instant:
@@ -263,9 +263,9 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
         yield with_gathered(name, "gradients of the first layer", around + arrived + gradients, resident)
     if not of.reduces:
         return
-    yield with_gathered(name, "copy into the buffer of the reduction", around + arrived + gradients, communication)
-    gradients = constant_form(Part.GRADIENTS, of.scattered(own, whole))
-    yield with_gathered(name, "reduction", around + arrived + gradients, communication)
+    for operation, size, communication in of.reductions(own, whole):
+        form = around + arrived + constant_form(Part.GRADIENTS, size)
+        yield with_gathered(name, operation, form, root + communication + next_gathered)
 
 
 def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel, of: Pass) -> Iterator[Instant]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import embedded_leaf, named_embeddings, saves_leaf
+from memplan.step.collectives.gathered_units import Unit
 from memplan.step.divided.divided_ends import FORWARD_BYTES
 from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
@@ -63,6 +64,9 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     A unit's buffer lives until the next unit has been copied out of its own; the last one until
     forward ends. The model's own logits stay until the loss is known.
     """
+    if step.prefetches:
+        yield from _prefetched_forward(step, base)
+        return
     played, runs = step.played, step.taped.runs
     resident, stream = step.root_weight_bytes, step.taped.embedding.output
     x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
@@ -94,6 +98,80 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
         yield from _head_inside(step, base + leaf_of(step) + played.saved)
     else:
         yield from _loss_outside(step, base + played.saved)
+
+
+def _prefetched_forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
+    """Yield the same where each unit has the next one gathered before it runs, group by group of it.
+
+    The buffer of a unit's last group, if that is of several ranks, lives until the first group of the next has been copied out.
+    """
+    played, (entry, kinds) = step.played, (entry_of(step), step.taped.kinds)
+    around = base + arguments_of(step)
+    gathered = step.first.copied_bytes
+    ahead = _ahead(step.units[0])
+    yield with_gathered("forward", "gather of the first layer", around, gathered + max(ahead))
+    for moment in played.embedding.forward:
+        yield with_gathered("forward", moment.operation, around + moment.form, gathered + ahead[-1])
+    entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
+    around += entered
+    before = step.first
+    saved = played.embedding.saved
+    for index, (run, own) in enumerate(zip(step.taped.runs, step.units, strict=True)):
+        part = played.layers[kinds[index]]
+        for position in dict.fromkeys((0, min(1, run.count - 1), max(0, run.count - 2), run.count - 1)):
+            above = own if position else before
+            next_one = step.neighbour(index, position + 1, 1) or step.tail
+            ahead = _ahead(next_one)
+            resident = step.staying(index, position + 1) + step.first.gathered_bytes * step.stays
+            there = around + saved + part.saved * position + entry
+            for size in _copies(own, _kept_buffer(above)):
+                yield with_gathered("forward", "copy of a layer", there, resident + size)
+            resident += own.gathered_bytes + _kept_buffer(own)
+            yield with_gathered("forward", "gather of the next layer", there, resident + max(ahead))
+            below = around + saved + part.saved * position
+            below -= entered if index == position == 0 else ZERO
+            for moment in part.forward:
+                yield with_gathered("forward", moment.operation, below + moment.form, resident + ahead[-1])
+        saved += part.saved * run.count
+        before = own
+    ends = step.tail.copied_bytes + _kept_buffer(step.last) + step.below_head
+    yield with_gathered("forward", "copy of norm and head", around + played.saved + entry, ends)
+    if step.chunked:
+        yield from _head_inside(step, base + leaf_of(step) + played.saved)
+    else:
+        yield from _loss_outside(step, base + played.saved)
+
+
+def _groups(unit: Unit) -> tuple[Unit, ...]:
+    return unit.groups or (unit,)
+
+
+def _kept_buffer(unit: Unit) -> int:
+    """Return the buffer that lives until the next unit's first group has been copied out of its own."""
+    return _groups(unit)[-1].buffer_bytes
+
+
+def _ahead(unit: Unit) -> tuple[int, ...]:
+    """Return what is there of a unit while it is gathered, and at the end when it has been."""
+    done, sizes = 0, []
+    for group in _groups(unit):
+        done += group.buffer_bytes
+        sizes.append(done + group.cast_bytes)
+    return (*sizes, done)
+
+
+def _copies(unit: Unit, waiting: int) -> Iterator[int]:
+    """Yield what is there as each group of a unit is copied out of its buffer.
+
+    Args:
+        waiting: The buffer of the group before.
+    """
+    left, done = unit.buffer_bytes, 0
+    for group in _groups(unit):
+        left -= group.buffer_bytes
+        done += group.gathered_bytes
+        yield waiting + left + done + group.copying_bytes
+        waiting = group.buffer_bytes
 
 
 def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]:

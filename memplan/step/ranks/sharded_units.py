@@ -10,11 +10,12 @@ from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
+from memplan.step.collectives.gathered_units import Unit, unit
 from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import ON_HOST, sharded_clipping_bytes, step_temporaries
-from memplan.step.states.parallel_shards import Unit, gathered_setup, is_accelerated, reduced_width, unit
+from memplan.step.states.parallel_shards import gathered_setup, is_accelerated, reduced_width
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, single_form
 from memplan.step.tapes.taped_weight import Mode
@@ -190,10 +191,20 @@ class ShardedStep:
 
     @property
     def unit_gradients(self) -> tuple[int, ...]:
-        """The rank's gradients of each unit, which are one tensor: what a reduction puts out."""
+        """The rank's gradients of each unit, or group of one, which are one tensor: what a reduction puts out."""
         layers = zip(self.units, self.taped.runs, strict=True)
         ends = {id(unit): unit.left_bytes for unit in (self.first, self.tail, self.rest) if unit}
-        return (*ends.values(), *(unit.left_bytes for unit, run in layers for _ in range(run.count)))
+        groups = (one for unit, run in layers for _ in range(run.count) for one in unit.groups or (unit,))
+        return (*ends.values(), *(one.left_bytes for one in groups))
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether each unit has the next one gathered in forward too, before it runs.
+
+        Source:
+            ``apply_fsdp_to_decoder`` in torchtitan/distributed/fsdp.py (0.3.0), where GPUs share experts.
+        """
+        return self.inputs.setup.config.parallel.expert > 1
 
     @property
     def ahead_of_head(self) -> int:
@@ -206,30 +217,6 @@ class ShardedStep:
             return self.units[index]
         other = index + step
         return self.units[other] if 0 <= other < len(self.units) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What becomes of gradients in one forward and backward."""
-
-    mode: Mode  # What becomes of those that are kept; ``again`` adds to them
-    reduces: bool = True  # Whether whole gradients are reduced, and not kept whole until a later micro-step's are
-    beside: bool = False  # Whether there are whole gradients of earlier micro-steps, which are added to
-
-    def formed(self, whole: int) -> int:
-        """Return the gradients that there are once a unit has formed its own, besides those from before."""
-        return 0 if self.beside else whole
-
-    def scattered(self, unit: Unit, whole: int) -> int:
-        """Return the same when they have been reduced."""
-        return unit.kept_bytes + unit.narrow_bytes + unit.last_bytes - whole * self.beside
-
-    def left(self, unit: Unit, whole: int) -> int:
-        """Return what a unit leaves besides what was there before."""
-        if not self.reduces:
-            return self.formed(whole)
-        new = self.mode == "first" or self.beside
-        return unit.left_bytes * new + unit.waiting_bytes(new=new) - whole * self.beside
 
 
 def positions(run: LayerRun) -> tuple[int, ...]:

@@ -253,9 +253,8 @@ def on_meta(modules: nn.Module | Sequence[nn.Module], collective: Allocates) -> 
     """Let a unit's buffers lie where its parameters do, and its collectives move nothing."""
     unit = modules if isinstance(modules, nn.Module) else modules[0]
     assert isinstance(unit, FSDPModule)
-    unit.set_custom_all_gather(collective)  # type: ignore[arg-type]
-    unit.set_custom_reduce_scatter(collective)  # type: ignore[arg-type]
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in unit._get_fsdp_state()._fsdp_param_groups:  # several of them have no setter of their own
+        group._all_gather_comm = group._reduce_scatter_comm = collective  # type: ignore[assignment]
         group.device = META
         for parameter in group.fsdp_params:
             parameter.device = META

@@ -27,6 +27,7 @@ from tests.survey.stacks.drawn_grids import (
     piped_job,
     replicated_job,
     sharded_job,
+    spread_job,
     staged_job,
     staying_job,
     towered_job,
@@ -53,6 +54,7 @@ Draw = Callable[[StackJob, int, int], StackJob]
 
 DRAWN: Mapping[str, tuple[str, Draw]] = {
     "some_layers": ("jobs that checkpoint some layers only, which is drawn", layered_job),
+    "spread": ("jobs of mixtures whose experts GPUs share, on degrees that are drawn", spread_job),
     "experts": ("jobs of mixtures of experts, which are drawn", mixed_job),
     "compiled": ("jobs whose layers torch compiles", compiled_job),
     "some_sharded": ("jobs of which every other one is over shards, GPUs and dtype of weights drawn", sharded_job),

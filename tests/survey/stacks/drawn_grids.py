@@ -13,6 +13,8 @@ from tests.survey.drawn_jobs import Job
 from tests.survey.stacks.drawn_stack_jobs import ATTENTION_ONLY, CARDS, StackJob
 
 MOST_GPUS, QUANTISED_SHARE = 1024, 0.75
+MOST_SPREAD = 64
+"""GPUs of the largest world whose experts are shared."""
 
 
 def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
@@ -77,6 +79,42 @@ def mixed_job(job: StackJob, seed: int, number: int) -> StackJob:
         ranks = rng.choice([n for n in (2, 3, 4, 8, 16, 64) if n <= experts])
         training["parallel"] = {"data": ranks, "zero_stage": 3}
         training |= {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
+    return replace(job, job=Job(model, training))
+
+
+def spread_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job of a mixture whose experts GPUs share, their degree drawn; every third also shares matrices, others are of several groups."""
+    rng = Random(f"memplan expert parallelism {seed} {number}")
+    tensor = rng.choice((2, 2, 4, 8)) if number % 3 == 1 else 1
+    shards = rng.choice([n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64) if 4 <= n * tensor <= MOST_SPREAD])
+    ranks = rng.choice([n for n in (2, 3, 4, 6, 8, 16) if shards * tensor % n == 0])
+    groups = rng.choice((2, 4)) if number % 3 == 2 and 1 < shards <= MOST_SPREAD // 4 else 1
+    model, training = dict(job.job.model), dict(job.job.training)
+    width, experts, heads = 8 * (shards * tensor // ranks), ranks * rng.choice((1, 2, 3, 5, 8, 16)), rng.choice((1, 2))
+    model |= {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "hidden_size": width * max(1, model["hidden_size"] // width),
+        "num_hidden_layers": rng.choice((1, 2, 3, 4)),
+        "num_experts": experts,
+        "num_experts_per_tok": rng.choice([n for n in (1, 2, 3, 4, 8) if n <= experts]),
+        "moe_intermediate_size": width * rng.choice((1, 3, 5, 8)),
+        "norm_topk_prob": rng.random() < 0.8,
+    }
+    if tensor > 1:
+        model |= {"num_attention_heads": tensor * heads * rng.choice((1, 2)), "num_key_value_heads": tensor * heads}
+    weights = rng.choice(("fp32", "fp32", "bf16"))
+    training |= {"compute_dtype": "bf16", "weights": {"default": weights}, "optimizer": {"default": f"adamw-{weights}"}}
+    training |= {"zero_gradients": "free", "sequence_length": max(16, training["sequence_length"])}
+    training["parallel"] = {
+        "data": shards * groups,
+        "replicate": groups,
+        "expert": ranks,
+        "tensor": tensor,
+        "sequence": tensor > 1,
+        "routing": "worst" if number % 4 == 1 else "even",
+        "zero_stage": 3,
+    }
     return replace(job, job=Job(model, training))
 
 

@@ -32,8 +32,8 @@ class Family:
     model: Any  # The class of the whole
     block: Any  # The class of a layer
     rope: Any  # The class that turns heads
-    # Says how tensor parallelism divides it, given whether the sequence is shared too.
-    shard: Callable[[Any, bool], None]
+    # Says how its parts are divided, given whether GPUs share the sequence too, and whether they share experts.
+    shard: Callable[[Any, bool, bool], None]
 
 
 FAMILIES: dict[str, Family] = {
@@ -42,14 +42,14 @@ FAMILIES: dict[str, Family] = {
         Llama3Model,
         Llama3TransformerBlock,
         ComplexRoPE,
-        lambda config, shared: set_llama3_sharding_config(config, enable_sp=shared),
+        lambda config, shared, _: set_llama3_sharding_config(config, enable_sp=shared),
     ),
     "qwen3": Family(
         "qwen3",
         Qwen3Model,
         Qwen3TransformerBlock,
         CosSinRoPE,
-        lambda config, shared: set_qwen3_sharding_config(config, enable_sp=shared, enable_ep=False),
+        lambda config, shared, experts: set_qwen3_sharding_config(config, enable_sp=shared, enable_ep=experts),
     ),
 }
 FAMILIES |= {"qwen3_moe": FAMILIES["qwen3"]}
@@ -70,7 +70,7 @@ def model_config(spec: ModelSpec, setup: TrainingSetup) -> Any:
         lm_head=Linear.Config(in_features=dim, out_features=spec.vocab_size),
         layers=layers,
     )
-    family.shard(config, setup.config.parallel.sequence)
+    family.shard(config, setup.config.parallel.sequence, setup.config.parallel.expert > 1)
     return config
 
 

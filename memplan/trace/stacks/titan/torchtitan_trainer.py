@@ -41,6 +41,7 @@ from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
 from memplan.trace.stacks.titan.flex_kernel import block_mask, flex_attention
+from memplan.trace.stacks.titan.torchtitan_experts import expert_mesh, routed_rows
 from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
 from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
@@ -114,15 +115,18 @@ def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitS
         text = f"parallel.stage: one rank of a pipeline is traced at a time; say which, 0 to {parallel.pipeline - 1}"
         raise CannotAnswerError(text)
     place = (parallel.stage or 0) * parallel.data * parallel.tensor
-    degrees = (parallel.gpus,) if parallel.tensor * parallel.pipeline > 1 else mesh_degrees(parallel)
+    several = parallel.tensor * parallel.pipeline * parallel.expert > 1
+    degrees = (parallel.gpus,) if several else mesh_degrees(parallel)
     mesh = around.enter_context(sharding(torchtitan.distributed.fsdp, degrees, recorder, place))
     dims = None
-    if parallel.tensor > 1 or parallel.pipeline > 1:
+    if several:
         set_spmd_backend(BACKEND)
         parallel_dims.device_type = "cpu"
-        shared = (parallel.replicate, parallel.shards, 1, parallel.tensor, parallel.pipeline, 1)
+        shared = (parallel.replicate, parallel.shards, 1, parallel.tensor, parallel.pipeline, parallel.expert)
         dims = ParallelDims(*shared, mesh.size(), BACKEND)
         mesh = dims.get_mesh(["dp_replicate", "fsdp"] if parallel.replicate > 1 else ["fsdp"])
+    if parallel.expert > 1:
+        around.enter_context(routed_rows(setup))
     if parallel.pipeline == 1:
         _parallelized(model, setup, mesh, dims)
         return _Trainer([model], setup, recorder)
@@ -136,7 +140,7 @@ def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitS
 def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDims | None) -> None:
     """Divide and shard a model, or a part of one, as ``parallelize_llama`` does."""
     parallel = setup.config.parallel
-    if parallel.tensor > 1:
+    if parallel.tensor > 1 or parallel.expert > 1:
         model.parallelize(dims)
     _checkpointed(model, setup)
     _compiled(model, setup)
@@ -144,8 +148,15 @@ def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDim
         compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
         dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
         policy = "default" if parallel.reshard_after_forward else "never"
+        experts = expert_mesh(dims, parallel) if dims else None
         torchtitan.distributed.fsdp.apply_fsdp_to_decoder(
-            model, mesh, **dtypes, pp_enabled=parallel.pipeline > 1, reshard_after_forward_policy=policy
+            model,
+            mesh,
+            **dtypes,
+            pp_enabled=parallel.pipeline > 1,
+            reshard_after_forward_policy=policy,
+            ep_degree=parallel.expert,
+            edp_mesh=experts,
         )
 
 
@@ -252,7 +263,10 @@ class _Trainer:
             metrics_processor=SimpleNamespace(should_log=lambda _: False),
             checkpointer=SimpleNamespace(maybe_wait_for_staging=nothing),
             parallel_dims=SimpleNamespace(
-                dp_enabled=False, pp_enabled=self.pipeline is not None, ep_enabled=False, get_optional_mesh=nothing
+                dp_enabled=False,
+                pp_enabled=self.pipeline is not None,
+                ep_enabled=config.parallel.expert > 1,
+                get_optional_mesh=nothing,
             ),
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             num_pipeline_parallel_microbatches=self.pipeline.micro_batches if self.pipeline else 1,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 from memplan.model.inventory import ParameterTensor
-from memplan.model.spec import ModelSpec
-from memplan.step.states.parallel_shards import is_flat, is_partitioned, unit
+from memplan.model.spec import MixtureOfExperts, ModelSpec
+from memplan.step.collectives.gathered_units import unit
+from memplan.step.states.parallel_shards import cut, is_flat, is_partitioned
 from memplan.training.resolved import TrainingSetup
 
 
@@ -25,6 +27,25 @@ def divided_sent_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> in
     stream = tokens * spec.hidden_size * setup.residual_bytes
     each = 12 if setup.checkpointing == "full" else 8
     return (each * spec.num_hidden_layers + 4) * stream * (ranks - 1) // ranks
+
+
+def exchanged_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes that each rank sends to those that it shares experts with, for one forward and backward of evenly routed rows.
+
+    Formula:
+        ``4 K (E - 1) / E`` times the tokens as experts read them: rows go to their experts and come back, and so do gradients;
+        with full checkpointing ``6 K``, whose forward runs twice; selective keeps what has arrived.
+
+    Source:
+        ``AllToAllTokenDispatcher`` in torchtitan/models/common/token_dispatcher.py, ``_get_default_save_ops`` in
+        distributed/activation_checkpoint.py (0.3.0).
+    """
+    ranks, total = setup.config.parallel.expert, 0
+    for run in spec.runs:
+        if isinstance(part := run.layer.feed_forward, MixtureOfExperts):
+            times = 6 if setup.checkpointing == "full" else 4
+            total += run.count * times * part.experts_per_token * tokens * spec.hidden_size * setup.compute_bytes
+    return total * (ranks - 1) // ranks
 
 
 def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], trained_bytes: int) -> int:
@@ -55,10 +76,10 @@ def sent_by_group(setup: TrainingSetup, inventory: Iterable[ParameterTensor], tr
     if is_partitioned(parallel):  # gathered twice, and pieces of gradients
         weights = sum(tensor.elements * tensor.count for tensor in inventory) * setup.compute_bytes
         return (2 * weights + trained_bytes * parallel.data) * (parallel.data - 1) // parallel.data, 0
-    total, reduced, shards, groups = 0, 0, parallel.shards, parallel.replicate
+    sent, reduced, groups = Fraction(0), 0, parallel.replicate
     for tensor in inventory:
-        whole = unit((tensor,), setup)
+        whole, (shards, _) = unit((tensor,), setup), cut(tensor, parallel)
         times = 2 if "{}" in tensor.name else 1
-        total += tensor.count * (times * whole.gathered_bytes + whole.reduced_bytes)
+        sent += Fraction(tensor.count * (times * whole.gathered_bytes + whole.reduced_bytes) * (shards - 1), shards)
         reduced += tensor.count * whole.reduced_bytes // shards
-    return total * (shards - 1) // shards, 2 * reduced * (groups - 1) // groups
+    return int(sent), 2 * reduced * (groups - 1) // groups

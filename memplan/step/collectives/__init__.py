@@ -1,0 +1,1 @@
+"""What ranks gather, reduce and send each other."""

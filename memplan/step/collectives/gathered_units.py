@@ -1,0 +1,207 @@
+"""What ranks gather, and reduce, together: a unit of ``fully_shard``, or of FullyShardedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan.documents.frozen_values import dataclass
+from memplan.model.inventory import ParameterTensor
+from memplan.step.states.parallel_shards import (
+    ADAPTER,
+    as_sharded,
+    casts_shards,
+    cut,
+    gathered_width,
+    in_floats,
+    is_apart,
+    is_whole,
+    reduced_width,
+    shard,
+    stored_width,
+)
+from memplan.step.units.flat_units import flat_elements
+from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are gathered, and whose gradients are reduced, together."""
+
+    gathered_bytes: int  # All of them whole, in the compute dtype, padding included
+    buffer_bytes: int  # What they are gathered into before they are copied out; one rank has none
+    # What is there besides while they are copied: that buffer, or what one rank casts of its own, one by one.
+    copying_bytes: int
+    reduced_bytes: int  # Their gradients as they go into the reduction, likewise
+    kept_bytes: int  # The rank's share of these gradients, in the weights' dtype
+    # The same as it comes out of the reduction, where that is in another dtype, or is formed by one rank alone; or 0.
+    narrow_bytes: int
+    # Its share of the weights, cast to the compute dtype or copied from host memory before they are gathered; 0 for
+    # none.
+    cast_bytes: int
+    # The whole gradient of the last matrix, which the variable of a loop over several ranks' gradients holds until the
+    # end of the reduction.
+    last_bytes: int
+    # Its share of gradients as several groups reduce it among them, which it keeps until the end of backward, be it its
+    # gradient or beside that (``AllReduceState`` in _fsdp_param_group.py, v2.13.0).
+    waited_bytes: int = 0
+    converted: bool = False  # Whether its gradients are reduced in another dtype than they are kept in
+    leaves: bool = False  # Whether its gradients leave for host memory as soon as they have been reduced
+    formed_bytes: int = 0  # Their whole gradients as they are formed, without padding
+    # The whole gradient that a variable holds besides from before the reduction on, where that puts pieces of some
+    # tensors in order first.
+    reordered_bytes: int = 0
+    # The groups that it is gathered and reduced in, in that order and in the other, where experts lie on a mesh of their own.
+    groups: tuple[Unit, ...] = ()
+
+    @property
+    def left_bytes(self) -> int:
+        """Its gradients once they have been reduced, as far as they are on the device."""
+        return 0 if self.leaves else self.kept_bytes
+
+    def waiting_bytes(self, *, new: bool) -> int:
+        """What it keeps of the reduction among groups: nothing where that is its ``new`` gradient itself."""
+        return 0 if new and not self.converted and not self.leaves else self.waited_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """What is there while they are copied out of their buffer."""
+        return self.copying_bytes + self.gathered_bytes
+
+
+def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
+    """Return what a unit takes; layers count once.
+
+    Experts that GPUs share are a group of their own in their layer's unit, gathered after the rest of it and reduced before.
+
+    Source:
+        ``_get_mesh_info`` and ``fully_shard`` in torch/distributed/fsdp/_fully_shard (v2.13.0).
+    """
+    apart = [tensor for tensor in tensors if is_apart(tensor, setup.config.parallel)]
+    if not apart:
+        return _group(tensors, setup)
+    rest, experts = _group([tensor for tensor in tensors if tensor not in apart], setup), _group(apart, setup)
+    pairs = ((getattr(rest, name), getattr(experts, name)) for name in _SUMMED)
+    sums = dict(zip(_SUMMED, map(sum, pairs), strict=True))
+    ahead = max(experts.buffer_bytes + experts.cast_bytes, sums["buffer_bytes"] + rest.cast_bytes)
+    first = rest.copying_bytes + experts.buffer_bytes - experts.gathered_bytes
+    return Unit(
+        **sums,
+        copying_bytes=max(first, experts.copying_bytes),
+        cast_bytes=ahead - sums["buffer_bytes"],
+        last_bytes=rest.last_bytes,
+        converted=rest.converted,
+        groups=(rest, experts),
+    )
+
+
+_SUMMED = (
+    "gathered_bytes",
+    "buffer_bytes",
+    "reduced_bytes",
+    "kept_bytes",
+    "narrow_bytes",
+    "waited_bytes",
+    "formed_bytes",
+)
+
+
+def _group(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
+    """Return what tensors take that are gathered at once.
+
+    Formula:
+        ``ranks * elements of the shards * bytes of an element``.
+
+    Source:
+        ``foreach_all_gather`` and ``foreach_reduce`` in
+        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0).
+    """
+    compute, offloads = setup.compute_bytes, setup.offloads_weights
+    if setup.config.parallel.engine == "fsdp1":
+        return _flat_unit(tensors, setup)
+    widths = [gathered_width(tensor, setup) for tensor in tensors if not is_whole(tensor, setup)]
+    tensors = [tensor for tensor in as_sharded(tensors, setup) if not is_whole(tensor, setup)]
+    cuts = [cut(tensor, setup.config.parallel) for tensor in tensors]
+    ranks, _ = max(cuts, default=(1, 0))
+    shards = [
+        (shard(tensor, *way).elements, *stored_width(tensor, setup)) for tensor, way in zip(tensors, cuts, strict=True)
+    ]
+    reordered = [tensor.elements for tensor, (_, dimension) in zip(tensors, cuts, strict=True) if dimension]
+    trained = sum(elements for elements, _, trains in shards if trains)
+    own = max((width for _, width, trains in shards if trains), default=compute)
+    reduced = reduced_width(setup)
+    gathered = ranks * sum(elements * width for (elements, _, _), width in zip(shards, widths, strict=True))
+    return Unit(
+        gathered_bytes=gathered,
+        buffer_bytes=gathered if ranks > 1 else 0,
+        copying_bytes=gathered + sum(reordered) * compute
+        if ranks > 1
+        else 0
+        if own == compute
+        else _cast_alone(tensors) * compute,
+        reduced_bytes=ranks * trained * reduced,
+        kept_bytes=trained * own,
+        narrow_bytes=trained * reduced if reduced != own or ranks == 1 else 0,
+        cast_bytes=sum(n for n, width, _ in shards if (width != compute and casts_shards(setup)) or offloads)
+        * compute
+        * (ranks > 1),
+        last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,
+        waited_bytes=trained * reduced if setup.config.parallel.replicate > 1 else 0,
+        converted=reduced != own,
+        leaves=offloads,
+        formed_bytes=sum(t.elements for t, (_, _, trains) in zip(tensors, shards, strict=True) if trains) * compute,
+        reordered_bytes=reordered[-1] * compute if reordered else 0,
+    )
+
+
+def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
+    """Return what a unit of FullyShardedDataParallel takes, which is gathered in place, from a copy in the compute dtype.
+
+    Its gradients are put together in one tensor, which is copied where ranks do not divide it. Frozen weights have none, and
+    adapters among them are units of their own. A piece that comes from host memory and is not cast is there on the device as
+    long as the unit is gathered, where parameters stay apart: they are views of it meanwhile.
+
+    Source:
+        ``_use_low_precision_shard``, ``flat_param_to`` and ``_use_unsharded_views`` in
+        torch/distributed/fsdp/_flat_param.py, ``_get_reduce_scatter_tensors`` and
+        ``_cast_grad_to_param_dtype`` in _runtime_utils.py (v2.13.0).
+    """
+    parallel = setup.config.parallel
+    frozen = in_floats([tensor for tensor in tensors if ADAPTER not in tensor.name], setup) or tensors
+    own, trained = stored_width(frozen[0], setup)
+    compute = setup.compute_bytes if casts_shards(setup) else own
+    elements = flat_elements(frozen, parallel, compute)
+    piece = ceil_div(elements, parallel.shards)
+    padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
+    moved = piece * compute if setup.offloads_weights and not narrow else 0
+    retained = moved if parallel.flat.use_orig_params else 0
+    return Unit(
+        gathered_bytes=padded + retained,
+        buffer_bytes=0,
+        copying_bytes=narrow + moved - retained,
+        reduced_bytes=elements * compute * trained,
+        kept_bytes=piece * own * trained,
+        narrow_bytes=narrow + (padded if padded != elements * compute else 0),
+        cast_bytes=narrow,
+        last_bytes=0,
+    )
+
+
+def _cast_alone(tensors: Sequence[ParameterTensor]) -> int:
+    """Return the most elements that are there beyond all of a unit's, where each tensor is cast and then copied."""
+    done, most, total = 0, 0, sum(tensor.elements for tensor in tensors)
+    for tensor in sorted(tensors, key=lambda tensor: len(tensor.shape) == 1):  # norms come last
+        done += tensor.elements
+        most = max(most, done + tensor.elements)
+    return most - total
+
+
+def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> int:
+    """Return the elements of a unit's last matrix; layers of transformers' and torchtitan's models end with a norm or a bias."""
+    if setup.config.adapter is not None:
+        return 0
+    formed = [tensor for tensor in tensors if tensor.used]
+    matrices = [tensor.elements for tensor in formed if len(tensor.shape) > 1]
+    layer = any("{}" in tensor.name for tensor in formed)
+    ends_with_vector = setup.stack.model_code == "transformers" or setup.stack.sharded_units == "ends-apart"
+    return matrices[-1] if matrices and not (layer and ends_with_vector) else 0
