@@ -42,6 +42,7 @@ class ParameterTensor:
     experts_per_token: int = 0  # For routed experts: how many of ``shape[0]`` a token uses; else 0
     used: bool = True  # Whether rows of tokens pass through it: a vision tower gets no gradients from them
     frozen: bool = False  # Whether it does not train where other parameters of the model do
+    divided: tuple[int, ...] = ()  # Of a rank's shard, the shape of what the ranks have together; else nothing
 
     @property
     def kind(self) -> Kind:

@@ -13,7 +13,13 @@ from memplan.catalog.training_config import Adapter, Offload, TrainingConfig
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.expert_rules import expert_refusals
-from memplan.training.rules.flat_rules import deepspeed_problems, flat_refusal, staying_refusal, steps_elementwise
+from memplan.training.rules.flat_rules import (
+    deepspeed_problems,
+    flat_refusal,
+    staying_refusal,
+    steps_elementwise,
+    steps_shards,
+)
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
 
@@ -302,7 +308,7 @@ def _when_sharded(
         yield ("kernels", "loss"), text
     width = FLOAT_BYTES.get(weights if config.adapter is None else config.adapter.dtype or "", 0)
     for name, entry in optimizers.items():
-        if not steps_elementwise(entry, width):
+        if not (steps_elementwise(entry, width) or steps_shards(entry, stack, profile)):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {instead}"
             yield ("optimizer",), text
 

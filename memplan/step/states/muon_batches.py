@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
+from math import prod
 
 from memplan.documents.frozen_values import dataclass
-from memplan.step.states.muon_scratch import MuonPhases, index_bytes, newton_schulz_sizes
+from memplan.errors import CannotAnswerError
+from memplan.step.states.muon_scratch import MuonPhases, index_bytes, muon_phases, newton_schulz_sizes
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
 
 Alike = tuple[tuple[int, ...], str, str]
 """Shape, format and gradient dtype: matrices that agree in them are updated together."""
@@ -23,6 +27,7 @@ class MuonBatch:
 
     together: int  # How many are updated together; 1 where each is updated by itself
     some_alone: bool  # Whether one is left over, which is updated by itself
+    ranks: int = 1  # Among how many ranks each is divided, which own some of them whole for a while
 
 
 ALONE = MuonBatch(1, True)
@@ -40,11 +45,14 @@ def muon_batches(
     counts: Counter[Alike] = Counter()
     firsts: dict[Alike, TensorStates] = {}
     for entry, count in group:
-        if _can_share(setup, entry) and entry.tensor.name not in stored:
+        if (is_exchanged(entry) or _can_share(setup, entry)) and entry.tensor.name not in stored:
             counts[alike(entry)] += count
             firsts.setdefault(alike(entry), entry)
     batches = {}
     for kind, entry in firsts.items():
+        if is_exchanged(entry):
+            batches[kind] = _round(setup, entry, counts[kind])
+            continue
         most = setup.profile.muon_batch_bytes // batch_phases(setup, entry, 1).bytes
         if min(most, counts[kind]) > 1:
             batches[kind] = MuonBatch(min(most, counts[kind]), counts[kind] % most == 1)
@@ -53,7 +61,63 @@ def muon_batches(
 
 def alike(entry: TensorStates) -> Alike:
     """Return what makes matrices of one optimizer alike."""
-    return entry.tensor.shape, entry.format_name, entry.gradient_name
+    return entry.tensor.divided or entry.tensor.shape, entry.format_name, entry.gradient_name
+
+
+def is_exchanged(entry: TensorStates) -> bool:
+    """Tell whether a matrix for Muon is divided by rows, so that ranks send each other the pieces of whole ones."""
+    return bool(entry.tensor.divided) and entry.optimizer.orthogonalises and len(entry.tensor.shape) == 2
+
+
+def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
+    """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds.
+
+    Source:
+        ``round_size`` in memplan/muon/sharded/sharded_updates.py.
+
+    Raises:
+        CannotAnswerError: The library refuses the shards, whose rows are no whole blocks of momentum.
+    """
+    block, columns, ranks = (
+        entry.optimizer.slots[0].block_elements,
+        entry.tensor.shape[-1],
+        setup.config.parallel.shards,
+    )
+    if columns % block:
+        raise CannotAnswerError(
+            f"{entry.tensor.name}: rows of {columns} elements are no whole blocks of {block}, in which {entry.optimizer_name} keeps "
+            "its momentum: the bundled Muon refuses such shards; use momentum in fp32 or bf16"
+        )
+    each = 4 * prod(entry.tensor.divided) + sum(_workspace(setup, entry, 1))
+    return MuonBatch(min(count, ranks * max(1, setup.profile.muon_batch_bytes // each)), False, ranks)
+
+
+def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) -> MuonPhases:
+    """Return what a round allocates on the first rank, whose matrices and pieces are as large as any rank's.
+
+    Formula:
+        With p the pieces of all its matrices and f the matrices that it owns, in bf16: p + the momentum's chunk, p + f while
+        they are sent, 2 f while more than one are put together, f + Newton-Schulz, p + the weight's chunk.
+
+    Source:
+        ``round_bytes`` in memplan/muon/sharded/sharded_updates.py.
+    """
+    alone = muon_phases(setup, entry)
+    pieces, owned = 2 * batch.together * entry.tensor.elements, ceil_div(batch.together, batch.ranks)
+    whole = 2 * owned * prod(entry.tensor.divided)
+    return MuonPhases(
+        update=0,
+        momentum=(pieces, *alone.momentum),
+        norms=(whole, pieces) if owned == 1 else (whole, max(pieces, whole)),
+        workspace=(whole, *_workspace(setup, entry, owned)),
+        weights=(pieces, *alone.weights),
+    )
+
+
+def _workspace(setup: TrainingSetup, entry: TensorStates, count: int) -> tuple[int, ...]:
+    """Return the workspace of orthogonalising so many whole matrices together."""
+    whole = replace(entry, tensor=replace(entry.tensor, shape=entry.tensor.divided))
+    return newton_schulz_sizes(setup, whole, count)
 
 
 def _can_share(setup: TrainingSetup, entry: TensorStates) -> bool:

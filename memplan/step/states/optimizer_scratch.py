@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
-from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches
+from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches, round_phases
 from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, muon_phases
 from memplan.step.states.update_algorithms import run_of, scratch_of
 from memplan.step.tensors.tensor_states import TensorStates
@@ -193,6 +193,10 @@ def _bundled(setup: TrainingSetup, entry: TensorStates, batches: Mapping[Alike, 
     if not entry.optimizer.orthogonalises:
         return _chunked(setup, entry)
     batch = batches.get(alike(entry), ALONE)
+    if batch.ranks > 1:
+        shape = " x ".join(map(str, entry.tensor.divided))
+        text = f"{batch.together} matrices of {shape}, divided among {batch.ranks} ranks, at a time"
+        return Temporaries(round_phases(setup, entry, batch).bytes, text)
     alone = _muon(setup, entry) if batch.some_alone else NOTHING
     if batch.together == 1:
         return alone

@@ -67,7 +67,8 @@ def shard(tensor: ParameterTensor, ranks: int, dimension: int = 0) -> ParameterT
         (3, 3)
     """
     rows = ceil_div(tensor.shape[dimension], ranks)
-    return replace(tensor, shape=(*tensor.shape[:dimension], rows, *tensor.shape[dimension + 1 :]))
+    shape = (*tensor.shape[:dimension], rows, *tensor.shape[dimension + 1 :])
+    return replace(tensor, shape=shape, divided=tensor.shape)
 
 
 def is_apart(tensor: ParameterTensor, parallel: Parallel) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.catalog.entries import Optimizer
+from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.catalog.update_classes import TORCH_ADAMW, is_known
@@ -104,6 +105,16 @@ def deepspeed_problems(
         elif config.offload.optimizer_states == "cpu" and entry.implementation != TORCH_ADAMW:
             text = f"{name} is not what DeepSpeed steps in host memory, where its own Adam does; use adamw-fp32"
             yield ("optimizer",), text
+
+
+def steps_shards(entry: Optimizer, stack: Stack, profile: KernelProfile) -> bool:
+    """Tell whether the bundled optimizer steps ``fully_shard``'s shards: Muon whatever its momentum's format, AdamW with floats.
+
+    Source:
+        ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
+    """
+    known = stack.name == "bundled" and entry.bundled is not None and profile.newton_schulz != "torch"
+    return known and (entry.orthogonalises or all(slot.block_elements == 1 for slot in entry.slots))
 
 
 def steps_elementwise(entry: Optimizer, width: int) -> bool:

@@ -1,0 +1,53 @@
+"""Muon over torch's shards: jobs drawn at random, formula against trace at every instant, to the byte."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+pytest.importorskip("torch")
+
+import memplan
+from memplan.errors import CannotAnswerError
+from tests.survey.drawn_jobs import Job, verdict
+
+MOMENTA = ("muon-fp32", "muon-bf16", "muon-int8", "muon-int4", "muon-gauss4", "muon-gauss2", "muon-ternary")
+ODD = {"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 896}
+
+
+def drawn(seed: int) -> Job:
+    rng = Random(f"muon over shards {seed}")
+    blocks = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
+    plain = rng.random() < 0.4
+    shape = rng.choice([ODD, blocks]) if plain else blocks
+    training = {
+        "description": "drawn at random",
+        "activation_checkpointing": rng.choice(["none", "full"]),
+        "compute_dtype": "bf16",
+        "micro_batch_size": 1,
+        "sequence_length": rng.choice([1, 16, 33]),
+        "gradient_accumulation_steps": rng.choice([1, 2]),
+        "clip_gradients": rng.random() < 0.3,
+        "weights": {"default": rng.choice(["fp32", "bf16"])},
+        "optimizer": {"hidden_matrix": rng.choice(MOMENTA[:2] if plain else MOMENTA), "default": "adamw-fp32"},
+        "kernels": {"newton_schulz": rng.choice(["min", "fast"]), "muon_batch_bytes": rng.choice([0, 0, 2**23, 2**26])},
+        "parallel": {"data": rng.choice([2, 3, 4, 8, 16]), "zero_stage": 3},
+    }
+    keys = {"model_type": "llama", "num_hidden_layers": rng.choice([1, 2, 5]), "vocab_size": rng.choice([999, 3000])}
+    return Job({**keys, **shape, "max_position_embeddings": 2048, "tie_word_embeddings": rng.random() < 0.5}, training)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(24))
+def test_the_formula_equals_the_trace_at_the_peak_and_in_the_optimizer_step(seed, catalog):
+    result = verdict(drawn(seed), catalog)
+    assert result.outcome in ("agrees", "differs"), result.reason  # other instants are those of any optimizer
+    assert result.formula_bytes == result.traced_bytes
+    assert not result.differences.keys() & {"optimizer step", "persistent", "host"}
+
+
+def test_shards_that_the_library_refuses_are_refused():
+    settings = {"optimizer.hidden_matrix": "muon-ternary"}
+    with pytest.raises(CannotAnswerError, match="no whole blocks of 256"):
+        memplan.plan("qwen2.5-0.5b", gpu="h100", config="muon", gpus=4, set=settings)
