@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memplan.muon.group_options import DEFAULTS, adamw_options, checked_keys, checked_options, muon_options
-from memplan.muon.parameter_updates import batch_bytes, batches_of
-from memplan.muon.sharded.divisions import coded_elements
-from memplan.muon.sharded.sharded_updates import needs_exchange, round_bytes, rounds_of
+from memplan.muon.parameter_updates import batch_bytes, batches_of, bytes_of_round, needs_exchange, rounds_of
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.muon.updates.handles import FloatHandle, Handle
+from memplan.muon.updates.handles import FloatHandle, Handle, coded_elements
 from memplan.muon.updates.offload import staged_bytes
 from memplan.muon.updates.steps import (
     FIRST,
@@ -224,8 +222,8 @@ def predict_optimizer_bytes(optimizer: Muon) -> PredictedBytes:
             weight=handle.layout,
             device=handle.key.device.type,
         )
-    for handles, group in rounds_of([entry for entry in ready if needs_exchange(*entry)]):
-        total += PredictedBytes(temporaries=round_bytes(handles[0], group, len(handles)))
+    for handles, group in rounds_of(ready):
+        total += PredictedBytes(temporaries=bytes_of_round(handles, group))
     for handles, group in batches_of([entry for entry in ready if not needs_exchange(*entry)]):
         if len(handles) > 1:
             total += PredictedBytes(temporaries=batch_bytes(handles, group))

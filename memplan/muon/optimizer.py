@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from memplan.muon.group_options import DEFAULTS, checked_keys, checked_options, diverges, own_options
+from memplan.muon.group_options import DEFAULTS, checked_keys, checked_options, diverges, muon_options, own_options
 from memplan.muon.parameter_groups import named_groups
 from memplan.muon.parameter_state import (
     checked_handles,
@@ -24,16 +24,16 @@ from memplan.muon.parameter_state import (
     restore,
     share_states,
 )
-from memplan.muon.parameter_updates import batches_of, update_parameter_, update_together_
+from memplan.muon.parameter_updates import batches_of, needs_exchange, rounds_of, update_parameter_, update_together_
 from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.sharded.divisions import anywhere, draw_number, is_divided
-from memplan.muon.sharded.sharded_updates import Shard, needs_exchange, rounds_of, update_round_
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import phases_of
 from memplan.muon.updates.backward_hooks import BackwardHooks
 from memplan.muon.updates.clipping import clip_gradients_
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
 from memplan.muon.updates.offload import buffers_on, finish_copies
+from memplan.muon.updates.rounds import Shard, update_round_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         if group["master"] == "split":
             state["mantissa"] = torch.zeros(handle.shape, dtype=torch.int16, device=handle.key.device)
             assert isinstance(handle, FloatHandle)
-            handle = SplitHandle(handle.parameter, state["mantissa"], handle.store)
+            handle = SplitHandle(handle.key, state["mantissa"], handle.store)
         self.state[handle.key] = state
         self._parameters.add(handle, group)
         if self.gradient_format or self._backward.releasing:
@@ -179,7 +179,7 @@ class Muon(torch.optim.Optimizer):
         ready = [(handle, group) for handle, group in self.handles() if handle.gradient(False) is not None]
         self._refuse_changed(ready)
         self._refuse_unusable([handle for handle, _ in ready])
-        for handles, group in rounds_of([entry for entry in ready if needs_exchange(*entry)]):
+        for handles, group in rounds_of(ready):
             self._update_round(handles, group)
         for handles, group in batches_of([entry for entry in ready if not needs_exchange(*entry)]):
             if len(handles) > 1:
@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
         if not self.check_finite:
             return
         broken = first_not_finite(handles)
-        elsewhere = anywhere(broken is not None, handles)
+        elsewhere = anywhere(broken is not None, [handle.key for handle in handles])
         if broken is not None:
             name = parameter_name(self.param_groups, broken.key)
             raise OptimizerError(f"the gradient of {name} is not finite; no parameter or state was changed")
@@ -229,7 +229,7 @@ class Muon(torch.optim.Optimizer):
             follow_parameter(handle, group, self.state[handle.key])
             generator, phases = self._seeded_generator(handle.key), self._phases(handle.key, group)
             shards.append(Shard(handle, self.state[handle.key], generator, phases))
-        update_round_(shards, group, self._buffers_on(handles[0].key.device) if group["offload"] else 0)
+        update_round_(shards, muon_options(group), self._buffers_on(handles[0].key.device) if group["offload"] else 0)
 
     def _phases(self, key: Tensor, group: Group) -> Phases | None:
         """Return the phases of a parameter's rounding, where its group asks for them."""

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.muon.group_options import LAYOUT_KEYS, adamw_options, checked_options, muon_options
 from memplan.muon.sharded.divisions import (
-    coded_elements,
     is_divided,
     refuse_placements,
     shards_have_whole_blocks,
@@ -23,7 +22,7 @@ from memplan.muon.sharded.shared_states import local_state, shared_state
 from memplan.muon.state_codecs.codecs import BlockCodec
 from memplan.muon.stores.gradient_stores import GradientStore
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
+from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle, coded_elements
 from memplan.muon.updates.low_rank import low_rank_state
 from memplan.muon.updates.offload import home_of, pinned
 from memplan.muon.updates.projection import projection_state
@@ -107,11 +106,11 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
 def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | None, label: str) -> None:
     """Raise ``OptimizerError`` if a DTensor's shards cannot be updated as a group asks for."""
     refuse_placements(handle.key, label)
-    asked = {key: group[key] for key in ("projection_rank", "low_rank") if group[key]}
-    asked |= {"gradient_format": gradient_format} if gradient_format else {}
-    if asked:
-        given = ", ".join(f"{key} {value!r}" for key, value in asked.items())
-        raise OptimizerError(f"{label} is a DTensor: {given} takes whole matrices, which no rank has")
+    given = {key: group[key] for key in ("projection_rank", "low_rank") if group[key]}
+    given |= {"gradient_format": gradient_format} if gradient_format else {}
+    if given:
+        options = ", ".join(f"{key} {value!r}" for key, value in given.items())
+        raise OptimizerError(f"{label} is a DTensor: {options} takes whole matrices, which no rank has")
     block = muon_options(group).codec.block_elements if group["algorithm"] == "muon" else 1
     if not shards_have_whole_blocks(handle.key, block):
         raise OptimizerError(

@@ -7,14 +7,16 @@ How many matrices go together is bounded by the bytes that they take beside weig
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from memplan.muon.group_options import adamw_options, muon_options
-from memplan.muon.sharded.divisions import coded_elements, is_divided
+from memplan.muon.sharded.divisions import is_divided, matrix_divisions
 from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
-from memplan.muon.updates.handles import FloatHandle
-from memplan.muon.updates.offload import stager_of
+from memplan.muon.updates.handles import FloatHandle, coded_elements
+from memplan.muon.updates.offload import staged_bytes, stager_of
 from memplan.muon.updates.projection import projected_step_
+from memplan.muon.updates.rounds import round_bytes, whole_bytes
 from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
 
 if TYPE_CHECKING:
@@ -97,6 +99,45 @@ def batch_size(handle: Handle, group: Group) -> int:
 def batch_bytes(handles: Sequence[Handle], group: Group) -> int:
     """Return what updating matrices of one shape together allocates."""
     return batch_step_bytes(handles, muon_options(group))
+
+
+def needs_exchange(handle: Handle, group: Group) -> bool:
+    """Tell whether a parameter is a matrix for Muon that no rank has whole."""
+    return group["algorithm"] == "muon" and bool(matrix_divisions(handle.key))
+
+
+def rounds_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle], Group]]:
+    """Return the divided matrices of Muon in rounds, the same on every rank whose parameters have gradients.
+
+    Matrices of a round have one group, shape, dtype and division.
+    """
+    rounds: list[tuple[list[Handle], Group]] = []
+    open_rounds: dict[tuple[Any, ...], list[Handle]] = {}
+    for handle, group in ready:
+        if not needs_exchange(handle, group):
+            continue
+        whole: Any = handle.key
+        key = (id(group), whole.shape, whole.dtype, whole.device_mesh, tuple(whole.placements))
+        together = open_rounds.get(key)
+        if together is None or len(together) == round_size(handle, group):
+            together = open_rounds[key] = []
+            rounds.append((together, group))
+        together.append(handle)
+    return rounds
+
+
+def round_size(handle: Handle, group: Group) -> int:
+    """Return how many matrices make a round: one for each rank, or as many each as ``batch_bytes`` holds."""
+    ranks = prod(division.ranks for division in matrix_divisions(handle.key))
+    return ranks * max(1, int(group["batch_bytes"]) // whole_bytes(handle, muon_options(group)))
+
+
+def bytes_of_round(handles: Sequence[Handle], group: Group) -> int:
+    """Return what updating a round of matrices allocates on this rank."""
+    first, options = handles[0], muon_options(group)
+    length = chunk_length(first.shape.numel(), options.chunk_elements, options.codec.block_elements)
+    staged = staged_bytes(first, group, (options.codec,), length, first.key.device.type)
+    return round_bytes(first, options, len(handles), staged)
 
 
 def update_together_(

@@ -52,10 +52,11 @@ def layouts(world: int) -> Layouts:
     return found
 
 
-def parameters() -> dict[str, nn.Parameter]:
+def parameters(options: dict[str, Any]) -> dict[str, nn.Parameter]:
     """Return whole parameters, the same on every rank."""
     torch.manual_seed(3)
-    return {name: nn.Parameter(torch.randn(shape) / 8) for name, shape in SHAPES.items()}
+    dtype = torch.bfloat16 if options.get("master") else torch.float32
+    return {name: nn.Parameter((torch.randn(shape) / 8).to(dtype)) for name, shape in SHAPES.items()}
 
 
 def gradients() -> Iterator[dict[str, Tensor]]:
@@ -87,14 +88,15 @@ def steps_agree_to_the_bit(options: dict[str, dict[str, Any]]) -> None:
 
 
 def _steps_agree(name: str, options: dict[str, Any], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-    whole, shards = parameters(), divided(parameters(), mesh, placements)
+    whole, shards = parameters(options), divided(parameters(options), mesh, placements)
     alone, together = optimizer_of(whole, **options), optimizer_of(shards, **options)
     foretold, taken = predict_optimizer_bytes(together), []
-    assert together.state_bytes() == foretold.optimizer_states + foretold.host_states + foretold.step_counters
+    states = foretold.optimizer_states + foretold.host_states + foretold.master_weights
+    assert together.state_bytes() == states + foretold.step_counters
     for step in gradients():
         for key, gradient in step.items():
-            whole[key].grad = gradient.clone()
-            shards[key].grad = distribute_tensor(gradient, mesh, placements)
+            whole[key].grad = gradient.to(whole[key].dtype)
+            shards[key].grad = distribute_tensor(gradient.to(whole[key].dtype), mesh, placements)
         alone.step()
         existing = [[shard._local_tensor, shard.grad._local_tensor] for shard in shards.values()]
         with LiveStorages(tensors_of([existing, list(together.state.values())])) as live:
@@ -157,7 +159,7 @@ def train(model: nn.Module, optimizer: Muon) -> None:
 def ranks_refuse_together() -> None:
     """See that a gradient that is not finite on one rank stops all, and that a norm is that of whole gradients."""
     mesh, placements = layouts(dist.get_world_size())["rows"]
-    whole, shards = parameters(), divided(parameters(), mesh, placements)
+    whole, shards = parameters({}), divided(parameters({}), mesh, placements)
     alone, together = optimizer_of(whole), optimizer_of(shards)
     for key, gradient in next(gradients()).items():
         whole[key].grad, shards[key].grad = gradient.clone(), distribute_tensor(gradient, mesh, placements)

@@ -17,6 +17,7 @@ OPTIONS = {
     "int8": {"momentum_format": "int8", "adamw_format": "bf16", "batch_bytes": 1 << 16},
     "gauss4": {"momentum_format": "gauss4", "ns_workspace": "min", "chunk_elements": 64},
     "ternary": {"momentum_format": "ternary", "scale_dtype": "bf16"},
+    "split": {"master": "split", "momentum_format": "bf16"},
     "in host memory": {"momentum_format": "bf16", "offload": True},
 }
 

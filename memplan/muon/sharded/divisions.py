@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memplan.muon.state_codecs.state_formats import ADAMW_BLOCK
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from memplan.muon.updates.handles import Handle
 
 SHARD_DRAWS = 1_000_000_007
 """What sets the random numbers of a parameter's shards apart: a prime, far above any number of parameters."""
@@ -57,7 +56,7 @@ def is_divided(tensor: Any) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a DTensor, the storage itself; any other tensor as it is."""
-    return tensor._local_tensor if is_divided(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor._local_tensor if is_divided(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def refuse_placements(parameter: Any, label: str) -> None:
@@ -124,13 +123,6 @@ def shards_have_whole_blocks(parameter: Any, block_elements: int) -> bool:
     return all(length % block_elements == 0 for length in lengths)
 
 
-def coded_elements(handle: Handle) -> int:
-    """Return the elements by which AdamW's format is chosen, on all ranks the same; 0 where shards are no whole blocks."""
-    if not is_divided(handle.key):
-        return handle.shape.numel()
-    return handle.key.numel() if shards_have_whole_blocks(handle.key, ADAMW_BLOCK) else 0
-
-
 def draw_number(place: int, parameter: Any) -> int:
     """Return the number that sets a parameter's random numbers apart: its place, and which shard this rank has; replicas share it."""
     shard = 0
@@ -139,13 +131,13 @@ def draw_number(place: int, parameter: Any) -> int:
     return place + SHARD_DRAWS * shard
 
 
-def anywhere(flag: bool, handles: list[Handle]) -> bool:
-    """Tell whether a flag is set on any rank of the meshes of ``handles``; one small all-reduce for each mesh dimension."""
+def anywhere(flag: bool, parameters: Iterable[Any]) -> bool:
+    """Tell whether a flag is set on any rank of the meshes of DTensors; one small all-reduce for each mesh dimension."""
     import torch.distributed as dist
 
-    meshes = {handle.key.device_mesh: handle.key for handle in handles if is_divided(handle.key)}  # type: ignore[attr-defined]
-    for mesh, key in meshes.items():
-        value = torch.tensor(float(flag), device=key.device)
+    meshes = {parameter.device_mesh: parameter for parameter in parameters if is_divided(parameter)}
+    for mesh, parameter in meshes.items():
+        value = torch.tensor(float(flag), device=parameter.device)
         for mesh_dim in range(mesh.ndim):
             dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(mesh_dim))
         flag = flag if value.is_meta else bool(value)

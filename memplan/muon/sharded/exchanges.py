@@ -63,12 +63,12 @@ def _lies_whole(division: Division, owned: int) -> bool:
 
 
 def _places(whole: Tensor, division: Division) -> Sequence[Tensor]:
-    return whole.split(division.lengths, dim=division.dim + 1)
+    return torch.split(whole, list(division.lengths), dim=division.dim + 1)
 
 
 def _split(pieces: Tensor, division: Division, owned: int) -> list[Tensor]:
     sizes = [owned * prod(division.piece(rank)) for rank in range(division.ranks)]
-    parts = pieces.split(sizes)
+    parts = torch.split(pieces, sizes)
     return [part.view(owned, *division.piece(rank)) for rank, part in enumerate(parts)]
 
 

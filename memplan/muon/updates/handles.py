@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memplan.muon.sharded.divisions import local_part
+from memplan.muon.sharded.divisions import is_divided, local_part, shards_have_whole_blocks
+from memplan.muon.state_codecs.state_formats import ADAMW_BLOCK
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore, TensorGradient
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import random_bits_
@@ -167,6 +168,13 @@ class FloatHandle:
         if generator is not None and weights.dtype == torch.bfloat16:
             _round_stochastically_(exact, update, generator)
         weights.copy_(exact)
+
+
+def coded_elements(handle: Handle) -> int:
+    """Return the elements by which AdamW's format is chosen, on all ranks the same; 0 where shards are no whole blocks."""
+    if not is_divided(handle.key):
+        return handle.shape.numel()
+    return handle.key.numel() if shards_have_whole_blocks(handle.key, ADAMW_BLOCK) else 0
 
 
 class SplitHandle(FloatHandle):

@@ -73,7 +73,7 @@ def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
     """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds.
 
     Source:
-        ``round_size`` in memplan/muon/sharded/sharded_updates.py.
+        ``round_size`` in memplan/muon/parameter_updates.py.
 
     Raises:
         CannotAnswerError: The library refuses the shards, whose rows are no whole blocks of momentum.
@@ -100,7 +100,7 @@ def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) ->
         they are sent, 2 f while more than one are put together, f + Newton-Schulz, p + the weight's chunk.
 
     Source:
-        ``round_bytes`` in memplan/muon/sharded/sharded_updates.py.
+        ``round_bytes`` in memplan/muon/updates/rounds.py.
     """
     alone = muon_phases(setup, entry)
     pieces, owned = 2 * batch.together * entry.tensor.elements, ceil_div(batch.together, batch.ranks)

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from memplan.muon.group_options import muon_options
 from memplan.muon.sharded.divisions import matrix_divisions
 from memplan.muon.sharded.exchanges import from_owners, in_pieces, put_together, to_owners
-from memplan.muon.updates.offload import staged_bytes, stager_of
+from memplan.muon.updates.offload import stager_of
 from memplan.muon.updates.steps import (
     accumulate_,
     accumulate_bytes,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from memplan.muon.updates.handles import Handle
     from memplan.muon.updates.steps import MuonOptions, State
 
-Group = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -54,50 +51,16 @@ class Shard:
     phases: Phases | None  # Of the weight's rounding, where its group asks for them
 
 
-def rounds_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle], Group]]:
-    """Return the divided matrices of Muon in rounds, the same on every rank whose parameters have gradients.
-
-    Matrices of a round have one group, shape, dtype and division.
-    """
-    rounds: list[tuple[list[Handle], Group]] = []
-    open_rounds: dict[tuple[Any, ...], list[Handle]] = {}
-    for handle, group in ready:
-        key = (id(group), handle.key.shape, handle.key.dtype, handle.key.device_mesh, tuple(handle.key.placements))  # type: ignore[attr-defined]
-        together = open_rounds.get(key)
-        if together is None or len(together) == round_size(handle, group):
-            together = open_rounds[key] = []
-            rounds.append((together, group))
-        together.append(handle)
-    return rounds
-
-
-def needs_exchange(handle: Handle, group: Group) -> bool:
-    """Tell whether a parameter is a matrix for Muon that no rank has whole."""
-    return group["algorithm"] == "muon" and bool(matrix_divisions(handle.key))
-
-
-def round_size(handle: Handle, group: Group) -> int:
-    """Return how many matrices make a round, the same on every rank: one for each, or as many as ``batch_bytes`` holds.
-
-    Formula:
-        ``ranks * max(1, batch_bytes // (2 * whole + workspace))``, the bytes of a whole matrix in ``ns_dtype``.
-    """
-    options, shape = muon_options(group), handle.key.shape
-    ranks = prod(division.ranks for division in matrix_divisions(handle.key))
-    each = 2 * shape.numel() * options.dtype.itemsize + orthogonalise_bytes(shape, options)
-    return ranks * max(1, int(group["batch_bytes"]) // each)
-
-
 @torch.no_grad()
-def update_round_(shards: Sequence[Shard], group: Group, buffers: int) -> None:
+def update_round_(shards: Sequence[Shard], options: MuonOptions, buffers: int) -> None:
     """Update the shards of a round of matrices, which have gradients, and their states.
 
     Args:
         shards: Of each matrix, in one order on all ranks.
-        group: Their group's options.
+        options: Of all of them.
         buffers: How many stretches of offloaded state pass through at a time; 0 where states are on the device.
     """
-    options, first = muon_options(group), shards[0].handle
+    first = shards[0].handle
     divisions = matrix_divisions(first.key)
     data, counts = _momenta(shards, options, buffers), [len(shards)]
     for division in divisions:
@@ -118,19 +81,22 @@ def update_round_(shards: Sequence[Shard], group: Group, buffers: int) -> None:
         shard.state["step"] += 1
 
 
-def round_bytes(handle: Handle, group: Group, matrices: int) -> int:
+def round_bytes(handle: Handle, options: MuonOptions, matrices: int, staged: int = 0) -> int:
     """Return the most that a round of so many matrices like that one allocates on this rank.
 
     Formula:
         With ``p`` the bytes of a piece of each matrix and ``f`` those of the matrices that this rank owns, in ``ns_dtype``:
         ``max(p + accumulate, p + f, 2 f where pieces have to be put together, f + workspace, p + apply)``; over two
         mesh dimensions the same for each in turn.
+
+    Args:
+        handle: One of the matrices.
+        options: Of all of them.
+        matrices: How many there are.
+        staged: What stretches of offloaded state pass through, in bytes.
     """
-    options = muon_options(group)
     size, shape = options.dtype.itemsize, torch.Size(handle.shape)
     before = matrices * shape.numel() * size
-    length = chunk_length(shape.numel(), options.chunk_elements, options.codec.block_elements)
-    staged = staged_bytes(handle, group, (options.codec,), length, handle.key.device.type)
     phases = [0]
     if shape.numel():
         phases += [
@@ -147,6 +113,16 @@ def round_bytes(handle: Handle, group: Group, matrices: int) -> int:
         orthogonalise_bytes(_stacked(shape, matrices), _together(options, handle.key, matrices)) if matrices else 0
     )
     return max(*phases, before + workspace)
+
+
+def whole_bytes(handle: Handle, options: MuonOptions) -> int:
+    """Return what one whole matrix takes while it is exchanged and orthogonalised, on every rank the same.
+
+    Formula:
+        Twice its bytes in ``ns_dtype``, and the workspace of Newton-Schulz.
+    """
+    shape = handle.key.shape
+    return 2 * shape.numel() * options.dtype.itemsize + orthogonalise_bytes(shape, options)
 
 
 def _momenta(shards: Sequence[Shard], options: MuonOptions, buffers: int) -> Tensor:
