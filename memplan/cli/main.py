@@ -6,8 +6,10 @@ import gc
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from itertools import count
 from typing import Annotated, Any
 
 import typer
@@ -110,20 +112,40 @@ def _empty_app() -> typer.Typer:
 def run(words: Sequence[str] | None = None) -> None:
     """Run the command; expected errors are one line each on standard error, bugs exit with 70.
 
-    Only the command that was asked for is imported, since importing all of them takes as long as an answer; and the
-    process is too short for collecting cycles to pay: neither while it runs, nor at its end, which looks through all that
-    is not frozen.
+    Only the command that was asked for is imported, since importing all of them takes as long as an answer.
 
     Args:
         words: The line that a shell asks to be completed, without the program; else what was typed is run.
     """
-    gc.disable()
-    with guarded_streams(), warnings.catch_warnings():
+    with _no_collections(), guarded_streams(), warnings.catch_warnings():
         warnings.simplefilter("default", MemplanWarning)
         warnings.showwarning = _say_ours(warnings.showwarning)
         code = _exit_code(sys.argv[1:] if words is None else words)
-    gc.freeze()
     sys.exit(code)
+
+
+_commands_run = count()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect no cycles in a process of one command, which is too short for it to pay: neither while it runs nor at its end.
+
+    The end looks through all that is not frozen. What a command leaves are cycles, some MiB of them, so that in a process
+    that runs another they are collected as anywhere else.
+    """
+    if next(_commands_run):
+        gc.unfreeze()
+        yield
+        return
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def _say_ours(otherwise: Callable[..., None]) -> Callable[..., None]:
