@@ -80,6 +80,16 @@ def test_expandable_segments_on_a_small_card_are_those_of_the_simulator(seed):
     assert retries
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_peaks_are_those_of_the_simulator_for_jobs_of_petabytes_too(expandable):
+    """A batch of 2**24 may be asked for: whatever its answer is, its addresses are told from its sizes."""
+    sizes, codes = drawn(1)
+    sizes = [size << 34 if size > 2**20 else size for size in sizes]
+    whole = replay(events(sizes, codes), AllocatorSettings(expandable_segments=expandable))
+    quick = Stream(sizes, codes).peaks(expandable=expandable)
+    assert (quick.allocated_bytes, quick.reserved_bytes) == (whole.allocated_peak_bytes, whole.reserved_peak_bytes)
+
+
 def test_where_the_driver_puts_segments_decides_between_blocks_of_one_size():
     results = {
         (up.reserved_bytes, down.reserved_bytes)
