@@ -28,7 +28,7 @@ def run() -> None:
     shell = os.environ.get(VARIABLE, "").removeprefix("complete_")
     line = _line(shell)
     if line is None and shell == "bash":
-        sys.stderr.write("memplan: completion: COMP_WORDS and COMP_CWORD do not say what is typed\n")
+        _put("stderr", "memplan: completion: COMP_WORDS and COMP_CWORD do not say what is typed\n")
         sys.exit(2)
     result = None if line is None else completed(*line)
     if result is None:
@@ -42,7 +42,16 @@ def run() -> None:
     text = "\n".join(f'"{name}"' if shell == "zsh" else name for name in result)
     if shell == "zsh":
         text = f"_arguments '*: :(({text}))'" if result else "_files"
-    sys.stdout.write(f"{text}\n" if text else "")
+    _put("stdout", f"{text}\n" if text else "")
+
+
+def _put(name: str, text: str) -> None:
+    """Write to a standard stream; where it is closed or full, nobody waits for names, and nothing is said."""
+    try:
+        if (stream := getattr(sys, name)) is not None:
+            print(text, end="", file=stream, flush=True)
+    except OSError:
+        setattr(sys, name, None)  # or Python would try once more at its end
 
 
 def _line(shell: str) -> tuple[list[str], str] | None:

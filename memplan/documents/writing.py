@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, Literal, TextIO
 
 from memplan.documents.escaping import encoded, escaped_lines
 from memplan.errors import LONGEST_PROBLEM, InvalidFileError, printable
@@ -145,8 +145,8 @@ def append_file(path: Path, text: str) -> None:
     Raises:
         InvalidFileError: It cannot be written; what was there is left as it was.
     """
-    with _refused_as_input(path), open(path, "ab") as file:
-        before = file.tell()
+    with _refused_as_input(path), _opened(path, "ab") as file:
+        before = file.tell() if file.seekable() else 0
         try:
             file.write(text.encode())
             file.flush()
@@ -186,7 +186,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     """
     before = _status(path)
     if before is not None and not stat.S_ISREG(before.st_mode):
-        with open(path, "wb") as file:
+        with _opened(path, "wb") as file:
             yield file
         return
     target = Path(os.path.realpath(path))
@@ -205,6 +205,18 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
+
+
+def _opened(path: Path, mode: Literal["wb", "ab"]) -> IO[bytes]:
+    """Return a file to write to as it is; a pipe that nobody reads from is refused, which would wait for a reader for ever."""
+    if not path.is_fifo():
+        return open(path, mode)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise OSError(error.errno, "nobody reads from this pipe") from None
+    os.set_blocking(descriptor, True)
+    return open(descriptor, "wb")
 
 
 def _status(path: Path) -> os.stat_result | None:

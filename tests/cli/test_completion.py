@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -55,6 +56,19 @@ def test_the_names_are_the_catalogs_own(catalog):
 def test_completing_imports_the_standard_library_alone():
     script = "import sys, memplan.cli.completion; print({'typer', 'pydantic', 'yaml', 'rich'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("out", [">&-", "> /dev/full", "< /dev/null 1<&0"])
+def test_names_that_nobody_can_be_told_are_no_fault(out):
+    environment = {
+        **os.environ,
+        completion.VARIABLE: "complete_bash",
+        "COMP_WORDS": "memplan fit ll",
+        "COMP_CWORD": "2",
+    }
+    command = f"'{sys.executable}' -m memplan {out}"
+    ran = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
 
 def test_a_shell_that_does_not_say_what_is_typed_is_told_so(monkeypatch, capsys):

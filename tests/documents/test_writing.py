@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import os
+import select
 import signal
 import stat
 import subprocess
@@ -31,6 +33,25 @@ def old(tmp_path) -> Path:
 
 
 # ------------------------------------------------------------------ files
+@pytest.mark.parametrize("write", [write_file, append_file])
+def test_a_pipe_that_nobody_reads_from_is_not_waited_for(tmp_path, write):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidFileError, match="pipe: cannot be written: nobody reads from this pipe"):
+        write(tmp_path / "pipe", "new")
+
+
+@pytest.mark.parametrize("write", [write_file, append_file])
+def test_a_pipe_that_is_read_gets_all(tmp_path, write):
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        for _ in range(200):
+            with contextlib.suppress(InvalidFileError):
+                write(tmp_path / "pipe", "new" * 10_000)
+                break
+            select.select([], [], [], 0.05)  # until it has opened the pipe
+        assert reader.stdout.read() == b"new" * 10_000
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
