@@ -24,6 +24,10 @@ class MemplanError(Exception):
 
     exit_code = 2
 
+    def __str__(self) -> str:
+        """Return the message with what it quotes from outside fit for a terminal, which a program's traceback is shown on."""
+        return "\n".join(escaped(line) for line in super().__str__().split("\n"))
+
 
 class UnitError(MemplanError, ValueError):
     """A quantity without a unit, with an unknown unit, or out of range."""
@@ -131,6 +135,20 @@ def printable(text: str, longest: int = 80) -> str:
     """
     shown = escaped(text[: longest + 1])
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+
+
+def shown_value(value: object, longest: int = 80) -> str:
+    r"""Return any value as a message quotes it; of one that cannot be written out, what it is.
+
+    Example:
+        >>> shown_value("a\x1b"), shown_value(2), shown_value(10**5000)
+        ("'a\\x1b'", '2', 'an int')
+    """
+    try:
+        return printable(repr(value), longest)
+    except Exception:  # thousands of digits, a list in itself, or a class with a fault in its own code
+        kind = type(value).__name__
+        return f"a{'n' * kind.lower().startswith(tuple('aeiou'))} {printable(kind)}"
 
 
 @lru_cache(maxsize=1024)

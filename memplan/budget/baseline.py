@@ -10,7 +10,7 @@ from typing import Any, Literal
 from memplan.documents.escaping import json_text
 from memplan.documents.loading import Document, load_document
 from memplan.documents.schemas import validate
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError, shown_value
 from memplan.plan.components import COMPONENTS
 
 SCHEMA = "memplan/baseline/1"
@@ -83,7 +83,7 @@ def read_baseline(path: Path) -> Baseline:
         document = Document(document.name, _figures_only(data), document.lines, document.problems)
     elif schema != SCHEMA:
         raise InvalidFileError(
-            [f"{document.name}:1: schema: expected {SCHEMA} or memplan/check/1, got {printable(repr(schema))}"]
+            [f"{document.name}:1: schema: expected {SCHEMA} or memplan/check/1, got {shown_value(schema)}"]
         )
     file = validate(BaselineFile, document)
     return Baseline(file.memplan_version, file.catalog_hash, {(row.name, row.gpu): row for row in file.rows})

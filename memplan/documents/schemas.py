@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from memplan.documents.loading import Document, Key
-from memplan.errors import MOST_EXPLAINED, InvalidFileError, match_hint, printable
+from memplan.errors import MOST_EXPLAINED, InvalidFileError, match_hint, shown_value
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ def _step(hint: Any, part: Key) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return printable(repr(value), 60)
+    return shown_value(value, 60)
 
 
 def _line_number(problem: str) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from memplan.documents.loading import MAXIMUM_DEPTH, MAXIMUM_DIGITS
 from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text, shown_path
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError, printable, shown_value
 
 MAXIMUM_VALUES = 10_000_000
 """Each takes about a hundred bytes as a Python object, so that these take a gigabyte."""
@@ -35,7 +35,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     """
     value = parse_json(text, name)
     if not isinstance(value, dict):
-        raise InvalidFileError([f"{name}:1: expected an object with keys, got {printable(repr(value), 40)}"])
+        raise InvalidFileError([f"{name}:1: expected an object with keys, got {shown_value(value, 40)}"])
     return value
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from memplan.errors import MOST_EXPLAINED, match_hint, printable
+from memplan.errors import MOST_EXPLAINED, match_hint, printable, shown_value
 from memplan.importer.conditions import is_on, word
 from memplan.importer.interpreter import ARITHMETIC, is_unknown
 from memplan.importer.reading import Reading, Refusal, UsedKey
@@ -79,7 +79,7 @@ def switch_problems(keys: GivenKeys, mapped: Mapped) -> Iterator[str]:
         value = keys.value(name)
         if value is MISSING or isinstance(value, bool | Mapping) or word(value) in SWITCHES or is_unknown(value):
             continue
-        yield f"{keys.where(name)}: expected true or false, got {printable(repr(value), 60)}"
+        yield f"{keys.where(name)}: expected true or false, got {shown_value(value, 60)}"
 
 
 def _decided(mapped: Mapped) -> frozenset[str]:

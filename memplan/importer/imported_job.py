@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memplan.documents.opening import is_file, usable_path
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError, printable, shown_value
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result, UsedKey
@@ -270,7 +270,7 @@ def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
     """Take up how many processes a command starts; return the flags of a launcher that has keys of its own."""
     counted = processes(command.launched, command.job.environment or {})
     if (unknown := unknown_processes(command.launched)) and job.reading.inputs.get("gpus") is None:
-        said = f"{unknown} is {printable(repr(command.launched.value(unknown)), 60)}"
+        said = f"{unknown} is {shown_value(command.launched.value(unknown), 60)}"
         job.reading.need(f"{GPUS}: {said} in {command.launched.where(unknown)}")
     elif counted is not None:
         job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)

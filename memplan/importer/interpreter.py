@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from memplan.errors import match_hint, printable
+from memplan.errors import match_hint, printable, shown_value
 from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refusal, Result, UsedKey, need_of, target
 from memplan.importer.shell.expansions import REFERENCE
@@ -148,7 +148,7 @@ class _Step:
         if meaning is MISSING:
             known = [word(name) for name in table]
             few = f", modelled are {', '.join(known)}" if len(known) <= FEW else ""
-            text = self.rule.get("refuse", f"{printable(repr(value), 60)}{few}")
+            text = self.rule.get("refuse", f"{shown_value(value, 60)}{few}")
             self._refuse(key, f"{text}{'' if few else match_hint(word(value), known)}")
         elif isinstance(meaning, Mapping):
             for name, one in meaning.items():
@@ -184,7 +184,7 @@ class _Step:
         return value if isinstance(value, bool | int | float | dict | list) else str(value)
 
     def _problem(self, key: str, wanted: str, value: Any) -> None:
-        self.reading.problems.append(f"{self.keys.where(key)}: expected {wanted}, got {printable(repr(value), 60)}")
+        self.reading.problems.append(f"{self.keys.where(key)}: expected {wanted}, got {shown_value(value, 60)}")
 
     def _list(self, key: str, value: Any, kind: str) -> Any:
         """Return names as a list; adapters' targets as what modules' names end with, all linear layers by one word."""

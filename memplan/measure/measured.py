@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from memplan.documents.loading import Document, dotted_keys
 from memplan.documents.schemas import validate
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError, shown_value
 from memplan.units import MAXIMUM_BYTES
 
 SIZE_COUNTERS = ("context_bytes", "total_bytes", "cublas_workspace_bytes")
@@ -83,7 +83,7 @@ def _problems(measurement: Measurement) -> Iterator[tuple[str, str]]:
     counted = {name: counters[name] for name in SIZE_COUNTERS if name in counters}
     for name, size in (*counted.items(), *((name, history[name]) for name in HISTORY_COUNTERS if history)):
         if type(size) is not int or not 0 <= size <= MAXIMUM_BYTES:
-            yield f"counters.{name}", f"expected whole bytes, got {printable(repr(size), 40)}"
+            yield f"counters.{name}", f"expected whole bytes, got {shown_value(size, 40)}"
     capability = counters.get("compute_capability", "9.0")
     if not isinstance(capability, str) or not _CAPABILITY.fullmatch(capability):
-        yield "counters.compute_capability", f"expected a version such as 9.0, got {printable(repr(capability), 40)}"
+        yield "counters.compute_capability", f"expected a version such as 9.0, got {shown_value(capability, 40)}"

@@ -56,12 +56,34 @@ def test_a_version_that_is_none_is_refused(version):
         ("long.toml", "\n" * 600_000, r"long\.toml: larger than 0\.5 MiB"),
         ("long.py", "x = 1\n" * 100_000, r"long\.py: larger than 0\.5 MiB"),
         ("terms.py", f"f(a=1{'*1' * 2500})", "a script of one.s own is not read"),
+        ("base16.toml", f"[training]\nlocal_batch_size = 0x{'f' * 5000}\n", "a number too long"),
+        ("bits.toml", f"a = {2**63}\n", "a number too long"),
+        (
+            "base16.py",
+            f"x = 1\nSFTConfig(max_length=[0x{'f' * 5000}])\n",
+            r"base16\.py:2: not Python: a number of thousands",
+        ),
+        ("added.py", f"x += a{'.b' * 700}\n", "not Python that can be read"),
+        ("looped.py", f"for x in a{'.b' * 700}:\n    pass\n", "not Python that can be read"),
+        ("set.py", f"a{'.b' * 700}['A'] = 1\n", "not Python that can be read"),
     ],
 )
 def test_what_its_parser_breaks_on_is_refused_by_its_line(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     with pytest.raises(InvalidFileError, match=said):
         memplan.import_file(tmp_path / name)
+
+
+def test_a_date_is_no_number_and_no_fault_where_none_is_read(tmp_path):
+    (tmp_path / "dates.toml").write_text(
+        (EXAMPLES / "torchtitan.toml").read_text().replace("local_batch_size = ", "local_batch_size = 1979-05-27 # ")
+    )
+    with pytest.raises(InvalidFileError, match=r"dates\.toml:\d+: training\.local_batch_size: .*, got '1979-05-27'"):
+        memplan.import_file(tmp_path / "dates.toml")
+    (tmp_path / "dates.toml").write_text(
+        (EXAMPLES / "torchtitan.toml").read_text() + "\n[of_my_own]\nday = 1979-05-27\n"
+    )
+    assert memplan.import_file(tmp_path / "dates.toml").to_dict()["training"]
 
 
 def test_what_python_warns_of_in_a_file_is_not_said(tmp_path, recwarn):

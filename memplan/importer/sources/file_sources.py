@@ -149,7 +149,7 @@ def _toml(text: str, name: str) -> GivenKeys:
     if result := _DEEP_KEY.search(text):
         raise InvalidFileError([f"{name}:{text.count(chr(10), 0, result.start()) + 1}: nested too deeply"])
     try:
-        data = tomllib.loads(text)
+        data = _plain(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"line (\d+)", str(error))
         raise InvalidFileError([f"{name}:{line[1] if line else 1}: not valid TOML: {error}"]) from None
@@ -158,6 +158,21 @@ def _toml(text: str, name: str) -> GivenKeys:
             [f"{name}:1: not TOML that can be read: nested too deeply, or a number too long"]
         ) from None
     return GivenKeys(name, data, toml_lines(text))
+
+
+def _plain(value: Any) -> Any:
+    """Return a TOML value as YAML and JSON have it: dates and times as text.
+
+    Raises:
+        ValueError: A whole number of more than TOML's own 64 bits, which base 16 may write.
+    """
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def toml_lines(text: str) -> dict[tuple[str | int, ...], int]:

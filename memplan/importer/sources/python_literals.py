@@ -18,16 +18,19 @@ def python_keys(text: str, name: str) -> GivenKeys:
     A keyword that is no literal, nor a name that has one there, is an :class:`Expression`.
 
     Raises:
-        InvalidFileError: It is not Python.
+        InvalidFileError: It is not Python, or nested more deeply than Python itself can follow.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = _tree(text)
+            return _keys(_tree(text), name)
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
+
+
+def _keys(tree: ast.Module, name: str) -> GivenKeys:
     names = _Names(tree)
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
@@ -127,14 +130,20 @@ _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
 def _tree(text: str) -> ast.Module:
     """Return the parsed file; where it is a notebook's cells, without IPython's own lines."""
     try:
-        return ast.parse(text)
+        tree = ast.parse(text)
     except SyntaxError:
         plain = _MAGIC.sub(r"\1pass", text)
         if plain == text:
             raise
-        return ast.parse(plain)
+        tree = ast.parse(plain)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
+            raise SyntaxError("a number of thousands of digits", (None, node.lineno, None, None))
+    return tree
 
 
+MOST_BITS = 4_096
+"""Of a whole number: Python refuses to write one of 4,300 digits out, which those in base 16 and 2 may have."""
 LONGEST = 60
 """Letters of an expression that a message shows."""
 FIRST = "0"

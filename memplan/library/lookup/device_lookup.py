@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu
 from memplan.documents.loading import load_document
-from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name, printable
+from memplan.errors import CannotAnswerError, InvalidFileError, normalised_name, printable, shown_value
 from memplan.plan.allowances import MachineProfile
 from memplan.plan.memory_plan import UNLISTED, Device
 from memplan.units import parse_bytes
@@ -106,7 +106,7 @@ def _profile(path: Path) -> MachineProfile:
         good = isinstance(value, str) if text else type(value) is int and 0 <= value <= MOST_OF_A_CARD
         if not good:
             problems.append(
-                f"{name}: {item.name}: expected {'text' if text else 'whole bytes, at most 4 TiB'}, got {printable(repr(value), 60)}"
+                f"{name}: {item.name}: expected {'text' if text else 'whole bytes, at most 4 TiB'}, got {shown_value(value, 60)}"
             )
     if not problems and data["upper_context_bytes"] < data["context_bytes"]:
         problems.append(f"{name}: upper_context_bytes: expected at least context_bytes, of which it is the greatest")

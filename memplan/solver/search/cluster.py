@@ -14,7 +14,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import Network
 from memplan.documents.frozen_values import dataclass
-from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
+from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, shown_value
 from memplan.plan.memory_plan import Device
 from memplan.solver.search.timing import Rates, rated_gpu, rates_of
 
@@ -95,7 +95,7 @@ def cluster_of(gpu: Gpu, networks: Mapping[str, Network], per_node: int | None =
     name = network or own.network or ""
     if name and name not in networks:
         hint = match_hint(name, networks, f"; known: {', '.join(networks)}")
-        raise InvalidFileError([f"--network: no network is called {printable(repr(name))}{hint}"])
+        raise InvalidFileError([f"--network: no network is called {shown_value(name)}{hint}"])
     port = networks[name].bytes_per_second if name else 0
     return Cluster(per_node or GPUS_PER_NODE, own.kind, own.bytes_per_second, name, port)
 
