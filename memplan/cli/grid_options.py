@@ -80,6 +80,15 @@ class GridOptions:
     gpus_per_node: Annotated[int | None, _number("--gpus-per-node", NODES)] = None
     rank: Annotated[str, option(PARALLEL, "--rank RANK", "Which is shown: worst, all or a number.")] = "worst"
 
+    def __post_init__(self) -> None:
+        """Refuse a schedule without a name, which would be none.
+
+        Raises:
+            InvalidFileError: There is nothing but spaces.
+        """
+        if self.schedule is not None and not self.schedule.strip():
+            raise InvalidFileError([f"--schedule: expected a name, got {self.schedule!r}"])
+
     @property
     def settings(self) -> tuple[str, ...]:
         """What was given, as ``--set`` takes it."""

@@ -17,6 +17,32 @@ MOST_LINES = 48  # of help, which a screen of 80 columns shows without scrolling
 ONE = ("fit", "gpt2", *GPU, "--config", "bf16-adamw")
 
 
+# ------------------------------------------------------------------ what would change nothing
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("recommend", "--host-memory", "1"), 2, "'1' is not a size"),
+        (("where", "gpt2", "--lora", "--host-memory", "nanGiB"), 2, "'nanGiB' is not a size"),
+        (("max", "gpt2", "--for", "batch", *GPU, "--with", "no.yaml"), 2, "--with no.yaml: goes with a trainer's own file"),
+        (("max", *GPU, "--with", "no.yaml"), 2, "--with no.yaml: goes with a trainer's own file"),
+        (("fit", "gpt2", *GPU, "--schedule", ""), 2, "--schedule: expected a name, got ''"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--with", "x", "--profile", "y"), 2, "--with and --profile would not count"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--host-memory", "nonsense"), 2, "--host-memory would not count"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--rank", "3"), 3, "serving on several GPUs is not modelled"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--tp", "2"), 3, "serving on several GPUs is not modelled"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_an_option_that_would_change_nothing_is_refused(refused, arguments, code, said):
+    assert said in refused(*arguments, code=code)
+
+
+def test_a_job_of_petabytes_is_answered(cli):
+    ran = cli(*ONE, "-b", str(2**24), "--format", "plain")
+    assert (ran.exit_code, ran.err) == (1, "")
+    assert "TiB too much" in ran.out
+
+
 # ------------------------------------------------------------------ names
 @pytest.mark.parametrize(
     ("arguments", "match"),

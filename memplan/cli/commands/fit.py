@@ -43,7 +43,8 @@ def fit_command(
     if _serves(method):
         if plot.plot is not None:
             raise InvalidFileError(["--plot: serving has no picture; leave it out"])
-        return _served(model, device, training, method, verdict, output)
+        _refuse_training_options(model, device, training, grid)
+        return _served(model, device, method, verdict, output)
     options = job_options(output, grid.over(training), model, device)
     options["gpus_per_node"] = grid.gpus_per_node
     if method.method not in (None, "pretrain"):
@@ -113,10 +114,30 @@ def _serves(method: MethodOptions) -> bool:
     return False
 
 
+def _refuse_training_options(
+    model: ModelOptions, device: DeviceOptions, training: TrainingOptions, grid: GridOptions
+) -> None:
+    """Refuse what serving takes no account of.
+
+    Raises:
+        InvalidFileError: An option of training is given.
+        CannotAnswerError: There are several GPUs.
+    """
+    if training != TrainingOptions():
+        raise InvalidFileError(
+            ["--method inference: no option of training counts; say --weights, --context, --concurrency"]
+        )
+    given = {"--with": model.beside, "--profile": device.profile, "--host-memory": device.host_memory}
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise InvalidFileError([f"--method inference: {' and '.join(names)} would not count; leave it out"])
+    if device.gpus > 1 or grid != GridOptions():
+        raise CannotAnswerError("--method inference: serving on several GPUs is not modelled")
+
+
 def _served(
     model: ModelOptions,
     device: DeviceOptions,
-    training: TrainingOptions,
     method: MethodOptions,
     verdict: VerdictOptions,
     output: OutputOptions,
@@ -125,12 +146,6 @@ def _served(
     from memplan.library.lookup import find_model
     from memplan.library.runs.served_model import InferenceOptions, serve
 
-    if training != TrainingOptions():
-        raise InvalidFileError(
-            ["--method inference: no option of training counts; say --weights, --context, --concurrency"]
-        )
-    if device.gpus > 1:
-        raise CannotAnswerError("--method inference: serving on several GPUs is not modelled")
     options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine.value)
     catalog = output.catalog()
     answer = serve(find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory)

@@ -111,6 +111,7 @@ def max_command(
         given = model.model if what == "parameters" else f"--for {what}"
         return _max_by_notes(rule.accounting, given, device, training, output)
     options = job_options(output, training, device=device)
+    options["beside"] = tuple(model.beside or ())
     answer: LargestModels | LargestValues
     if what == "parameters":
         answer = memplan.largest(model.model, **options)
