@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import read_text, shown_path
-from memplan.errors import InvalidFileError, printable
+from memplan.errors import InvalidFileError, printable, shown_value
 
 MAXIMUM_NODES = 200_000
 MAXIMUM_DEPTH = 60
@@ -101,11 +101,30 @@ def parse_document(text: str, name: str, *, last_counts: bool = False) -> Docume
 def setting_text(value: object) -> str:
     """Return a value as ``--set`` reads it.
 
+    Raises:
+        InvalidFileError: It is none that JSON can hold.
+
     Example:
         >>> setting_text("fused"), setting_text(True), setting_text([1, 2])
         ('fused', 'true', '[1, 2]')
     """
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else written_json(value, "set")
+
+
+def written_json(value: object, name: str) -> str:
+    """Return a program's value as JSON.
+
+    Args:
+        name: What the value is called in messages.
+
+    Raises:
+        InvalidFileError: It is none that JSON can hold, or holds itself.
+    """
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        expected = "text, numbers, true, false, None, and lists or keys and values of these"
+        raise InvalidFileError([f"{name}: expected {expected}, got {shown_value(value)}"]) from None
 
 
 def _refuse_bombs(text: str, loader: Any, name: str) -> None:

@@ -13,7 +13,7 @@ from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.catalog.training_config import Checkpointing
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import setting_text
-from memplan.errors import InvalidFileError, match_hint, printable
+from memplan.errors import InvalidFileError, match_hint, shown_value
 from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.library.lookup.trainer_files import is_trainer_file
@@ -65,7 +65,7 @@ class JobOptions(TypedDict, total=False):
     micro_batch_size: int | None
     sequence_length: int | None
     activation_checkpointing: str | None
-    set: Mapping[str, Any] | Sequence[str] | None
+    set: Mapping[str, Any] | Sequence[str] | str | None
     shapes: Shapes | None
     catalog: FilePath | Catalog | None
     beside: Sequence[FilePath] | None
@@ -136,7 +136,7 @@ class JobInputs:
             return [self.device(count=count)]
         if self.options.get("profile") is not None:
             raise InvalidFileError(["profile: it is that of one card; name the card with gpu"])
-        return [Device(entry, name, count) for name, entry in self.catalog.gpus.entries.items()]
+        return [self._on_node(Device(entry, name, count)) for name, entry in self.catalog.gpus.entries.items()]
 
     def devices_named(self, names: Iterable[str | Device]) -> list[Device]:
         """Return the GPUs called ``names``; where there are none, the one that was named or is here."""
@@ -223,7 +223,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
     kind, kinds = options.get("activation_checkpointing"), get_args(Checkpointing)
     if kind is not None and kind not in kinds:
         hint = match_hint(str(kind), kinds)
-        shown = printable(repr(kind))
+        shown = shown_value(kind)
         problems.append(f"activation_checkpointing: expected {', '.join(kinds[:-1])} or {kinds[-1]}, got {shown}{hint}")
     keys = {setting.partition("=")[0].strip() for setting in settings_of(options.get("set"))}
     twice = [key for key in SHORTHANDS if key in keys and options.get(key) is not None]
@@ -240,7 +240,7 @@ def number_problems(values: Mapping[str, Any], limits: Mapping[str, int]) -> lis
         limits: Name -> the most that it may be; the least is 1.
     """
     return [
-        f"{name}: expected a whole number from 1 to {most:,}, got {printable(repr(values[name]))}"
+        f"{name}: expected a whole number from 1 to {most:,}, got {shown_value(values[name])}"
         for name, most in limits.items()
         if values.get(name) is not None and not is_whole(values[name], most)
     ]
@@ -265,7 +265,7 @@ def model_of(given: ModelGiven, shapes: Shapes | None, catalog: Catalog) -> Mode
     return find_model(None if given is None else os.fspath(given), shapes or Shapes(), catalog)
 
 
-def settings_of(given: Mapping[str, Any] | Sequence[str] | None) -> tuple[str, ...]:
+def settings_of(given: Mapping[str, Any] | Sequence[str] | str | None) -> tuple[str, ...]:
     """Return keys of a training config and their values as ``--set`` takes them.
 
     Example:

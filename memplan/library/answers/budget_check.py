@@ -15,6 +15,7 @@ from memplan.documents.opening import path_kind
 from memplan.documents.writing import write_file
 from memplan.errors import CannotAnswerError
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.budget_plans import Workshop
 from memplan.library.job_options import FilePath, catalog_of
 from memplan.report.checks.check_answer import VERDICTS, check_document
@@ -47,6 +48,7 @@ class Check(Answer):
         return check_document(self.results, self.file, self.catalog.hash if full else "", unit)
 
 
+@checked
 def check(
     file: FilePath = DEFAULT_FILE,
     *,

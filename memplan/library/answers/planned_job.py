@@ -10,6 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import MAXIMUM_TOKENS
 from memplan.errors import InvalidFileError, escaped
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.component_values import Components
 from memplan.library.job_options import LIMITS, JobOptions, ModelGiven, job_inputs, number_problems
 from memplan.library.lookup import find_device
@@ -200,6 +201,7 @@ class Job:
     catalog: Catalog
     _devices: dict[str, Device] = field(default_factory=dict, repr=False)
 
+    @checked
     def plan(
         self,
         gpu: str | Device | None = None,
@@ -238,6 +240,7 @@ class Job:
         return self._devices[gpu or "local"]
 
 
+@checked
 def plan(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Plan:
     """Return what a training job needs on a GPU, and whether it fits.
 
@@ -276,6 +279,7 @@ def _plan(model: ModelGiven, options: JobOptions, *, least: bool | None) -> Plan
     return Plan(simulation.simulated(CompiledPlan(known, setup).evaluate(device), least=least), inputs.catalog)
 
 
+@checked
 def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:
     """Return a model under a training config, to be planned many times.
 
@@ -293,7 +297,8 @@ def job(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Job:
         >>> job.plan("rtx4090", sequence_length=1024).verdict
         'fits'
     """
-    refused = dict.fromkeys(("gpu", "gpu_memory", "profile"), "name the GPU in each plan")
+    of_device = ("gpu", "gpu_memory", "gpus_per_node", "host_memory", "profile")
+    refused = dict.fromkeys(of_device, "name the GPU in each plan")
     inputs = job_inputs("job", model, options, refused=refused)
     known = inputs.model()
     return Job(CompiledPlan(known, inputs.setup(known, gpus=inputs.gpus)), inputs.catalog)

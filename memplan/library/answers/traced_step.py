@@ -16,6 +16,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
 from memplan.library.lookup.released_keys import released_keys
 from memplan.model.model import Model
@@ -116,6 +117,7 @@ class Traced(Answer):
         return traced_figure(self.step)
 
 
+@checked
 def trace(model: ModelGiven = None, **options: Unpack[TraceOptions]) -> Traced:
     """Return what torch allocates in a real training step, run on tensors without memory; no GPU is needed.
 

@@ -14,7 +14,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stack_versions import DEFAULT_STACK, PRESET_STACKS
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.frozen_values import dataclass
-from memplan.documents.loading import Document, load_document, parse_document
+from memplan.documents.loading import Document, load_document, parse_document, written_json
 from memplan.documents.opening import usable_path
 from memplan.documents.schemas import validate
 from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, printable
@@ -244,7 +244,7 @@ def _with_listed_targets(document: Document) -> Document:
 
 def _own_document(given: Mapping[str, Any]) -> Document:
     """Return keys and values as a document, as if a JSON file held them; it may leave out the description."""
-    data = json.loads(json.dumps(dict(given), default=str))
+    data = json.loads(written_json(dict(given), OWN_CONFIG))
     return Document(OWN_CONFIG, data if "training" in data else {"description": "", **data}, {})
 
 

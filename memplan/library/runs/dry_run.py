@@ -18,6 +18,7 @@ from memplan.host.installed_torch import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import traced_timeline
 from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU, MOST_LISTED, replayed
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
 from memplan.library.runs.dry_run_answer import budgeted_job, dry_run_document, findings, fits
@@ -157,6 +158,7 @@ class DryRun(Answer):
         )
 
 
+@checked
 def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOptions]) -> DryRun:
     """Run a training script as ``python`` would, on tensors without memory, and return what it would need.
 

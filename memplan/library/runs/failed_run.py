@@ -13,6 +13,7 @@ from memplan.failure.failure_causes import Cause, Diagnosis, diagnose
 from memplan.failure.out_of_memory_message import MAXIMUM_TEXT, capacity_text, read_message
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import plan
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobOptions, ModelGiven
 from memplan.plan.suggested.suggestions import with_suggestions
 from memplan.report.document import Document
@@ -41,6 +42,7 @@ class Why(Answer):
         return why_document(self.diagnosis, unit)
 
 
+@checked
 def why(
     model: ModelGiven = None, *, message: str | None = None, file: FilePath = "-", **options: Unpack[JobOptions]
 ) -> Why:

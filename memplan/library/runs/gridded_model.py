@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
+from typing import Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -13,6 +13,7 @@ from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
@@ -108,7 +109,8 @@ def _config(inputs: JobInputs) -> TrainingConfig:
     return read_config(config, inputs.overrides(inputs.gpus), inputs.catalog)
 
 
-def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Any) -> Gridded:
+@checked
+def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpack[JobOptions]) -> Gridded:
     """Return what the ranks of a grid keep between steps and take in one.
 
     Args:

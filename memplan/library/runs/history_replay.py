@@ -9,6 +9,7 @@ from memplan.allocator.history_comparison import HistoryComparison, compare_hist
 from memplan.allocator.memory_history import load_history
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes
@@ -58,6 +59,7 @@ class Replay(Answer):
         return text + "."
 
 
+@checked
 def replay(history: FilePath, *, alloc_conf: str = "") -> Replay:
     """Return how far the simulated allocator follows a real run's memory history.
 

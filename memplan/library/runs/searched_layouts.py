@@ -12,6 +12,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, requested_cluster
@@ -69,6 +70,7 @@ def searches_layouts(given: ModelGiven, options: JobOptions) -> bool:
     return "tensor" in inputs.catalog.stack(_config(inputs).stack).divides
 
 
+@checked
 def suggest_layouts(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Layouts:
     """Return how several GPUs best share a job: every layout that can be planned, with the front of time and memory.
 

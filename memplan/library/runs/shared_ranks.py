@@ -7,6 +7,7 @@ from typing import Unpack
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobOptions, ModelGiven, job_inputs
 from memplan.plan.grids.distinct_ranks import RankRow, rank_rows
 from memplan.plan.memory_plan import MemoryPlan, Verdict
@@ -38,6 +39,7 @@ class Ranks(Answer):
         return ranks_document(self.rows, self.memory, unit, strict=strict)
 
 
+@checked
 def plan_ranks(model: ModelGiven = None, *, rank: str = "all", **options: Unpack[JobOptions]) -> Ranks:
     """Return what the ranks of a job hold.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs
 from memplan.report.document import Document
 
@@ -70,6 +71,7 @@ class Grid(Answer):
         return frontier_map(self.frontier)
 
 
+@checked
 def frontier(
     model: ModelGiven = None,
     *,

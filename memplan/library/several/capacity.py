@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import InvalidFileError, match_hint, printable
+from memplan.errors import InvalidFileError, match_hint, shown_value
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.model.model import Model
 from memplan.report.document import Document
@@ -105,6 +106,7 @@ def largest(
 ) -> LargestModels: ...
 @overload
 def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> LargestValues: ...
+@checked
 def largest(
     model: ModelGiven = None, of: Sizes = "parameters", **options: Unpack[JobOptions]
 ) -> LargestModels | LargestValues:
@@ -129,7 +131,7 @@ def largest(
     """
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
-        raise InvalidFileError([f"of: nothing is sought of {printable(repr(of))}{hint}"])
+        raise InvalidFileError([f"of: nothing is sought of {shown_value(of)}{hint}"])
     inputs = job_inputs("largest", model, options)
     devices = inputs.devices(inputs.gpus if of == "parameters" else 1)
     if of != "parameters":
@@ -194,6 +196,7 @@ class Where(Answer):
         return replace(document, screen=lambda canvas: where_screen(ordered, canvas, unit, head, words))
 
 
+@checked
 def where(model: ModelGiven = None, *, price: FilePath | None = None, **options: Unpack[JobOptions]) -> Where:
     """Return the fewest GPUs of each kind that a job takes.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from memplan.catalog.catalog import Catalog
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobOptions, ModelGiven, job_inputs
 from memplan.library.lookup import find_setup
 from memplan.library.lookup.config_lookup import ConfigGiven
@@ -61,6 +62,7 @@ class Comparison(Answer):
         return replace(document, screen=lambda canvas: compare_screen(plans, canvas, unit, blocks, several=several))
 
 
+@checked
 def compare(
     model: ModelGiven = None,
     configs: Sequence[ConfigGiven] = COMPARED,

@@ -14,6 +14,7 @@ from memplan.documents.opening import shown_path, usable_path
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, settings_of
 from memplan.library.lookup import find_setup
 from memplan.library.lookup.trainer_files import is_trainer_file
@@ -166,6 +167,7 @@ class Fit(Answer):
         return min((exit_code(method.plan, strict) for method in self.methods), default=1)
 
 
+@checked
 def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
     """Return a plan of a model on a GPU under every shipped config, those that fit first.
 

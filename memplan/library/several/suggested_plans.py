@@ -11,6 +11,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems, settings_of
 from memplan.library.lookup import parallels
 from memplan.plan.memory_plan import Device, Verdict
@@ -96,6 +97,7 @@ class Suggested(Answer):
         return suggest_document(self.search, self.catalog.hash if full else "", unit)
 
 
+@checked
 def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Suggested:
     """Return the best settings that fit a model on a GPU, ranked, each as a plan whose config can be saved.
 
@@ -222,6 +224,7 @@ class ConfigSuggestions(Answer):
         return replace(document, screen=screen)
 
 
+@checked
 def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
     """Return what to train with on a GPU: the config that holds the largest model, and Newton-Schulz's precision.
 

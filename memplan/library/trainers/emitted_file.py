@@ -13,6 +13,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError, unknown_name
 from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
+from memplan.library.argument_kinds import checked
 from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, ModelGiven, catalog_of, job_inputs
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.lookup.trainer_files import trainer_job, trainer_mappings, training_document
@@ -23,6 +24,7 @@ from memplan.training.own_settings import own_settings, with_words
 ALL_LINEAR = "all-linear"
 
 
+@checked
 def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptions]) -> str:
     """Return a starting file for a trainer, as YAML or TOML text; its data set is a placeholder.
 

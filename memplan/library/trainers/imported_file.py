@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import usable_path
+from memplan.errors import InvalidFileError
 from memplan.importer.finished_job import finish
 from memplan.importer.imported_job import ImportedJob, Question, import_commands, import_files
 from memplan.importer.sources.argument_vectors import command_line
 from memplan.importer.sources.file_sources import read_keys
 from memplan.library.answers.answer import Answer
+from memplan.library.argument_kinds import checked
+from memplan.library.job_options import LIMITS, number_problems
 from memplan.library.lookup.trainer_files import trainer_mappings
 from memplan.report.trainers.import_answer import KnownModel, import_document
 
@@ -38,6 +41,7 @@ class Imported(Answer):
         return import_document(self.job, self.model)
 
 
+@checked
 def import_file(
     file: str | Path | Sequence[str],
     *,
@@ -67,6 +71,8 @@ def import_file(
         >>> memplan.import_file(words).to_dict()["training"]["micro_batch_size"]
         2
     """
+    if problems := number_problems({"gpus": gpus}, LIMITS):
+        raise InvalidFileError(problems)
     question = Question(trainer_mappings(), gpus, trainer, trainer_version or "")
     others = [usable_path(path) for path in beside]
     if isinstance(file, str | Path):

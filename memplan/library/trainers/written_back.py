@@ -16,7 +16,8 @@ from memplan.importer.reading import STATED
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan, plan
 from memplan.library.answers.planned_job import plan as planned
-from memplan.library.job_options import FilePath, JobOptions, catalog_of
+from memplan.library.argument_kinds import checked
+from memplan.library.job_options import FilePath, JobOptions, catalog_of, job_inputs
 from memplan.library.lookup.model_lookup import Shapes, find_model
 from memplan.library.lookup.trainer_files import trainer_job, training_document
 from memplan.library.trainers.imported_file import import_file
@@ -73,6 +74,7 @@ class _File:
         return planned(name if name and beside else self.path, **options)
 
 
+@checked
 def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
     r"""Return the cheapest changes of a trainer's file with which its job fits, in the trainer's own keys.
 
@@ -100,6 +102,7 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
     path = os.fspath(file)
     if not path.endswith(SUFFIXES):
         raise CannotAnswerError(f"{path}: only YAML, JSON and TOML files are edited; memplan fit says what to change")
+    job_inputs("rewrite", None, options)
     one = _File(path, options)
     text = read_text(usable_path(path))
     before = one.plan(text)
