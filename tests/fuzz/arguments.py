@@ -31,7 +31,7 @@ MODELS = (
 GPUS = ("rtx4090", "h100", "local", "LOCAL", "mi325x", "gb300", "rtx")
 CONFIGS = ("bf16-adamw", "tier1", "lora", "qlora", "muon", "-", "x.yaml", "./x.json", "fp32-adamw")
 NUMBERS = (
-    "0", "1", "2", "7", "8", "64", "1024", "16384", "16385", "1000000", "-1", "1.5", "1e3", "nan", "inf", "9" * 30,
+    "0", "1", "2", "7", "8", "64", "1024", "16384", "16385", "1000000", "16777216", "1073741824", "-1", "1.5", "1e3", "nan", "inf", "9" * 30,
     "9" * 5000, "0x10", "", " ", "\u0661", "1_000", "+5", "two",
 )  # fmt: skip
 SIZES = ("24GiB", "80 GB", "0 GiB", "1 B", "1e30 GiB", "24", "GiB", "24 GiB GiB", "nan GiB", "1048576 TiB", "0.5 GiB")
@@ -77,6 +77,11 @@ OPTIONS: Mapping[str, Words] = {
     "--batch-size": NUMBERS, "--seq-len": (*NUMBERS, "4k", "128K", "k"), "--no-such-option": NUMBERS,
     "--as": ("trl", "axolotl", "llama-factory", "torchtitan", "deepspeed", "unsloth"), "--with": (*EXAMPLES, "-", "x"),
     "--from": ("trl", "axolotl", "megatron", "torchtune", "litgpt", "accelerate"), "--trainer-version": ("0.29", "1.16.0", *NUMBERS),
+    "--schedule": ("gpipe", "1f1b", "interleaved", "dualpipev", "", " ", "x"), "--sequence-parallel": (),
+    "--method": ("inference", "sft", "dpo", "grpo", "classification", "x", ""), "--engine": ("serving", "x"),
+    "--context": NUMBERS, "--concurrency": NUMBERS, "--kv-dtype": ("bf16", "fp8-e4m3", "x", ""), "--weights": ("bf16", "q4-k", "x"),
+    "--gpus-per-node": NUMBERS, "--micro-batches": NUMBERS, "--network": ("infiniband-400g", "x", ""), "--output": ("/dev/full", "/", "", "x/y/z"),
+    "--batches": ("1,2", ",", "1,,2", "-1", "9" * 30), "--lengths": ("512,4k", "k", "4k4k", ","), "--only": ("wrong", "x"),
     "--message": ("-", "x.log", "/dev/null"), "--steps": NUMBERS, "--largest": NUMBERS, "--timeout": NUMBERS,
     **dict.fromkeys(("--tp", "--pp", "--vp", "--cp", "--ep", "--etp", "--zero", "--hsdp", "--nodes", "--rank"), NUMBERS),
 }  # fmt: skip

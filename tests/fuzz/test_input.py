@@ -24,6 +24,7 @@ from memplan.library.trainers.imported_file import import_file
 from .any_settings import plan_with_settings
 from .arguments import command_line
 from .hostile import damaged, damages, edited, edits, serialised
+from .library_calls import library_call
 from .running import called, check, outcome, peak_bytes
 from .seeds import CONFIG, GPU, TRAINERS, Seed, safetensors, seeds
 from .surroundings import answered, bomb, cleared, put_instead, request, variables, with_trainer_keys
@@ -103,6 +104,12 @@ def ask_the_page(random: Random, peak: int) -> None:
         assert b"Traceback" not in body, scope
 
 
+def call_the_library(random: Random, peak: int) -> None:
+    """Call a function of the library with arguments of any kind."""
+    text, call = library_call(random)
+    check(called(call, text), peak)
+
+
 def change_settings(random: Random, peak: int) -> None:
     """Plan a job with settings drawn at random."""
     text, planned = plan_with_settings(random)
@@ -155,6 +162,10 @@ def test_what_is_no_such_file_and_keys_of_any_trainer_are_answered_or_refused(wo
 def test_requests_drawn_at_random_are_answered_or_refused():
     pytest.importorskip("starlette")
     searched(OTHER_CASES, ask_the_page)
+
+
+def test_calls_of_the_library_drawn_at_random_are_answered_or_refused():
+    searched(LINE_CASES, call_the_library)
 
 
 @pytest.mark.thorough
@@ -210,6 +221,12 @@ def test_many_other_files_are_answered_or_refused(workplace, case):
 def test_many_requests_are_answered_or_refused():
     pytest.importorskip("starlette")
     repeated(LONG_RUN // 20, ask_the_page)
+
+
+@pytest.mark.slow
+def test_many_calls_of_the_library_are_answered_or_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    repeated(LONG_RUN // 10, call_the_library)
 
 
 @pytest.mark.slow
