@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memplan.allocator.caching_allocator import CachingAllocator, result_of
@@ -21,6 +20,7 @@ from memplan.allocator.memory_history import (
 )
 from memplan.allocator.segments import DriverCall
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
+from memplan.documents.frozen_values import dataclass
 
 if TYPE_CHECKING:
     from memplan.allocator.memory_history import MemoryHistory

@@ -16,9 +16,9 @@ Source:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import read_text, shown_path
 from memplan.documents.strict_json import parse_json
 from memplan.errors import CannotAnswerError, InvalidFileError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from memplan.documents.escaping import json_text
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, load_document
 from memplan.documents.schemas import validate
 from memplan.errors import InvalidFileError, shown_value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
 
 from memplan.budget.budget_schema import Basis, Defaults, JobEntry, Level
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, Key, setting_text
 from memplan.errors import UnitError, match_hint
 from memplan.plan.components import COMPONENTS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
@@ -11,6 +10,7 @@ import memplan
 from memplan.budget.baseline import Baseline, Entry
 from memplan.budget.budget_jobs import Job
 from memplan.budget.budget_schema import Basis
+from memplan.documents.frozen_values import dataclass
 from memplan.plan.memory_plan import Verdict
 from memplan.units import format_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
@@ -15,6 +14,7 @@ from memplan.catalog.catalog import SECTIONS, Catalog
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import OutputOptions
 from memplan.cli.output import emit, emit_as
+from memplan.documents.frozen_values import dataclass
 from memplan.host.nvidia_gpus import nvidia_devices
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from memplan.documents.frozen_values import dataclass
 from memplan.failure.out_of_memory_message import OutOfMemory
 from memplan.plan.memory_plan import MemoryPlan
 

@@ -6,9 +6,9 @@ Source: ``malloc`` in c10/cuda/CUDACachingAllocator.cpp (torch 1.4 to 2.13), who
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.units import GIB, format_bytes, parse_bytes
 

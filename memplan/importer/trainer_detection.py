@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, unknown_name
 from memplan.importer.classified_keys import known_keys
 from memplan.importer.conditions import holds, version_parts, word

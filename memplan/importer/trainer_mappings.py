@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import parse_document
 from memplan.documents.opening import files_in, read_text
 from memplan.documents.schemas import build

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stack_versions import DEFAULT_STACK
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import read_text
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, cast
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.printed_numbers import Records, numbers
 from memplan.published.table_schema import Cell, Library, Origin, PublishedFile, PublishedTable
 

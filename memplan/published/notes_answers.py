@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 
 from memplan.catalog.catalog import Catalog
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.model.model import Model
 from memplan.published.notes_accounting import (

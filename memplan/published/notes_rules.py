@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 
 from memplan.catalog.catalog import data_directory
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import build
 

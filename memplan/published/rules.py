@@ -7,9 +7,9 @@ an input that it does not have, an error in our data that the tests find.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.printed_numbers import Interval, Value
 from memplan.published import notes_accounting
 from memplan.published.judged_tables import CellInputs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
 from statistics import median
 from typing import Any, Protocol
 
 import memplan
+from memplan.documents.frozen_values import dataclass
 from memplan.report.document import Block, Document, Table
 from memplan.units import format_bytes
 

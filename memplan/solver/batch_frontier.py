@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from memplan.documents.frozen_values import dataclass
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.largest_value import Answer, gauge_of, largest_batch, longest_sequence, settled

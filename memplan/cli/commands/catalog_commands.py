@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import emit
+from memplan.documents.frozen_values import dataclass
 
 
 class Section(StrEnum):

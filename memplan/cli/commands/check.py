@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -17,6 +16,7 @@ from memplan.budget.budget_schema import DEFAULT_FILE
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import OUTPUT, OutputFormat, OutputOptions, option
 from memplan.cli.output import deliver, emit, emit_as
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import append_file, say
 from memplan.errors import InvalidFileError
 

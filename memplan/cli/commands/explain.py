@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import OUTPUT, DeviceOptions, ModelOptions, OutputOptions, option
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.documents.frozen_values import dataclass
 
 
 @command(example="memplan explain llama-8b --config tier1 --gpu rtx4090")

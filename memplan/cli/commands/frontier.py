@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
@@ -21,6 +20,7 @@ from memplan.cli.option_groups import (
 )
 from memplan.cli.output import deliver, draw, emit_as
 from memplan.cli.training_options import TrainingOptions, job_options, whole_number
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, printable
 from memplan.report.document import Format
 from memplan.report.figures import check_drawable, picture_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -21,6 +20,7 @@ from memplan.cli.option_groups import (
 )
 from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,6 +13,7 @@ from memplan.cli.option_groups import PARALLEL, DeviceOptions, ModelOptions, Out
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.escaping import json_text
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_folder, shown_path
 from memplan.documents.writing import make_folder, say, write_file
 from memplan.errors import InvalidFileError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, option
 from memplan.cli.output import deliver, emit
 from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_file, usable_path
 from memplan.documents.writing import say
 from memplan.errors import InvalidFileError

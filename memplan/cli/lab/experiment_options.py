@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import deliver, emit
 from memplan.cli.progress import Progress
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.report.document import Document
 from memplan.report.experiments import record_document, record_text, reporter_of

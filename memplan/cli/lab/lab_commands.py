@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ from memplan.cli.lab.learning_commands import LEARNING, SizeOptions
 from memplan.cli.lab.matrix_commands import orthogonality, precision, variance
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import emit
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, MemplanError, printable
 from memplan.library.lookup import Overrides, Shapes, open_catalog
 from memplan.report.document import Document, Table

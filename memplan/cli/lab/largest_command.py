@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch
 from memplan.cli.option_groups import ModelOptions, OutputOptions, option
 from memplan.cli.output import deliver, emit
 from memplan.cli.progress import Progress
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.library.lookup import Overrides, find_device, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.library.runs.largest_trained import CPU_PARAMETERS, Candidate, largest_candidate, planned_candidate

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from memplan.cli.grouped_command import command, with_defaults, without
 from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch, run_experiment
 from memplan.cli.option_groups import MODEL, OutputOptions, option
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import open_catalog
 

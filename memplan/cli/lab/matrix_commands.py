@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
 from memplan.cli.grouped_command import command, without
 from memplan.cli.lab.experiment_options import RunOptions, check_torch, run_experiment
 from memplan.cli.option_groups import OutputOptions, option
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import UnitError
 
 MATRIX = "Matrices"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +14,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.cli.output import deliver
 from memplan.cli.progress import Progress
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import parse_document
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop

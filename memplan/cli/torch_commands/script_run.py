@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, OutputOptions, option
 from memplan.cli.output import emit
 from memplan.cli.torch_commands.trace import timeline_form
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say, write_file
 from memplan.errors import InvalidFileError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +12,7 @@ from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, option
 from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say, write_file
 from memplan.errors import InvalidFileError
 from memplan.host.installed_torch import require_torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import ModelOptions, OutputOptions, option
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say
 
 _VALIDATE = "Validate"

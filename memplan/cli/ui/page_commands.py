@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from shlex import join
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions
 from memplan.cli.output import deliver, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.escaping import json_text
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say
 from memplan.report.plans.plan_answer import exit_code
 

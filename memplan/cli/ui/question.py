@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from shlex import join
 from typing import Any, get_args
 
 from memplan.catalog.catalog import Catalog, Shelf
 from memplan.catalog.training_config import Checkpointing, TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, match_hint, printable
 from memplan.library.job_options import LIMITS
 from memplan.training.rules.half_precision import fp16_settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.importer.shell.shell_tokens import DEEPEST, Token
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 
 OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "(", ")", "\n")

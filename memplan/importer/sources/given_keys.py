@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, Key, dotted_keys
 from memplan.errors import InvalidFileError
 

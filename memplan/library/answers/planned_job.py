@@ -271,12 +271,18 @@ def plan_at_a_glance(model: ModelGiven = None, **options: Unpack[JobOptions]) ->
     return _plan(model, options, least=None)
 
 
-def _plan(model: ModelGiven, options: JobOptions, *, least: bool | None) -> Plan:
+def plan_by_share(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Plan:
+    """Return what :func:`plan` does but with a share of the allocated bytes as the allocator's reserve."""
     inputs = job_inputs("plan", model, options)
     known = inputs.model()
     device = inputs.device()
     setup = inputs.setup(known, gpus=inputs.gpus)
-    return Plan(simulation.simulated(CompiledPlan(known, setup).evaluate(device), least=least), inputs.catalog)
+    return Plan(CompiledPlan(known, setup).evaluate(device), inputs.catalog)
+
+
+def _plan(model: ModelGiven, options: JobOptions, *, least: bool | None) -> Plan:
+    plan = plan_by_share(model, **options)
+    return Plan(simulation.simulated(plan.memory, least=least), plan.catalog)
 
 
 @checked

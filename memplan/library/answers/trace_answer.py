@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import memplan
+from memplan.documents.frozen_values import dataclass
 from memplan.plan.allowances import library_workspace_bytes
 from memplan.plan.components import COMPONENTS
 from memplan.plan.memory_plan import Device, MemoryPlan

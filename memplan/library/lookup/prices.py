@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from memplan.catalog.catalog import Catalog
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import load_document
 from memplan.errors import MOST_EXPLAINED, InvalidFileError, MemplanError
 from memplan.report.largest.largest_model_answer import Prices

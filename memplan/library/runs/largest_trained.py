@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.inventory import parameter_count

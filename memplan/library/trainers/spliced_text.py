@@ -6,9 +6,10 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import parse_document
 from memplan.errors import CannotAnswerError, MemplanError, printable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,8 +14,7 @@ from memplan.documents.opening import read_text, usable_path
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.importer.reading import STATED
 from memplan.library.answers.answer import Answer
-from memplan.library.answers.planned_job import Plan, plan
-from memplan.library.answers.planned_job import plan as planned
+from memplan.library.answers.planned_job import Plan, plan, plan_by_share
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobOptions, catalog_of, job_inputs
 from memplan.library.lookup.model_lookup import Shapes, find_model
@@ -23,6 +22,7 @@ from memplan.library.lookup.trainer_files import trainer_job, training_document
 from memplan.library.trainers.imported_file import import_file
 from memplan.library.trainers.spliced_text import Edit, spliced
 from memplan.plan.memory_plan import Device, Suggestion
+from memplan.plan.reserve.simulation import simulated
 from memplan.plan.suggested.config_changes import Change, accumulation_cost, changes
 from memplan.report.document import Document
 from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
@@ -59,9 +59,33 @@ class _File:
 
     path: str
     options: JobOptions
+    shares: dict[str, Plan] = field(default_factory=dict)  # Plans by share, by the text of the file
+    plans: dict[str, Plan] = field(default_factory=dict)  # Those that were simulated, without the least that each needs
 
-    def plan(self, content: str) -> Plan:
-        """Return the plan of the job that the file would describe."""
+    def plan(self, content: str, *, least: bool = False) -> Plan:
+        """Return the plan of the job that the file would describe.
+
+        Args:
+            least: Whether the least that it needs is looked for, which a search does without.
+        """
+        plan = self.by_share(content)
+        if least:
+            return Plan(simulated(plan.memory), plan.catalog)
+        if content not in self.plans:
+            self.plans[content] = Plan(simulated(plan.memory, least=False), plan.catalog)
+        return self.plans[content]
+
+    def fits(self, content: str) -> bool:
+        """Whether that job is sure to fit; where its tensors alone are too much, it is not simulated."""
+        return not self.by_share(content).memory.exceeds_device and self.plan(content).verdict == "fits"
+
+    def by_share(self, content: str) -> Plan:
+        """Return the same with a share as the allocator's reserve."""
+        if content not in self.shares:
+            self.shares[content] = self._planned(content)
+        return self.shares[content]
+
+    def _planned(self, content: str) -> Plan:
         catalog = catalog_of(self.options.get("catalog"))
         beside = tuple(map(str, self.options.get("beside") or ()))
         given = [key for key in ("micro_batch_size", "sequence_length") if self.options.get(key) is not None]
@@ -71,7 +95,7 @@ class _File:
         data = training_document(self.path, beside, gpus, catalog, content, given, model).data
         name = job.value("model.given")
         options: dict[str, Any] = {**self.options, "catalog": catalog, "config": data, "beside": None}
-        return planned(name if name and beside else self.path, **options)
+        return plan_by_share(name if name and beside else self.path, **options)
 
 
 @checked
@@ -105,8 +129,11 @@ def rewrite(file: FilePath, **options: Unpack[JobOptions]) -> Rewrite:
     job_inputs("rewrite", None, options)
     one = _File(path, options)
     text = read_text(usable_path(path))
-    before = one.plan(text)
-    after, content, made = _search(one, text, before) if before.verdict != "fits" else (before, text, ())
+    before = after = one.plan(text, least=True)
+    content, made = text, tuple[Change, ...]()
+    if before.verdict != "fits":
+        _, content, made = _search(one, text, before)
+        after = one.plan(content, least=True) if made else before
     shown = Rewritten(path, text, content, before.memory, after.memory, _costs(before, after, made))
     return Rewrite(shown)
 
@@ -127,7 +154,7 @@ def _search(one: _File, text: str, before: Plan) -> _Found:
     """Return the first single change that makes a job fit, else the fewest of the cheapest one upon the other."""
     for change in _steps(before):
         tried = _tried(one, text, before, change)
-        if tried is not None and tried[0].verdict == "fits":
+        if tried is not None and one.fits(tried[1]):
             return (*tried, (change,))
     plan, content = before, text
     made: tuple[Change, ...] = ()
@@ -137,7 +164,7 @@ def _search(one: _File, text: str, before: Plan) -> _Found:
             break
         plan, content, change = better
         made = (*made, change)
-        if plan.verdict == "fits":
+        if one.fits(content):
             return _thinned(one, text, before, (plan, content, made))
     return plan, content, made
 
@@ -153,14 +180,14 @@ def _thinned(one: _File, text: str, before: Plan, result: _Found) -> _Found:
                 break
             plan, content = tried
         else:
-            result = (plan, content, fewer) if plan.verdict == "fits" else result
+            result = (plan, content, fewer) if one.fits(content) else result
     return result
 
 
 def _better(one: _File, content: str, plan: Plan) -> Iterator[tuple[Plan, str, Change]]:
     for change in _steps(plan):
         tried = _tried(one, content, plan, change)
-        if tried is not None and tried[0].expected_bytes < plan.expected_bytes:
+        if tried is not None and one.plan(tried[1]).expected_bytes < one.plan(content).expected_bytes:
             yield (*tried, change)
 
 
@@ -174,11 +201,11 @@ def _steps(plan: Plan) -> Iterator[Change]:
 
 
 def _tried(one: _File, content: str, plan: Plan, change: Change) -> tuple[Plan, str] | None:
-    """Return the plan and text with a change made, or None where the file cannot say it."""
+    """Return the plan by share and the text with a change made, or None where the file cannot say it."""
     try:
         for edit in _edits(one, content, plan, change):
             content = spliced(content, one.path, edit)
-        return one.plan(content), content
+        return one.by_share(content), content
     except MemplanError:
         return None
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_file
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of, parameter_count

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import mapped, shown_path
 from memplan.errors import InvalidFileError, printable
 from memplan.units import round_up

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import files_in, is_file, path_kind, read_text, shown_path
 from memplan.documents.strict_json import parse_object
 from memplan.errors import CannotAnswerError, InvalidFileError

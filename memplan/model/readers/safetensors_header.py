@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import opened, shown_path
 from memplan.documents.strict_json import parse_object
 from memplan.errors import InvalidFileError

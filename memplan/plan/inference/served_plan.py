@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan.catalog.entries import StorageFormat
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.families.layer_windows import layer_windows
 from memplan.model.gated_delta_net import GatedDeltaNet

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
+from memplan.documents.frozen_values import dataclass
 from memplan.plan.components import COMPONENTS
 from memplan.plan.reserve.simulation import events_of, shares_reason
 from memplan.step.tapes.linear_forms import Part

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 from memplan.catalog.training_config import ALL_TRAIN, Adapter, CheckpointedLayers, TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 Setting = tuple[str, Any]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.report.document import Table
 from memplan.report.experiments import interval_text
 from memplan.report.figures import MARKERS, PALETTE

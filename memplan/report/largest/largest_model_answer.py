@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memplan.documents.frozen_values import dataclass
 from memplan.report.figures import new_figure
 from memplan.report.pictures.plan_bars import COLOURS
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name

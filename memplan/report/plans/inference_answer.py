@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import memplan
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import active_parameter_count, parameter_count
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes, format_count

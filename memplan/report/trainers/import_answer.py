@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from memplan import __version__
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import printable
 from memplan.importer.conditions import word
 from memplan.importer.imported_job import ImportedJob

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import unified_diff
 from typing import TYPE_CHECKING, Any
 
 from memplan import __version__
+from memplan.documents.frozen_values import dataclass
 from memplan.report.document import Block, Document, Table
 from memplan.units import format_bytes
 

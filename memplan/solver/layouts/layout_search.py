@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar, get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import CheckpointedLayers, Checkpointing, TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan

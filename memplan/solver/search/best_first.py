@@ -10,12 +10,12 @@ is dominated: no faster than a combination of a class that is at least as good.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.hardware.hardware_tables import hardware_tables
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, allowances_for, communicating, communicators_of

@@ -7,10 +7,10 @@ which optimizers step) stands as high as the statuses in ``configs/`` say.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
+from memplan.documents.frozen_values import dataclass
 from memplan.documents.printed_numbers import Records
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup

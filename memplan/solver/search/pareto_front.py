@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from memplan.documents.frozen_values import dataclass
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.evidence_levels import Standing
 from memplan.solver.search.space import PassChoice, StateChoice

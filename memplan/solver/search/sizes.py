@@ -9,11 +9,12 @@ combinations; each sum is a lower bound until the combination has been planned i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu, Optimizer, UpdateScratch
 from memplan.catalog.update_classes import NO_UPDATE as NO_CLASS
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Inventory, merged
 from memplan.model.model import Model
 from memplan.plan.planner import CompiledPlan

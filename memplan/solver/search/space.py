@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Literal
@@ -21,6 +21,7 @@ from memplan.catalog.training_config import (
     Place,
     TrainingConfig,
 )
+from memplan.documents.frozen_values import dataclass
 from memplan.solver.search.cluster import Cluster
 from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.training.resolved import FLOAT_BYTES, is_bundled

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.hardware.capabilities import is_native
 from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.catalog.training_config import TrainingConfig
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan

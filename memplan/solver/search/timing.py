@@ -7,10 +7,10 @@ order of settings with close estimates means little.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from memplan.catalog.entries import Gpu
 from memplan.catalog.shipped_tables import SAME, Link
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.model.inventory import Role

@@ -9,8 +9,9 @@ each instant.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.step.after_backward import after_backward
 from memplan.step.alive_around_layers import escaped_form, graph_of_loss

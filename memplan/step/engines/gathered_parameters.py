@@ -19,10 +19,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from memplan.documents.frozen_values import dataclass
 from memplan.units import ceil_div
 
 

@@ -35,7 +35,18 @@ _EARLY = frozenset({BUNDLED, UNTRACED})
 class Updates:
     """Updates of a model's weights, by one optimizer after the other."""
 
-    __slots__ = ("_alone", "_by_name", "_groups", "_inputs", "_known", "_setup", "_stored", "_stream", "_tensors")
+    __slots__ = (
+        "_alone",
+        "_by_name",
+        "_groups",
+        "_inputs",
+        "_known",
+        "_setup",
+        "_sizes",
+        "_stored",
+        "_stream",
+        "_tensors",
+    )
 
     def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors) -> None:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
@@ -48,6 +59,7 @@ class Updates:
         self._by_name = dict(tensors.trained)
         self._alone: set[str] = set()
         self._known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        self._sizes: dict[int, Sequence[int]] = {}
 
     def make_early_states(self) -> None:
         """Allocate the states that an optimizer makes when it is made."""
@@ -139,7 +151,9 @@ class Updates:
         """Allocate the states of one tensor; what all share comes with the first that needs it."""
         entry = group[place][1]
         self._stream.of("optimizer_states")
-        self._stream.allocate_all(self._state_sizes(entry))
+        if id(entry) not in self._sizes:
+            self._sizes[id(entry)] = self._state_sizes(entry)
+        self._stream.allocate_all(self._sizes[id(entry)])
         if _shares(entry) and not any(_shares(other) for _, other in group[:place]):
             self._stream.allocate(entry.optimizer.shared_bytes)
         self._stream.of("temporaries")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from memplan.catalog.config_keys.parallel_keys import FlatShards
+from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
