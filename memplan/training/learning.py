@@ -108,7 +108,7 @@ def of_config(recipe: Recipe, catalog: Catalog, name: str, evidence: str | None)
 
 def _borne(recipe: Recipe, catalog: Catalog, name: str) -> Learning:
     """Return what one record says of a recipe."""
-    record = _records(catalog).record(name)
+    record = records_of(catalog).record(name)
     if record.get("schema") == LITERATURE:
         return Learning(cast("Status", record["verdict"]), name)
     if record.get("schema") != TRAINING:
@@ -123,7 +123,8 @@ def _borne(recipe: Recipe, catalog: Catalog, name: str) -> Learning:
 
 
 @lru_cache(maxsize=8)
-def _records(catalog: Catalog) -> Records:
+def records_of(catalog: Catalog) -> Records:
+    """Return the records of a catalog's evidence, which are read once."""
     return Records(catalog.root)
 
 
@@ -135,7 +136,7 @@ def _recorded(catalog: Catalog) -> Mapping[Recipe, Learning]:
     for name, config in shipped.configs.entries.items():
         recipe = named_recipe(config, shipped)
         known[recipe] = of_config(recipe, shipped, name, config.evidence)
-    for record_name, record in _records(catalog).training_records():
+    for record_name, record in records_of(catalog).training_records():
         if _as_planned(record["training"]):
             recipe = named_recipe(_with_settings(shipped.configs[record["config"]], record["settings"]), shipped)
             known.setdefault(recipe, _borne(recipe, shipped, record_name))

@@ -51,6 +51,22 @@ def test_only_the_lines_of_the_intended_keys_change():
     assert keys <= {"chunked_cross_entropy", "micro_batch_size", "gradient_accumulation_steps"}
 
 
+def test_a_search_simulates_each_text_once_and_the_answer_in_full(monkeypatch):
+    from memplan.library.trainers import written_back
+
+    real, seen = written_back.simulated, []
+    monkeypatch.setattr(written_back, "simulated", lambda plan, **ways: seen.append((plan, ways)) or real(plan, **ways))
+    file = EXAMPLES / "axolotl-full.yaml"
+    answer = memplan.rewrite(file, gpu="rtx4090").rewritten
+    quick, full = ([plan for plan, ways in seen if ways == kind] for kind in ({"least": False}, {}))
+    assert len({id(plan) for plan in quick}) == len(quick) > 0
+    assert [plan.setup.config.micro_batch_size for plan in full] == [
+        one.setup.config.micro_batch_size for one in (answer.before, answer.after)
+    ]
+    again = real(full[1])
+    assert (again.least_bytes, again.lower_bytes) == (answer.after.least_bytes, answer.after.lower_bytes)
+
+
 def test_a_job_that_fits_is_left_alone(cli):
     ran = cli("suggest", EXAMPLES / "trl.yaml", "--gpu", "a100-80gb")
     assert (ran.exit_code, ran.out.splitlines()[-1]) == (0, "It fits as it is.")

@@ -20,7 +20,7 @@ from memplan.allocator.settings import (
 from memplan.units import ceil_div
 
 BITS = 40
-ADDRESS = 2**BITS - 1
+ADDRESS: int = 2**BITS - 1
 """Addresses, in blocks: enough for 512 TiB of segments."""
 
 SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (

@@ -222,12 +222,12 @@ def _batch(plan: MemoryPlan, batch: int) -> int:
 
 def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Sequence[str]:
     """Return the experimental config to show: one that fits, of those the one that trained closest to fp32."""
-    from memplan.documents.printed_numbers import Records
     from memplan.plan.suggested.suggested_configs import SOUND
     from memplan.report.plans.fit_answer import ORDER
+    from memplan.training.learning import records_of
 
     catalog = ways[0].catalog
-    records = Records(catalog.root)
+    records = records_of(catalog)
     result = []
     for name, config in catalog.configs.entries.items():
         learnt = records.verdict(config.evidence or "")

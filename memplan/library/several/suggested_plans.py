@@ -240,10 +240,10 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
         >>> memplan.suggest_configs(gpu="rtx4090").established["rtx4090"] in memplan.fit("gpt2", gpu="rtx4090").configs
         True
     """
-    from memplan.documents.printed_numbers import Records
     from memplan.library.lookup import catalog_model, find_setup
     from memplan.plan.suggested.recent_models import recent_models
     from memplan.plan.suggested.suggested_configs import suggested_configs
+    from memplan.training.learning import records_of
     from memplan.training.rules.half_precision import fp16_settings
 
     every = "every shipped config that trains all weights is weighed"
@@ -260,5 +260,5 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
         setup = find_setup(name, given, catalog)
         fp16 = replace(given, settings=(*given.settings, *settings_of(dict(fp16_settings(setup.config, catalog)))))
         adapters.append((setup, find_setup(name, fp16, catalog)))
-    rows = suggested_configs(models, setups, devices, Records(catalog.root).verdict, adapters)
+    rows = suggested_configs(models, setups, devices, records_of(catalog).verdict, adapters)
     return ConfigSuggestions(tuple(rows), setups[0], catalog, since)

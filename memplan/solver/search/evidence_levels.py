@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.documents.frozen_values import dataclass
-from memplan.documents.printed_numbers import Records
+from memplan.training.learning import records_of
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
@@ -68,7 +68,7 @@ class Evidence:
         self._gradients: dict[str, int] = {}
         self._diverging: set[tuple[str, str, str]] = set()
         self._verdicts: dict[str, set[str]] = {}
-        records = Records(catalog.root)
+        records = records_of(catalog)
         for name, config in catalog.configs.entries.items():
             if (config.adapter is not None) == adapters:
                 setup = resolve(config, catalog, name)
