@@ -144,49 +144,52 @@ class StreamAllocator:
 
     def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
         """Play codes, until a request is not satisfied; none after that."""
-        if not self.survives:
-            return
         live, pools, holes = self.live, self.pools, self.holes
         allocated, peak = self.allocated, self.allocated_peak
         highest, new = 0, list[tuple[int, int, bool]]()
-        for code in codes:
+        for code in codes if self.survives else ():
             name = code >> 1
             size = blocks[name]
             if not size:
                 continue
-            large = size > SMALL
-            keys, ends, starts, least = pools[large]
-            if not code & 1:
-                place = bisect_left(keys, size << BITS)
-                if place == len(keys):
-                    made = self._made(size, large)
-                    if made is None:
-                        break
-                    start, end = made
-                    key = end - start << BITS | start
-                    new += [] if holes else [(key, highest, large)]
-                else:
-                    if holes and ends[keys[place] & ADDRESS] in holes[large]:
-                        place = self._least_growable(place, large)
-                    key = keys.pop(place)
-                    start = key & ADDRESS
-                    end = ends.pop(start)
-                    del starts[end]
-                if key > highest:
-                    highest = key
-                stop = start + size
-                if end - stop >= least:
-                    ends[stop], starts[end] = end, stop
-                    insort(keys, end - stop << BITS | stop)
-                    end = stop
-                live[name] = start, end
-                allocated += end - start
-                if allocated > peak:
-                    peak = allocated
-            else:
+            keys, ends, starts, least = pools[size > SMALL]
+            if code & 1:
                 start, end = live.pop(name)
                 allocated -= end - start
-                _give_back(start, end, keys, ends, starts)
+                before, after = starts.pop(start, start), ends.pop(end, end)  # joined as :func:`_give_back` does
+                if before != start:
+                    del keys[bisect_left(keys, start - before << BITS | before)]
+                if after != end:
+                    del keys[bisect_left(keys, after - end << BITS | end)]
+                ends[before], starts[after] = after, before
+                insort(keys, after - before << BITS | before)
+                continue
+            place = bisect_left(keys, size << BITS)
+            if place == len(keys):
+                made = self._made(size, size > SMALL)
+                if made is None:
+                    break
+                start, end = made
+                key = end - start << BITS | start
+                new += [] if holes else [(key, highest, size > SMALL)]
+            else:
+                if holes and ends[keys[place] & ADDRESS] in holes[size > SMALL]:
+                    place = self._least_growable(place, size > SMALL)
+                key = keys.pop(place)
+                start = key & ADDRESS
+                end = ends.pop(start)
+                del starts[end]
+            if key > highest:
+                highest = key
+            stop = start + size
+            if end - stop >= least:
+                ends[stop], starts[end] = end, stop
+                insort(keys, end - stop << BITS | stop)
+                end = stop
+            live[name] = start, end
+            allocated += end - start
+            if allocated > peak:
+                peak = allocated
         self.allocated, self.allocated_peak = allocated, peak
         self.parts.append(Part(highest, new))
 
