@@ -24,7 +24,7 @@ def after_backward(
     config, tensors = inputs.setup.config, inputs.states.tensors
     gradients = constant_form(Part.GRADIENTS, 0 if config.gradients.lifetime == "layer" else inputs.gradient_bytes)
     if config.gradients.lifetime == "step":
-        scaling = LOSS_SCALE_BYTES if config.loss_scaling else 0
+        scaling = LOSS_SCALE_BYTES if inputs.setup.scales_loss else 0
         update = constant_form(Part.TEMPORARIES, max(inputs.optimizer.bytes, scaling))
         yield Instant("optimizer step", "update", gradients + update)
     if config.clip_gradients:

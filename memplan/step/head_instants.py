@@ -33,9 +33,9 @@ def root_form(inputs: StepInputs, settings: EndSettings) -> Form:
 
     Scaling forms an fp32 loss besides; the node of cut cross-entropy has the places of labels among its attributes.
     """
-    config, loss = inputs.setup.config, settings.loss_bytes
-    several = config.gradient_accumulation_steps > 1
-    size = loss + 8 + (4 if several else 0) if config.loss_scaling else loss * (3 if several else 2)
+    setup, loss = inputs.setup, settings.loss_bytes
+    several = setup.config.gradient_accumulation_steps > 1
+    size = loss + 8 + (4 if several else 0) if setup.scales_loss else loss * (3 if several else 2)
     places = PLACE_BYTES if settings.loss == "cut-cross-entropy" else 0
     retained = single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, places)
     return constant_form(Part.ACTIVATIONS, loss) + constant_form(Part.TEMPORARIES, size - loss) + retained

@@ -184,7 +184,7 @@ def buffers(inputs: StepInputs) -> Form:
     spec, setup = inputs.spec, inputs.setup
     code = family_code(setup.stack, spec.architecture)
     positions = 8 if spec.learned_positions and not code.forms_tables else 0
-    scale = LOSS_SCALE_BYTES if setup.config.loss_scaling else 0
+    scale = LOSS_SCALE_BYTES if setup.scales_loss else 0
     micro_steps = setup.config.gradient_accumulation_steps
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
     batch = sum(part.element_bytes * (together or (micro_steps if part.kept else 1)) for part in setup.stack.batch)

@@ -118,6 +118,15 @@ class TrainingSetup:
         return self.config.evaluation and self.config.evaluation_batch_size is not None
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether torch's GradScaler scales the loss; DeepSpeed's own scale is a number in host memory.
+
+        Source:
+            ``DynamicLossScaler`` in deepspeed/runtime/fp16/loss_scaler.py (0.19.8); accelerate/accelerator.py (1.15.0).
+        """
+        return self.config.loss_scaling and self.config.parallel.engine != "deepspeed"
+
+    @property
     def answer_length(self) -> int:
         """Tokens of each row that have a label; 0 for all that have a token before them."""
         return 0 if self.config.method.rollout is None else self.rollout.completion_length

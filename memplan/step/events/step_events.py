@@ -173,7 +173,8 @@ class StepPlayer:
             self.stream.free_all(arguments.staying)
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
-        losses = [loss_bytes] * (2 if self.config.gradient_accumulation_steps > 1 or self.config.loss_scaling else 1)
+        several = self.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
+        losses = [loss_bytes] * (2 if several else 1)
         roots = self.stream.allocate_all([*losses, loss_bytes])
         gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
         if chunks is not None:

@@ -85,8 +85,6 @@ def deepspeed_problems(
     if config.weight_average != "none" or config.zero_gradients == "fill":
         key = "weight_average" if config.weight_average != "none" else "zero_gradients"
         yield (key,), "not modelled under DeepSpeed"
-    if config.loss_scaling or compute == "fp16":
-        yield ("compute_dtype",), "fp16 and its loss scale are not modelled under DeepSpeed; use bf16"
     if config.parallel.zero_stage == 3 and set(formats.values()) - set(FLOATS):
         yield ("weights",), "quantised weights under DeepSpeed's stage 3 are not modelled; stages 1 and 2 are"
     if config.parallel.replicate > 1:

@@ -11,7 +11,7 @@ from memplan.catalog.training_config import TrainingConfig
 def fp16_settings(config: TrainingConfig, catalog: Catalog) -> tuple[tuple[str, Any], ...]:
     """Return the settings that turn a job in bf16 into one in fp16; none where it is in no bf16.
 
-    fp16 needs a loss scale, and adapters are then in fp32, since torch's GradScaler refuses fp16 gradients; AdamW whose
+    fp16 needs a loss scale, and adapters are then in fp32, since torch's GradScaler refuses fp16 gradients, which DeepSpeed scales itself; AdamW whose
     states are in 16 bits would lose them below 6e-8, and keeps fp32 ones instead.
 
     Args:
@@ -26,8 +26,9 @@ def fp16_settings(config: TrainingConfig, catalog: Catalog) -> tuple[tuple[str, 
     settings += [(f"weights.{role}", "fp16") for role, name in config.weights.items() if name == "bf16"]
     if not config.loss_scaling:
         settings.append(("loss_scaling", True))
-    if config.adapter is not None and config.adapter.dtype != "fp32":
-        settings.append(("adapter.dtype", "fp32"))
+    adapted = "fp16" if config.parallel.engine == "deepspeed" else "fp32"
+    if config.adapter is not None and config.adapter.dtype != adapted:
+        settings.append(("adapter.dtype", adapted))
     if _keeps_narrow_moments(config, catalog):
         settings.append(("optimizer", "adamw-fp32"))
     return tuple(settings)

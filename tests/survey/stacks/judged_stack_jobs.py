@@ -114,7 +114,7 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
         return found
 
     by_rank = [sizes(rank) for rank in range(len(shares))]
-    fullest = [max(range(len(shares)), key=lambda rank: by_rank[rank][name]) for name in by_rank[0]]
+    fullest = [max(range(len(shares)), key=lambda rank: by_rank[rank].get(name, 0)) for name in by_rank[0]]
     return list(
         dict.fromkeys(
             (max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes + shares[rank].zeros_bytes), *fullest)

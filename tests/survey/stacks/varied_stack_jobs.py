@@ -149,13 +149,14 @@ def at_version(job: StackJob, version: str) -> StackJob:
 def under_deepspeed(job: StackJob, seed: int, number: int, stages: tuple[int, ...] = DEEPSPEED_STAGES) -> StackJob:
     """Return a job as DeepSpeed runs it on several ranks, its stage, ranks and buckets drawn with it."""
     rng, training = Random(f"memplan deepspeed {seed} {number}"), dict(job.job.training)
-    dtype = "fp32" if training["compute_dtype"] == "fp32" else "bf16"
+    narrow = Random(f"memplan deepspeed dtype {seed} {number}").choice(("bf16", "bf16", "fp16"))
+    dtype = "fp32" if training["compute_dtype"] == "fp32" else narrow
     coded = {role: name for role, name in training["weights"].items() if role == "hidden_matrix"}
     training |= {"compute_dtype": dtype, "weights": {"default": dtype, **coded}, "optimizer": {"default": "adamw-fp32"}}
     training.pop("loss_scaling", None)
     if "adapter" in training:
         training["adapter"] = {**training["adapter"], "dtype": dtype}
-    elif dtype == "bf16":
+    elif dtype != "fp32":
         training["master_weights"] = "fp32"
     buckets = {
         "reduce_bucket_size": rng.choice(("auto", "auto", 100_000, 1_000_000, 20_000_000)),

@@ -146,7 +146,7 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         "max_steps": STEPS,
         "optim": _optimizer_name(setup),
         "bf16": setup.autocast or (engine and config.compute_dtype == "bf16"),
-        **({"deepspeed": zero_config(setup)} if engine else {}),
+        **({"deepspeed": zero_config(setup), "fp16": config.compute_dtype == "fp16"} if engine else {}),
         "ddp_find_unused_parameters": config.parallel.unused_parameters,
         "max_grad_norm": 1.0 if config.clip_gradients else 0.0,
         "gradient_checkpointing": setup.checkpointing != "none",
