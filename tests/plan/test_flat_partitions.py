@@ -172,3 +172,17 @@ def test_a_bucket_of_nothing_is_refused(catalog):
     parallel = Parallel(8, 2, engine="deepspeed", deepspeed=DeepSpeed(reduce_bucket_size=0))
     with pytest.raises(InvalidFileError, match="a positive number of elements"):
         resolve(TrainingConfig("", parallel=parallel), catalog, "test")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_fp16_takes_what_bf16_does_and_its_scale_nothing(stage, steps):
+    """DeepSpeed's scale is a number, and 0.19.8 looks for overflow by two scalars (``has_inf_or_nan`` in runtime/utils.py)."""
+    keys = {**ZERO, "parallel.zero_stage": stage, "gradient_accumulation_steps": steps}
+    half = {"weights.default": "fp16", "compute_dtype": "fp16", "loss_scaling": True}
+    narrow, scaled = (
+        memplan.plan("llama-3.2-1b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set={**keys, **other}).memory
+        for other in ({"weights.default": "bf16"}, half)
+    )
+    assert narrow.instants == scaled.instants
+    assert narrow.requested_bytes == scaled.requested_bytes
