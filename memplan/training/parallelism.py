@@ -155,7 +155,7 @@ def parallel_refusals(
     elif parallel.zero_stage in (1, 2):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.gpus == 1:
-        text = "3 is not supported with one GPU, which has nothing to share; set parallel.data"
+        text = "3 is not supported with one GPU, which has nothing to share; --gpus N, or parallel.data, says of how many it is one"
         yield ("parallel", "zero_stage"), text
     elif parallel.gpus > 1:
         yield from _when_divided(config, profile, stack)

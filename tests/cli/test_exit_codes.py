@@ -113,7 +113,7 @@ def test_states_that_cannot_lie_in_host_memory_exit_with_3_and_the_reason(refuse
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--set", "parallel.zero_stage=3"), "nothing to share; set parallel.data"),
+        (("--set", "parallel.zero_stage=3"), "nothing to share; --gpus N, or parallel.data"),
         (
             ("--set", "parallel.data=2", "--set", "parallel.zero_stage=2"),
             "planned is data parallelism with zero_stage 3",
