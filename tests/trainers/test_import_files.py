@@ -351,10 +351,10 @@ def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
     ("more", "said"),
     [
         ("\nactivation_offloading: true\n", r"job.yaml:5: offload.activations: cpu is not supported"),
-        ("\noptim: ademamix\n", r"job.yaml:5: optim: AdEMAMix is not modelled$"),
+        ("\noptim: ademamix\n", r"job.yaml:5: optim: AdEMAMix is not modelled; leave it out to plan without it$"),
         (
             "optim: ademamix\nfull_determinism: true\n",
-            r"job.yaml:4: optim: AdEMAMix is not modelled; also refused: full_determinism$",
+            r"job.yaml:4: optim: AdEMAMix is not modelled; leave it out to plan without it; also refused: full_determinism$",
         ),
     ],
 )

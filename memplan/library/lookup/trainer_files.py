@@ -328,7 +328,8 @@ def _refuse_first(job: ImportedJob) -> NoReturn:
     why = first.why if "not modelled" in first.why else f"not modelled: {first.why}"
     others = list(dict.fromkeys(one.key for one in job.reading.refusals if one.key not in ("", first.key)))
     more = ", ".join(others[:FEW]) + (f" and {len(others) - FEW} more" if len(others) > FEW else "")
-    raise CannotAnswerError(f"{place}: {why}{f'; also refused: {more}' if others else ''}")
+    change = "" if ";" in why or not first.key else "; leave it out to plan without it"
+    raise CannotAnswerError(f"{place}: {why}{change}{f'; also refused: {more}' if others else ''}")
 
 
 def _stack(job: ImportedJob, catalog: Catalog) -> str:
