@@ -292,3 +292,9 @@ class ModelSpec:
         """Whether layers are gated delta networks, or attention that is gated as it is beside them."""
         parts = [run.layer.attention for run in self.runs]
         return any(isinstance(part, GatedDeltaNet) or getattr(part, "output_gate", False) for part in parts)
+
+
+def experts_of(spec: ModelSpec) -> int:
+    """Return the routed experts of a layer that has some, those of the layer that has fewest; 0 for none."""
+    parts = (run.layer.feed_forward for run in spec.runs)
+    return min((part.num_experts for part in parts if isinstance(part, MixtureOfExperts)), default=0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import TrainingConfig
 from memplan.plan.model_notes import decoded_weights_note
-from memplan.step.collectives.sent_bytes import divided_sent_bytes, exchanged_bytes, sent_bytes
+from memplan.step.collectives.sent_bytes import divided_sent_bytes, exchanged_bytes, gathered_keys_bytes, sent_bytes
 from memplan.step.divided.divided_model import divided
 from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole
 from memplan.step.tapes.linear_forms import Part
@@ -27,18 +27,20 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
     if ranks == 1:
         return
     yield from _sharing(plan)
-    shared = "a model" if parallel.pipeline > 1 else "matrices"
-    group = f"group that shares {shared}" if parallel.tensor > 1 or parallel.pipeline > 1 else "GPU"
+    shared = "a model" if parallel.pipeline > 1 else "matrices" if parallel.tensor > 1 else "a sequence"
+    group = f"group that shares {shared}" if parallel.tensor * parallel.pipeline * parallel.context > 1 else "GPU"
     yield f"bytes are per GPU, on the fullest of {ranks}; micro_batch_size is per {group}"
     formed = sum(entry.formed_bytes * entry.tensor.count for entry in plan.states.tensors if entry.trainable)
     sent = format_bytes(sent_bytes(plan.setup, divided(plan.model, plan.setup).inventory, formed))
     when = "in the last micro-step alone" if _reduces_last(plan.setup) else "in every micro-batch"
-    if parallel.data > 1 and parallel.pipeline == 1:
+    if parallel.data * parallel.context > 1 and parallel.pipeline == 1:
         yield f"each GPU sends {sent} in one forward and backward and receives as much; gradients are reduced {when}"
+    tokens = plan.micro_batch_size * plan.sequence_length // parallel.context
     if parallel.tensor > 1 and parallel.pipeline == 1:
-        tokens = plan.micro_batch_size * plan.sequence_length
         sent = format_bytes(divided_sent_bytes(plan.setup, plan.model.spec, tokens))
         yield f"each GPU sends {sent} at least to those that it shares matrices with in one forward and backward"
+    if parallel.context > 1:
+        yield _sequences(plan)
     if parallel.expert > 1:
         yield from _experts(plan)
     stream, shards = plan.allowances.stream_bytes, _shards_apart(plan)
@@ -51,10 +53,23 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
         )
 
 
+def _sequences(plan: MemoryPlan) -> str:
+    """Return how sequences are shared."""
+    parallel = plan.setup.config.parallel
+    tokens = plan.micro_batch_size * plan.sequence_length
+    sent = format_bytes(gathered_keys_bytes(plan.setup, plan.model.spec, tokens))
+    return (
+        f"parallel.context {parallel.context}: each GPU has that part of every sequence, from both of its ends "
+        "(context_parallel_load_balancer headtail), and flex attention all keys and values, which each layer gathers; "
+        "parallelism.spmd_backend: partial_dtensor, not torchtitan's default, spmd_types; weights and states are divided among "
+        f"these GPUs too; each sends {sent} of keys, values and their gradients in one forward and backward"
+    )
+
+
 def _experts(plan: MemoryPlan) -> Iterator[str]:
     """Yield how experts are shared, and what a rank needs that is sent all rows that it can be sent."""
     parallel = plan.setup.config.parallel
-    tokens = plan.micro_batch_size * plan.sequence_length
+    tokens = plan.micro_batch_size * plan.sequence_length // (parallel.tensor * parallel.context)
     sent = format_bytes(exchanged_bytes(plan.setup, plan.model.spec, tokens))
     yield (
         f"parallel.expert {parallel.expert}: torchtitan's all-to-all of rows (AllToAllTokenDispatcher), experts divided anew "

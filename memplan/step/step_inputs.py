@@ -188,6 +188,7 @@ def buffers(inputs: StepInputs) -> Form:
     micro_steps = setup.config.gradient_accumulation_steps
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
     batch = sum(part.element_bytes * (together or (micro_steps if part.kept else 1)) for part in setup.stack.batch)
+    batch *= (ranks := config.parallel.context)
     if setup.scores:
         batch = batch * 2 // 3  # no labels
     if setup.config.method.stage == "kto":
@@ -198,9 +199,9 @@ def buffers(inputs: StepInputs) -> Form:
     )
     if steps_through_scores(spec, setup) and not (code.added_mask or code.masks_layers or code.scales_in_place):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
-    if setup.profile.attention == "flex":
+    if setup.profile.attention == "flex" and ranks == 1:
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
-    form += single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
+    form += own_rows(setup) + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
     form += constant_form(Part.ACTIVATIONS, spec.buffer_bytes if setup.stack.model_code == "transformers" else 0)
     form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.staged_bytes)
     form += constant_form(Part.ACTIVATIONS, inputs.decoder_bytes)
@@ -212,6 +213,24 @@ def buffers(inputs: StepInputs) -> Form:
     )
 
 
+def own_rows(setup: TrainingSetup) -> Form:
+    """Return a rank's part of rows that GPUs share, and of their block mask, which are there as long as forward and backward.
+
+    Formula:
+        The mask has ``m`` blocks of the rank's tokens and ``c m`` of all: ``8 b m (1 + c) + 16 b c m^2``.
+
+    Source:
+        ``prepare_context_parallel_input`` in torchtitan/distributed/context_parallel/api.py (0.3.0).
+    """
+    ranks = setup.config.parallel.context
+    if ranks == 1:
+        return ZERO
+    size = sum(part.element_bytes for part in setup.stack.batch)
+    form = single_form(Part.ACTIVATIONS, Quantity.TOKENS, size)
+    form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * ranks)
+    return form + single_form(Part.ACTIVATIONS, Quantity.DELTA_CHUNKS, BLOCK_MASK_BYTES // 4 * (1 - ranks))
+
+
 def rows_to_come(setup: TrainingSetup) -> Form:
     """Return the rows of later micro-steps, among the buffers, that are not there yet in the first.
 
@@ -220,7 +239,7 @@ def rows_to_come(setup: TrainingSetup) -> Form:
     """
     later = setup.config.gradient_accumulation_steps - 1 if setup.config.parallel.pipeline == 1 else 0
     size = sum(part.element_bytes for part in setup.stack.batch if part.kept and part.in_turn)
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, size * later)
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, size * later * setup.config.parallel.context)
 
 
 ID_BYTES = MASK_BYTES = LABEL_BYTES = 8

@@ -12,7 +12,6 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Adapter, Offload, TrainingConfig
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
-from memplan.training.rules.expert_rules import expert_refusals
 from memplan.training.rules.flat_rules import (
     deepspeed_problems,
     flat_refusal,
@@ -22,8 +21,9 @@ from memplan.training.rules.flat_rules import (
 )
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
+from memplan.training.rules.shared_rules import shared_refusals
 
-POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor parallelism, shared experts and pipelines with --stack torchtitan, and a divided model with --stack megatron"
+POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor, context and expert parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
 
 MAXIMUM_ELEMENTS = 2**50
@@ -131,10 +131,9 @@ def parallel_refusals(
         whole: Weight formats that accelerate leaves whole on every rank.
     """
     parallel = config.parallel
-    yield from _undivided(parallel, stack)
+    yield from _undivided(config, stack)
     yield from _misplaced(parallel, stack)
     yield from _pipeline_problems(parallel, stack)
-    yield from expert_refusals(config, stack) if "expert" in stack.divides else ()
     if config.offload != Offload() and parallel.gpus > 1 and not steps_beside(parallel):
         yield ("offload",), "replicas that keep anything in host memory are not modelled; use parallel.zero_stage: 3"
     elif config.offload != Offload() and (unmodelled := offload_refusal(config, stack))[0]:
@@ -168,8 +167,10 @@ def parallel_refusals(
                 yield ("parallel", "reshard_after_forward"), f"false {refused}"
 
 
-def _undivided(parallel: Parallel, stack: Stack) -> Problems:
-    """Yield degrees by which a stack does not divide a model as it is modelled."""
+def _undivided(config: TrainingConfig, stack: Stack) -> Problems:
+    """Yield degrees by which a stack does not divide a model as it is modelled, and what does not go with those of experts."""
+    parallel = config.parallel
+    yield from shared_refusals(config, stack) if "routing" in stack.divides else ()
     possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
     for name in Parallel.__dataclass_fields__:
         given = getattr(parallel, name)

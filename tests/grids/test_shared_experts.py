@@ -106,3 +106,51 @@ def test_what_is_not_followed_is_refused_by_name(more, words):
 def test_routing_says_something_where_experts_are_shared_alone():
     with pytest.raises(CannotAnswerError, match=r"parallel\.routing: worst counts where parallel\.expert"):
         plan(1, 64, "parallel.routing=worst")
+
+
+FILE = """[model]
+name = "qwen3"
+flavor = "30B-A3B"
+[training]
+local_batch_size = 1
+seq_len = 4096
+[parallelism]
+data_parallel_shard_degree = -1
+expert_parallel_degree = 8
+expert_parallel_comm_backend = "standard"
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def test_a_file_of_torchtitan_says_it(tmp_path):
+    path = tmp_path / "experts.toml"
+    path.write_text(FILE)
+    of_file = memplan.plan(str(path), gpu="h100", gpus=64).memory
+    assert of_file.setup.config.parallel.expert == 8
+    settings = {"activation_checkpointing": "full", "kernels.loss": "fp32", "sequence_length": 4096}
+    assert of_file.instants == plan(8, 64, *(f"{key}={value}" for key, value in settings.items())).memory.instants
+    path.write_text(FILE.replace("standard", "deepep"))
+    with pytest.raises(CannotAnswerError, match="rows that DeepEP or other kernels"):
+        memplan.plan(str(path), gpu="h100", gpus=64)
+
+
+def test_gpus_that_share_matrices_share_experts_too():
+    both = plan(8, 64, "parallel.tensor=4", "parallel.sequence=true").memory
+    alone = plan(8, 64).memory
+    assert (both.setup.config.parallel.data, both.setup.config.parallel.expert_shards) == (16, 8)
+    experts = [next(e for e in m.states.tensors if e.tensor.role == "expert_matrix") for m in (both, alone)]
+    assert experts[0].weight_bytes == experts[1].weight_bytes
+    with pytest.raises(CannotAnswerError, match="use true, torchtitan's own default"):
+        plan(8, 64, "parallel.tensor=4")
+
+
+def test_suggest_shares_experts_where_a_model_has_some():
+    options = {"gpu": "h100", "gpus": 64, "stack": "torchtitan", "most": 3}
+    answer = memplan.suggest_layouts("qwen3-235b-a22b", **options)
+    assert answer.verdict == "fits"
+    assert all(row.memory.setup.config.parallel.expert > 1 for row in answer.rows)
+    own = answer.document().data["rows"][0]["own_words"]
+    assert {"parallelism.expert_parallel_degree: 4", "training.disable_cuda_graphs: true"} <= set(own)
+    alone = memplan.suggest_layouts("qwen3-235b-a22b", set=["parallel.expert=1"], **options)
+    assert alone.verdict == "no"

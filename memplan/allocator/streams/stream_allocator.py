@@ -19,9 +19,9 @@ from memplan.allocator.settings import (
 )
 from memplan.units import ceil_div
 
-BITS = 40
+BITS = 128
 ADDRESS: int = 2**BITS - 1
-"""Addresses, in blocks: enough for 512 TiB of segments."""
+"""Addresses, in blocks: no job of the most that may be asked for (2**54 tokens) comes near, and 40 bits took no less time."""
 
 SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
     size // MINIMUM_BLOCK_BYTES

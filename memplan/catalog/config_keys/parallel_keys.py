@@ -170,24 +170,25 @@ class Parallel:
 
     @property
     def shards(self) -> int:
-        """GPUs among which everything is divided, where it is: those of one group."""
-        return self.data // self.replicate
+        """GPUs among which everything is divided, where it is: those of one group, be it data or a sequence that they share."""
+        return self.data * self.context // self.replicate
 
     @property
     def expert_shards(self) -> int:
         """GPUs of a group that have the same experts, among which these are divided anew."""
-        return self.shards * self.tensor * self.context // self.expert
+        return self.shards * self.tensor // self.expert
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """GPUs of each group that one communicates in: data parallel ones, those that share matrices, experts, those that divide these anew, a pipeline."""
+        """GPUs of each group that one communicates in: data parallel ones, those that share matrices, sequences, experts, those that divide these anew, a pipeline."""
         experts = (self.expert, self.expert_shards) if self.expert > 1 else ()
-        return tuple(n for n in (self.shards, self.replicate, self.tensor, *experts, self.pipeline) if n > 1)
+        degrees = (self.shards, self.replicate, self.tensor, self.context, *experts, self.pipeline)
+        return tuple(n for n in degrees if n > 1)
 
     @property
     def gpus(self) -> int:
         """GPUs whose steps are planned together: data parallel ones, each of them as many as share a model."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.context * self.tensor * self.pipeline
 
     @property
     def order(self) -> Schedule:

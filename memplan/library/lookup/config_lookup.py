@@ -124,7 +124,8 @@ def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
     """
     if divides_model(parallel):
         stage = FULLY_SHARDED if ("parallel", "zero_stage") not in given else parallel.zero_stage
-        return replace(parallel, data=grid_of(parallel, gpus).data, zero_stage=parallel.zero_stage or stage)
+        grid = grid_of(replace(parallel, expert_tensor=parallel.expert_tensor or 1), gpus)
+        return replace(parallel, data=grid.data, zero_stage=parallel.zero_stage or stage)
     if parallel.data not in (1, gpus):
         raise InvalidFileError(
             [f"--gpus {gpus}: the config is for parallel.data {parallel.data}; give the same number"]

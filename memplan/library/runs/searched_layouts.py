@@ -16,6 +16,7 @@ from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, requested_cluster
+from memplan.model.spec import experts_of
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
 from memplan.solver.layouts.degrees import AXES, LayoutSpace
@@ -98,7 +99,14 @@ def suggest_layouts(model: ModelGiven = None, **options: Unpack[SearchOptions]) 
     device, catalog = inputs.device(), inputs.catalog
     bases = tuple(_bases(inputs, options.get("min_sequence") or 1))
     cluster = requested_cluster(device, catalog, options)
-    requested = LayoutSpace(inputs.gpus, cluster.per_node, _fixed_degrees(inputs, bases[0]), inputs.config is not None)
+    known = inputs.model()
+    requested = LayoutSpace(
+        gpus=inputs.gpus,
+        per_node=cluster.per_node,
+        fixed=_fixed_degrees(inputs, bases[0]),
+        experts=experts_of(known.spec),
+        own_precision=inputs.config is not None,
+    )
     request = LayoutRequest(
         bases=bases,
         space=requested,
@@ -109,7 +117,7 @@ def suggest_layouts(model: ModelGiven = None, **options: Unpack[SearchOptions]) 
         strict=options.get("strict", False),
         most=options.get("most") or 5,
     )
-    return Layouts(find_layouts(inputs.model(), request, device, catalog), catalog)
+    return Layouts(find_layouts(known, request, device, catalog), catalog)
 
 
 def _config(inputs: JobInputs) -> TrainingConfig:

@@ -153,6 +153,10 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
             yield "parallel.reshard_after_forward", False
         if config.parallel.tensor > 1:
             yield "parallel.tensor", config.parallel.tensor
+        if config.parallel.context > 1:
+            yield "parallel.context", config.parallel.context
+        if config.parallel.expert > 1:
+            yield "parallel.expert", config.parallel.expert
     if config.clip_gradients is not None:
         yield "clip_gradients", config.clip_gradients
 

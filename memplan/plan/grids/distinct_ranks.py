@@ -89,8 +89,8 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
     trained = _trained(compiled)
     bounds = {0, shards}
     for tensor, _ in trained:
-        rows, ranks, each = _division(tensor, parallel, shards)
-        full = rows // ceil_div(rows, ranks)
+        size, ranks, each = _division(tensor, parallel, shards)
+        full = size // ceil_div(size, ranks)
         bounds |= {place * each for place in (full, full + 1) if place * each < shards}
     places = sorted(bounds)
     rows: list[RankRow] = []

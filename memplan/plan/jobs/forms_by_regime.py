@@ -28,6 +28,7 @@ from memplan.step.tapes.linear_forms import Coefficients, Part, Pieces, constant
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class FormsByRegime:
                 [f"sequence_length: {length}: a row's images alone become {seen:,} tokens; see images"]
             )
         refuse_padded_tokens(self.setup, batch, length)
+        length = self._own_length(length)
         apart = (
             length if self.setup.evaluates_apart or self.setup.generates else 0,
             batch if self.setup.generates else 0,
@@ -87,6 +89,10 @@ class FormsByRegime:
             totals = tuple((candidate.form.totals(), candidate) for candidate in candidates)
             self._by_regime[key] = Compiled(forms, candidates, totals)
         return self._by_regime[key]
+
+    def _own_length(self, length: int) -> int:
+        """Return a rank's part of a sequence, where several share it."""
+        return ceil_div(length, self.setup.config.parallel.context)
 
     def _generation(self, batch: int, length: int) -> Iterator[Instant]:
         """Yield the moments at which the rows that micro-batches of ``batch`` learn from are generated."""
@@ -162,6 +168,7 @@ class FormsByRegime:
         """
         refuse_unlearned(self.own, length)
         refuse_window(self.own, self.setup, length)
+        length = self._own_length(length)
         spec, profile = self.own.spec, self.setup.profile
         batch *= self.setup.rows_per_sample
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0

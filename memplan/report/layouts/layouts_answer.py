@@ -22,7 +22,7 @@ NO_MEASUREMENT = (
     "order layouts and are no measurement: kernels reach 30 to 80 % of such rates, and latency, congestion and stragglers are not in them.",
 )
 WHAT_OVERLAPS = (
-    "exposed: communication that products wait for, which is all between GPUs that share matrices; overlapped: what shards gather and",
+    "exposed: communication that products wait for, which is all between GPUs that share matrices or experts; overlapped: what shards gather and",
     "reduce beside the products. inside and between: what each GPU sends in a step within its node and to others. No pipeline, no bubble.",
 )
 
@@ -68,6 +68,7 @@ def _row_data(row: LayoutRow, result: LayoutFront, catalog_hash: str) -> dict[st
             "data": parallel.data,
             "tensor": parallel.tensor,
             "sequence": parallel.sequence,
+            "expert": parallel.expert,
             "pipeline": parallel.pipeline,
             "engine": parallel.engine,
             "zero_stage": parallel.zero_stage,
@@ -113,7 +114,8 @@ def sharding(parallel: Parallel) -> str:
     if parallel.engine == "deepspeed":
         return f"zero {parallel.zero_stage}"
     groups = f" x {parallel.replicate}" if parallel.replicate > 1 else ""
-    return f"fsdp2{groups}" if parallel.zero_stage else "ddp"
+    experts = f", ep {parallel.expert}" if parallel.expert > 1 else ""
+    return f"fsdp2{groups}{experts}" if parallel.zero_stage else "ddp"
 
 
 def _memory_table(result: LayoutFront, unit: str) -> Table:
@@ -181,6 +183,8 @@ def _own_settings(plan: MemoryPlan) -> tuple[OwnSetting, ...]:
     config = plan.setup.config
     parallel = config.parallel
     settings: list[tuple[str, Any]] = [("parallel.tensor", parallel.tensor)] if parallel.tensor > 1 else []
+    if parallel.expert > 1:  # which no CUDA graph goes with
+        settings += [("parallel.expert", parallel.expert), ("zero_gradients", "free")]
     settings += [
         ("parallel.zero_stage", parallel.zero_stage),
         ("activation_checkpointing", plan.setup.checkpointing),

@@ -25,6 +25,7 @@ class LayoutSpace:
     gpus: int  # GPUs in all
     per_node: int  # GPUs of a node
     fixed: Collection[str] = ()  # Keys of ``parallel`` that stay as they are
+    experts: int = 0  # Experts of each layer of the model, which its GPUs may share; 0 for none
     own_precision: bool = True  # Whether dtypes stay as they are, too, where an engine wants others
 
 
@@ -82,11 +83,24 @@ def _groups(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Ite
             yield _with(config, replicate=number)
 
 
+def _experts(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
+    """Yield how many GPUs may share the experts, which torchtitan gives its parts of the sequence where GPUs share matrices too."""
+    yield config
+    parallel = config.parallel
+    if not requested.experts or "routing" not in stack.divides or parallel.tensor > 1 > parallel.sequence:
+        return
+    sharing = requested.gpus // (share(parallel) * parallel.replicate) * parallel.tensor
+    for degree in divisors(requested.experts)[1:]:
+        if sharing % degree == 0:
+            yield _with(config, expert=degree)
+
+
 AXES: Mapping[str, Axis] = {
     "tensor": _tensor,
     "sequence": _sequence,
     "zero_stage": _sharding,
     "replicate": _groups,
+    "expert": _experts,
 }
 """Key of ``parallel`` -> what it may be."""
 
@@ -99,18 +113,22 @@ def layouts(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Ite
         requested: How many GPUs there are, and what is fixed.
 
     Raises:
-        CannotAnswerError: A pipeline.
+        CannotAnswerError: A pipeline, or sequences that GPUs share.
         InvalidFileError: No layout divides so many GPUs, which are named with the nearest that it does.
     """
     if config.parallel.pipeline > 1:
         raise CannotAnswerError("parallel.pipeline: suggest does not search pipelines yet; memplan fit plans one")
+    if config.parallel.context > 1:
+        raise CannotAnswerError(
+            "parallel.context: suggest does not search shared sequences yet; memplan fit plans them"
+        )
     result = [config]
     for key, axis in AXES.items():
         if key not in requested.fixed:
             result = [wider for one in result for wider in axis(one, stack, requested)]
     whole = [one for one in result if requested.gpus % share(one.parallel) == 0]
     if not whole:
-        grid_of(replace(result[0].parallel, data=1), requested.gpus)
+        grid_of(replace(result[0].parallel, data=1, expert_tensor=1), requested.gpus)
     for one in whole:
         yield _with(one, data=requested.gpus // share(one.parallel))
 

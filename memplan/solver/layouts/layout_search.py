@@ -149,6 +149,7 @@ def layout_name(config: TrainingConfig) -> str:
     """
     parallel = config.parallel
     parts = [f"tp{parallel.tensor}" if parallel.tensor > 1 else "", "sp" if parallel.sequence else ""]
+    parts += [f"ep{parallel.expert}" if parallel.expert > 1 else ""]
     parts += [f"pp{parallel.pipeline}" if parallel.pipeline > 1 else "", f"dp{parallel.data}"]
     parts += [f"hsdp{parallel.replicate}" if parallel.replicate > 1 else ""]
     engine = "ds-" if parallel.engine == "deepspeed" else ""

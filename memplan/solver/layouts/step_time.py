@@ -1,7 +1,7 @@
 """What a step of one layout takes and sends: a roofline of one GPU, and the bandwidth of links; no measurement.
 
 What data parallel GPUs gather and reduce runs beside the products and counts where it takes longer. What GPUs that share matrices
-exchange is waited for. Without pipelines there is no bubble.
+exchange is waited for, as are rows between those that share experts. Without pipelines there is no bubble.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memplan.solver.search.timing import (
     update_work,
     work_of,
 )
-from memplan.step.collectives.sent_bytes import divided_sent_bytes, sent_by_group
+from memplan.step.collectives.sent_bytes import divided_sent_bytes, exchanged_bytes, sent_by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,10 @@ class StepClock:
         shared = divided_sent_bytes(setup, self.plan.model.spec, batch * length)
         apart = tensor * shards
         beside = self._sending(self.sent, shards, tensor) + self._sending(self.among, groups, apart)
-        waited = self._sending(shared, tensor, 1)
+        rows = exchanged_bytes(setup, self.plan.model.spec, batch * length // tensor) if parallel.expert > 1 else 0
+        waited = self._sending(shared, tensor, 1) + self._sending(rows, parallel.expert, 1)
         update = update_picoseconds(self.trained, self.plan.states.gradient_bytes, self.update, self.rates)
-        sent = (self.sent, shards, tensor), (self.among, groups, apart), (shared, tensor, 1)
+        sent = (self.sent, shards, tensor), (self.among, groups, apart), (shared, tensor, 1), (rows, parallel.expert, 1)
         links = zip(*(cluster.split(*one) for one in sent), strict=True)
         inside, between = (steps * sum(parts) for parts in links)
         return StepTime(

@@ -74,6 +74,7 @@ class BlockSettings:
     keeps_inputs: bool
     divided: bool  # Whether GPUs share each layer's matrices
     sequence: bool  # Whether they share the sequence too between these
+    context: int  # GPUs that share each sequence, of which every one gathers all keys and values
     cache: Cache  # How keys and values are returned
     cache_stays: bool  # Whether the loop has a name for them until the next forward is done
     flash_attn: bool  # Whether attention is run by the package flash-attn, whatever its window or soft cap
@@ -122,5 +123,6 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         copies_fused=setup.stack.models.fused_qkv == "copies",
         divided=setup.config.parallel.tensor > 1,
         sequence=setup.config.parallel.tensor > 1 and setup.config.parallel.sequence,
+        context=setup.config.parallel.context,
         keeps_inputs=is_partitioned(setup.config.parallel),
     )

@@ -81,29 +81,24 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     if not apart:
         return _group(tensors, setup)
     rest, experts = _group([tensor for tensor in tensors if tensor not in apart], setup), _group(apart, setup)
-    pairs = ((getattr(rest, name), getattr(experts, name)) for name in _SUMMED)
-    sums = dict(zip(_SUMMED, map(sum, pairs), strict=True))
-    ahead = max(experts.buffer_bytes + experts.cast_bytes, sums["buffer_bytes"] + rest.cast_bytes)
+    both = rest, experts
+    buffers = rest.buffer_bytes + experts.buffer_bytes
+    ahead = max(experts.buffer_bytes + experts.cast_bytes, buffers + rest.cast_bytes)
     first = rest.copying_bytes + experts.buffer_bytes - experts.gathered_bytes
     return Unit(
-        **sums,
+        gathered_bytes=sum(one.gathered_bytes for one in both),
+        buffer_bytes=buffers,
         copying_bytes=max(first, experts.copying_bytes),
-        cast_bytes=ahead - sums["buffer_bytes"],
+        reduced_bytes=sum(one.reduced_bytes for one in both),
+        kept_bytes=sum(one.kept_bytes for one in both),
+        narrow_bytes=sum(one.narrow_bytes for one in both),
+        cast_bytes=ahead - buffers,
         last_bytes=rest.last_bytes,
+        waited_bytes=sum(one.waited_bytes for one in both),
         converted=rest.converted,
-        groups=(rest, experts),
+        formed_bytes=sum(one.formed_bytes for one in both),
+        groups=both,
     )
-
-
-_SUMMED = (
-    "gathered_bytes",
-    "buffer_bytes",
-    "reduced_bytes",
-    "kept_bytes",
-    "narrow_bytes",
-    "waited_bytes",
-    "formed_bytes",
-)
 
 
 def _group(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
@@ -204,4 +199,5 @@ def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> 
     matrices = [tensor.elements for tensor in formed if len(tensor.shape) > 1]
     layer = any("{}" in tensor.name for tensor in formed)
     ends_with_vector = setup.stack.model_code == "transformers" or setup.stack.sharded_units == "ends-apart"
+    ends_with_vector = ends_with_vector and len(matrices) < len(formed)  # a group of experts has matrices alone
     return matrices[-1] if matrices and not (layer and ends_with_vector) else 0

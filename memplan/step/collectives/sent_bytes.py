@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from memplan.model.inventory import ParameterTensor
-from memplan.model.spec import MixtureOfExperts, ModelSpec
+from memplan.model.spec import Attention, MixtureOfExperts, ModelSpec
 from memplan.step.collectives.gathered_units import unit
 from memplan.step.states.parallel_shards import cut, is_flat, is_partitioned
 from memplan.training.resolved import TrainingSetup
@@ -48,6 +48,27 @@ def exchanged_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> int:
     return total * (ranks - 1) // ranks
 
 
+def gathered_keys_bytes(setup: TrainingSetup, spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes of keys and values that each rank sends to those that it shares sequences with, for one forward and backward.
+
+    Formula:
+        ``2 (C - 1) / C`` times all keys and values, which a ring gathers and whose gradients it reduces; with checkpointing of
+        either kind ``3``, whose forward runs twice.
+
+    Args:
+        tokens: Of the whole sequences.
+
+    Source:
+        ``flex_cp_allgather`` in torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py (v2.13.0).
+    """
+    parallel, total = setup.config.parallel, 0
+    times = 2 if setup.checkpointing == "none" else 3
+    for run in spec.runs:
+        if isinstance(heads := run.layer.attention, Attention):
+            total += run.count * 2 * heads.key_value_size * tokens * setup.compute_bytes // parallel.tensor
+    return times * total * (parallel.context - 1) // parallel.context
+
+
 def sent_bytes(setup: TrainingSetup, inventory: Iterable[ParameterTensor], trained_bytes: int) -> int:
     """Return the bytes that each rank sends, and receives, for one forward and backward; see :func:`sent_by_group`."""
     return sum(sent_by_group(setup, inventory, trained_bytes))
@@ -67,7 +88,7 @@ def sent_by_group(setup: TrainingSetup, inventory: Iterable[ParameterTensor], tr
         Ring algorithms: https://arxiv.org/abs/1802.05799; what is gathered and when: torch's ``fully_shard``.
     """
     parallel = setup.config.parallel
-    if parallel.data == 1:
+    if parallel.data * parallel.context == 1:
         return 0, 0
     if is_flat(parallel):  # and the weights that each rank has updated
         return 3 * trained_bytes * (parallel.data - 1) // parallel.data, 0

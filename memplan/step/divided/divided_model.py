@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import lcm
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -21,6 +22,9 @@ from memplan.model.model import Model
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
+
+MASK_BLOCK = 128
+"""Tokens of a block of flex attention's mask (``_DEFAULT_SPARSE_BLOCK_SIZE`` in torch/nn/attention/flex_attention.py, v2.13.0)."""
 
 
 def divided(model: Model, setup: TrainingSetup) -> Model:
@@ -31,6 +35,7 @@ def divided(model: Model, setup: TrainingSetup) -> Model:
         CannotAnswerError: A part that no stack here divides.
     """
     parallel = setup.config.parallel
+    _refuse_length(setup)
     if parallel.expert > 1:
         model = _with_own_experts(model, parallel)
     if parallel.tensor == 1:
@@ -49,6 +54,25 @@ def divided(model: Model, setup: TrainingSetup) -> Model:
     return replace(model, spec=spec, inventory=inventory_of(spec))
 
 
+def _refuse_length(setup: TrainingSetup) -> None:
+    """Refuse sequences that GPUs cannot share: whole blocks of flex attention's mask, for each of these and of those that share matrices.
+
+    Source:
+        ``_create_cp_block_mask`` in torch/distributed/tensor/experimental/_context_parallel/_attention.py (v2.13.0).
+    """
+    ranks, length = setup.config.parallel.context, setup.config.sequence_length
+    if ranks == 1 or setup.stack.model_code != "torchtitan":
+        return
+    step = ranks * lcm(MASK_BLOCK, 2 * setup.config.parallel.tensor)
+    if length % step:
+        near = max(step, (length + step // 2) // step * step)
+        raise InvalidFileError(
+            [
+                f"parallel.context: {ranks} GPUs do not share a sequence of {length:,} tokens evenly, in blocks of {MASK_BLOCK}; {near:,} they do"
+            ]
+        )
+
+
 def _with_own_experts(model: Model, parallel: Parallel) -> Model:
     """Return a model as one of several GPUs has it that share its experts.
 
@@ -60,7 +84,7 @@ def _with_own_experts(model: Model, parallel: Parallel) -> Model:
     parts = [part for run in model.spec.runs if isinstance(part := run.layer.feed_forward, MixtureOfExperts)]
     if not parts:
         raise InvalidFileError([f"parallel.expert: {name} has no experts to share; leave it out"])
-    sharing = parallel.shards * parallel.tensor * parallel.context
+    sharing = parallel.shards * parallel.tensor
 
     def problem(degree: int) -> str:
         if odd := next((part.num_experts for part in parts if part.num_experts % degree), 0):
@@ -73,9 +97,9 @@ def _with_own_experts(model: Model, parallel: Parallel) -> Model:
             return f"leave {each} for each expert, which do not share its width of {odd} evenly"
         return ""
 
-    if found := problem(ranks):
+    if reason := problem(ranks):
         do = "do" if (near := _nearest(ranks, lambda degree: not problem(degree))) > 1 else "does"
-        raise InvalidFileError([f"parallel.expert: {ranks} GPUs {found}; {near} {do}"])
+        raise InvalidFileError([f"parallel.expert: {ranks} GPUs {reason}; {near} {do}"])
     spec = _own_experts(model.spec, ranks, parallel.routing == "worst")
     return replace(model, spec=spec, inventory=inventory_of(spec))
 

@@ -122,6 +122,7 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
         return single_form(Part.ACTIVATIONS, Quantity.TABLE_ROWS, row_bytes)
     if tables.rows == "model":
         return constant_form(Part.ACTIVATIONS, row_bytes * spec.max_position_embeddings)
+    row_bytes *= setup.config.parallel.context  # of the whole sequence
     rows = Quantity.TOKENS if code.sequence_tables or tables.rows == "batch" else Quantity.POSITIONS
     return single_form(Part.ACTIVATIONS, rows, row_bytes)
 

@@ -140,7 +140,28 @@ def flex_attention(builder: Builder, heads: Heads) -> Value:
         torch/_inductor/kernel/flex/flex_attention.py (v2.13.0), ``max_scores`` and ``delta``.
     """
     rows = [(TOKENS, 4 * heads.number)]
-    return attention_kernel(builder, heads, rows, rows)
+    if builder.settings.context == 1:
+        return attention_kernel(builder, heads, rows, rows)
+    with builder.tape.alive(*heads.tensors):
+        return attention_kernel(builder, _of_all_ranks(builder, heads), rows, rows)
+
+
+def _of_all_ranks(builder: Builder, heads: Heads) -> Heads:
+    """Return heads whose keys and values are those of the whole sequence, of which a rank has a part.
+
+    For each of a rank's tokens there are as many heads of them, then, as all ranks together have.
+
+    Source:
+        ``apply_cp_to_forward`` in torchtitan/distributed/context_parallel/api.py (0.3.0); ``flex_cp_allgather`` in
+        torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py (v2.13.0).
+    """
+    ranks, (query, key, value) = builder.settings.context, heads.tensors
+    keys, values = (builder.fresh(x, x.width * ranks) for x in (key, value))
+    copy = [(TOKENS, values.coefficient)]
+    joined = [] if builder.settings.regime.one_sequence else copy
+    traits = Traits(packs=False, scratch=joined, workspace=copy)
+    builder.tape.apply("gather keys and values", [(key, NEW), (value, NEW)], (keys, values), traits=traits)
+    return Heads(query, keys, values, heads.number, heads.groups * ranks)
 
 
 def flash_attention(builder: Builder, heads: Heads) -> Value:

@@ -43,7 +43,7 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterat
     )
     copied = alone.reduced_bytes + step.tail.copied_bytes
     yield with_gathered("head backward", "copy of norm and head", around + arrived, copied)
-    if step.prefetches:
+    if not step.stays:
         gathered = step.tail.gathered_bytes + alone.reduced_bytes + step.last.buffer_bytes + step.last.cast_bytes
         yield with_gathered("head backward", "gather of the last layer", around + arrived, gathered)
     for instant in played.head.backward:

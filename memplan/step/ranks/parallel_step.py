@@ -47,7 +47,7 @@ from memplan.step.ranks.sharded_forward import (
 )
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
-from memplan.step.step_inputs import buffers
+from memplan.step.step_inputs import buffers, own_rows
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant, Played
 from memplan.step.tapes.taped_weight import Mode
@@ -68,8 +68,10 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     step = sharded_step(model, setup, states, regime)
     inputs = step.inputs
     resident = logits_of_loop(setup, step.taped)
+    gone = own_rows(setup) * -1
     candidates = tuple(
-        instant.around(resident) for instant in step_instants(inputs, step.taped, partial(_passes, step))
+        instant.around(resident + gone if instant.name == "optimizer step" else resident)
+        for instant in step_instants(inputs, step.taped, partial(_passes, step))
     )
     if setup.config.evaluation:
         retained = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0

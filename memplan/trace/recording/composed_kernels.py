@@ -6,7 +6,8 @@ Source:
     aten/src/ATen/native/Loss.cpp of torch (v2.13.0): ``mse_loss_out``, ``smooth_l1_loss_out``, ``huber_loss``,
     ``binary_cross_entropy_with_logits``, ``soft_margin_loss_out``, ``soft_margin_loss_backward_out``; cuda/Loss.cu,
     ``binary_cross_entropy_out_cuda``; LossCTC.cpp and cuda/LossCTC.cu, ``log_beta``; TensorAdvancedIndexing.cpp and
-    IndexingUtils.h, ``expandTensors``. The allocations of a real run on the CPU agree (tests/dryrun).
+    IndexingUtils.h, ``expandTensors``; ``flex_cp_allgather`` in torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py,
+    ``_maybe_view_chunk_cat`` and ``_chunk_or_narrow_cat`` in torch/_utils.py. The allocations of a real run on the CPU agree (tests/dryrun).
 """
 
 from __future__ import annotations
@@ -105,6 +106,16 @@ def _places(mask: Tensor, holds: int) -> list[int]:
     return [8 * mask.dim() * holds]
 
 
+def _joined_keys(_: str, args: Arguments, result: Sequence[Tensor]) -> list[int]:
+    """Values as they arrive from every rank, before those of one sequence are put together; one sequence alone is in order."""
+    return [result[1].numel() * result[1].element_size()] if args[0].shape[0] > 1 else []
+
+
+def _parted_keys(_: str, args: Arguments, __: Any) -> list[int]:
+    """The gradient of all values as ranks are sent it."""
+    return [args[1].numel() * args[1].element_size()]
+
+
 Rule = Callable[[str, Arguments, Any], list[int]]
 _RULES: Mapping[str, Rule] = {
     "mse_loss.default": _unreduced,
@@ -114,6 +125,8 @@ _RULES: Mapping[str, Rule] = {
     "soft_margin_loss_backward.default": _soft_margin_backward,
     "_ctc_loss_backward.default": _connectionist_backward,
     "_ctc_loss_backward.Tensor": _connectionist_backward,
+    "flex_cp_allgather.default": _joined_keys,
+    "flex_cp_allgather_backward.default": _parted_keys,
     "index.Tensor": _chosen,
     "index_put.default": _put,
     "index_put_.default": _put,

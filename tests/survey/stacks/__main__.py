@@ -19,6 +19,7 @@ from tests.survey.stacks.drawn_ends import with_ends
 from tests.survey.stacks.drawn_freezing import frozen_job
 from tests.survey.stacks.drawn_grids import (
     adapted_job,
+    along_job,
     divided_job,
     flat_job,
     layered_job,
@@ -55,6 +56,7 @@ Draw = Callable[[StackJob, int, int], StackJob]
 DRAWN: Mapping[str, tuple[str, Draw]] = {
     "some_layers": ("jobs that checkpoint some layers only, which is drawn", layered_job),
     "spread": ("jobs of mixtures whose experts GPUs share, on degrees that are drawn", spread_job),
+    "along": ("jobs whose sequences GPUs share, on degrees that are drawn", along_job),
     "experts": ("jobs of mixtures of experts, which are drawn", mixed_job),
     "compiled": ("jobs whose layers torch compiles", compiled_job),
     "some_sharded": ("jobs of which every other one is over shards, GPUs and dtype of weights drawn", sharded_job),

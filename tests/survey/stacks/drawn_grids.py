@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -115,6 +116,25 @@ def spread_job(job: StackJob, seed: int, number: int) -> StackJob:
         "routing": "worst" if number % 4 == 1 else "even",
         "zero_stage": 3,
     }
+    return replace(job, job=Job(model, training))
+
+
+def along_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job whose sequences GPUs share, their degree drawn; every third shares matrices too, every third experts."""
+    rng = Random(f"memplan context parallelism {seed} {number}")
+    kinds: tuple[Callable[[StackJob, int, int], StackJob], ...] = (sharded_job, divided_job, spread_job)
+    job = kinds[number % 3](job, seed, number)
+    model, training = dict(job.job.model), dict(job.job.training)
+    parallel = {"data": 1, "tensor": 1, "replicate": 1, "expert": 1, **training.get("parallel", {}), "zero_stage": 3}
+    context = rng.choice((2, 2, 4, 8))
+    parallel |= {"context": context, "sequence": parallel["tensor"] > 1}
+    while parallel["data"] > parallel["replicate"] and parallel["data"] * context * parallel["tensor"] > MOST_SPREAD:
+        parallel["data"] = max(parallel["replicate"], parallel["data"] // 2)
+    parallel["data"] -= parallel["data"] % parallel["replicate"]
+    model |= {"max_position_embeddings": 16384, "tie_word_embeddings": False}
+    training |= {"parallel": parallel, "sequence_length": 128 * context * parallel["tensor"] * rng.choice((1, 1, 2, 3))}
+    training["kernels"] = {**training.get("kernels", {}), "attention": "flex"}
+    training["micro_batch_size"] = min(training["micro_batch_size"], 2)
     return replace(job, job=Job(model, training))
 
 

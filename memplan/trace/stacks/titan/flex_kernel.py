@@ -76,14 +76,15 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple
     return flex_forward(query, key, value)[0], _Beside()
 
 
-def block_mask(batch: int, length: int) -> BlockMask:
-    """Return the mask of rows of packed documents: full and partial blocks, by query and by key."""
-    blocks = ceil_div(length, BLOCK)
+def block_mask(batch: int, length: int, ranks: int = 1) -> BlockMask:
+    """Return the mask of rows of packed documents, or of a rank's queries: full and partial blocks, by query and by key."""
+    blocks, own = ceil_div(length, BLOCK), ceil_div(length, BLOCK * ranks)
 
     def tensor(*shape: int) -> Tensor:
         return torch.zeros(batch, 1, *shape, dtype=torch.int32, device="meta")
 
-    parts = [tensor(*shape) for _ in range(4) for shape in ((blocks,), (blocks, blocks))]
+    by_query, by_key = ((own,), (own, blocks)), ((blocks,), (blocks, own))
+    parts = [tensor(*shape) for way in (by_query, by_query, by_key, by_key) for shape in way]
     made: Any = BlockMask
-    mask: BlockMask = made((length, length), *parts, (BLOCK, BLOCK), lambda *_: True)
+    mask: BlockMask = made((length // ranks, length), *parts, (BLOCK, BLOCK), lambda *_: True)
     return mask

@@ -36,10 +36,11 @@ def routed_rows(setup: TrainingSetup) -> Iterator[None]:
         received = torch.ops._c10d_functional.wait_tensor(received).reshape(-1)
         counts.view(ranks, -1).sum(dim=1)
         received.view(ranks, -1).sum(dim=1)
-        tokens = setup.config.micro_batch_size * setup.config.sequence_length // setup.config.parallel.tensor
+        parallel = setup.config.parallel
+        tokens = setup.config.micro_batch_size * setup.config.sequence_length // (parallel.tensor * parallel.context)
         rows = tokens * own.top_k
         shares = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        if setup.config.parallel.routing == "even":
+        if parallel.routing == "even":
             return received, shares, list(shares)
         most = tokens * min(own.top_k, own.num_experts // ranks)
         return received, [most, rows - most, *[0] * (ranks - 2)], [most] * ranks

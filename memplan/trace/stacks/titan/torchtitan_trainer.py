@@ -23,7 +23,7 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
 from memplan.catalog.training_config import CheckpointedLayers
@@ -40,7 +40,8 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
-from memplan.trace.stacks.titan.flex_kernel import block_mask, flex_attention
+from memplan.trace.stacks.titan.flex_kernel import block_mask
+from memplan.trace.stacks.titan.torchtitan_context import attending_along, own_part, runs_flex
 from memplan.trace.stacks.titan.torchtitan_experts import expert_mesh, routed_rows
 from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
 from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
@@ -67,7 +68,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     setup = inputs.setup
     refuse_settings(setup, "torchtitan", compiles="layers", fills=True)
     with ExitStack() as around:
-        for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), _flex()):
+        for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), runs_flex()):
             around.enter_context(one)
         around.enter_context(_attends(setup))
         if setup.config.compile == "layers":
@@ -115,21 +116,24 @@ def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitS
         text = f"parallel.stage: one rank of a pipeline is traced at a time; say which, 0 to {parallel.pipeline - 1}"
         raise CannotAnswerError(text)
     place = (parallel.stage or 0) * parallel.data * parallel.tensor
-    several = parallel.tensor * parallel.pipeline * parallel.expert > 1
+    several = parallel.tensor * parallel.pipeline * parallel.expert * parallel.context > 1
     degrees = (parallel.gpus,) if several else mesh_degrees(parallel)
     mesh = around.enter_context(sharding(torchtitan.distributed.fsdp, degrees, recorder, place))
     dims = None
     if several:
         set_spmd_backend(BACKEND)
         parallel_dims.device_type = "cpu"
-        shared = (parallel.replicate, parallel.shards, 1, parallel.tensor, parallel.pipeline, parallel.expert)
+        own, context = parallel.data // parallel.replicate, parallel.context
+        shared = (parallel.replicate, own, context, parallel.tensor, parallel.pipeline, parallel.expert)
         dims = ParallelDims(*shared, mesh.size(), BACKEND)
         mesh = dims.get_mesh(["dp_replicate", "fsdp"] if parallel.replicate > 1 else ["fsdp"])
     if parallel.expert > 1:
         around.enter_context(routed_rows(setup))
     if parallel.pipeline == 1:
+        if parallel.context > 1:
+            around.enter_context(attending_along(model, dims))
         _parallelized(model, setup, mesh, dims)
-        return _Trainer([model], setup, recorder)
+        return _Trainer([model], setup, recorder, dims=dims)
     assert dims is not None
     around.enter_context(nothing_sent())
     loss = _loss(setup)
@@ -193,17 +197,6 @@ class _Selective(SelectiveAC):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _flex() -> Iterator[None]:
-    """Let flex attention run as its kernel does on CUDA."""
-    original = FlexAttention.__dict__["compiled_flex_attn"]
-    FlexAttention.compiled_flex_attn = staticmethod(flex_attention)
-    try:
-        yield
-    finally:
-        FlexAttention.compiled_flex_attn = original
-
-
-@contextlib.contextmanager
 def _attends(setup: TrainingSetup) -> Iterator[None]:
     """Let attention run by the kernel that a config names, where it names one, and else by the first of its own order that can."""
     named = next((backend for backend, name in BACKENDS.items() if name == setup.attention_choice), None)
@@ -221,9 +214,14 @@ class _Trainer:
     """
 
     def __init__(
-        self, parts: list[Any], setup: TrainingSetup, recorder: Recorder, pipeline: Pipeline | None = None
+        self,
+        parts: list[Any],
+        setup: TrainingSetup,
+        recorder: Recorder,
+        pipeline: Pipeline | None = None,
+        dims: Any = None,
     ) -> None:
-        self.parts, self.setup, self.recorder, self.pipeline = parts, setup, recorder, pipeline
+        self.parts, self.setup, self.recorder, self.pipeline, self.dims = parts, setup, recorder, pipeline, dims
         self.loss, self.done = pipeline.loss if pipeline else _loss(setup), 0
         config = default_adamw()
         config.implementation = setup.profile.optimizer
@@ -271,7 +269,7 @@ class _Trainer:
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             num_pipeline_parallel_microbatches=self.pipeline.micro_batches if self.pipeline else 1,
             forward_backward_step=self._all_stages if self.pipeline else self._forward_backward,
-            post_dataloading_process=lambda rows, labels: (rows["input"], labels, self._arguments(rows, labels)),
+            post_dataloading_process=self._prepared,
             pp_schedule=self.pipeline,
             pp_has_first_stage=self.pipeline is not None and self.pipeline.first,
             pp_has_last_stage=self.pipeline is not None and self.pipeline.last,
@@ -283,6 +281,12 @@ class _Trainer:
         if self.setup.profile.attention == "flex":
             more["attention_masks"] = block_mask(labels.shape[0], labels.shape[1])
         return more
+
+    def _prepared(self, rows: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return token ids, labels and what else the model is called with, a rank's part of them where GPUs share sequences."""
+        if self.setup.config.parallel.context > 1:
+            return own_part(rows, labels, self.dims)
+        return rows["input"], labels, self._arguments(rows, labels)
 
     def _all_stages(self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor) -> Tensor:
         """Run the schedule as the trainer does."""
@@ -299,10 +303,8 @@ class _Trainer:
         """Do what ``Trainer.forward_backward_step`` does on one GPU."""
         self._mark("forward")
         self.recorder.forward_begins()
-        more = self._arguments(input_dict, labels)
-        loss: Tensor = Trainer._forward_backward_body(
-            self._stand_in(), input_dict["input"], labels, global_valid_tokens, more
-        )
+        inputs, labels, more = self._prepared(input_dict, labels)
+        loss: Tensor = Trainer._forward_backward_body(self._stand_in(), inputs, labels, global_valid_tokens, more)
         self.done += 1
         if self.done == self.setup.config.gradient_accumulation_steps:
             self.recorder.instant("gradient clipping")

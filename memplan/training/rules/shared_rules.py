@@ -1,0 +1,62 @@
+"""What routed experts, and sequences, that GPUs share are not modelled with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memplan.catalog.stacks import Stack
+from memplan.catalog.training_config import TrainingConfig
+
+Problems = Iterator[tuple[tuple[str, ...], str]]
+
+
+def shared_refusals(config: TrainingConfig, stack: Stack) -> Problems:
+    """Yield what is not modelled of experts and sequences that GPUs share, each with the path of the key at fault."""
+    parallel = config.parallel
+    yield from _experts(config, stack)
+    if parallel.expert == parallel.context == 1:
+        return
+    shares = "experts (parallel.expert)" if parallel.expert > 1 else "sequences (parallel.context)"
+    if parallel.zero_stage != 3 or parallel.engine != "torch":
+        text = f"{parallel.zero_stage} is not how {stack.name} shares {shares}, whose layers are wrapped in fully_shard; use 3, as --gpus N does"
+        yield ("parallel", "zero_stage"), text
+    said = {
+        ("parallel", "pipeline"): parallel.pipeline > 1,
+        ("parallel", "reshard_after_forward"): not parallel.reshard_after_forward,
+        ("adapter",): config.adapter is not None,
+        ("evaluation",): config.evaluation,
+        ("weight_average",): config.weight_average != "none",
+        ("compile",): config.compile != "none",
+        ("dropout",): bool(config.dropout),
+    }
+    for path, given in said.items():
+        if given:
+            yield path, f"it is not modelled where GPUs share {shares}; leave it out"
+    if parallel.context > 1 and (attention := config.kernels.attention or stack.kernels.attention) != "flex":
+        text = f"{attention} over a sequence that GPUs share is torch's ring of keys and values, which is not modelled; use flex, torchtitan's own default"
+        yield ("kernels", "attention"), text
+
+
+def _experts(config: TrainingConfig, stack: Stack) -> Problems:
+    """Yield what does not go with shared experts alone.
+
+    Source:
+        ``_validate_cuda_graphs`` in torchtitan/trainer.py, ``AllToAllTokenDispatcher`` in models/common/token_dispatcher.py (0.3.0).
+    """
+    parallel = config.parallel
+    if parallel.expert_tensor not in (None, 1):
+        text = f"{parallel.expert_tensor} is not how {stack.name} 0.3.0 shares experts: each of their matrices is whole on a GPU; use 1"
+        yield ("parallel", "expert_tensor"), text
+    if parallel.expert == 1:
+        if parallel.routing != "even":
+            yield (
+                ("parallel", "routing"),
+                f"{parallel.routing} counts where parallel.expert is more than 1; leave it out",
+            )
+        return
+    if config.zero_gradients == "fill":
+        text = f"fill, which {stack.name}'s CUDA graphs come with, does not go with experts whose rows are counted on the host; use free (training.disable_cuda_graphs)"
+        yield ("zero_gradients",), text
+    if parallel.tensor > 1 and not parallel.sequence:
+        text = "false is not modelled where GPUs share matrices and experts; use true, torchtitan's own default"
+        yield ("parallel", "sequence"), text
