@@ -59,7 +59,6 @@ def test_degrees_that_do_not_divide_are_one_line_with_what_does(tensor, gpus, mo
         (("parallel.zero_stage=0",), "llama-8b", "fully_shard on every rank; use 3"),
         (("kernels.loss=bf16",), "llama-8b", "bf16 over a divided vocabulary is not modelled"),
         (("evaluation=true",), "llama-8b", "evaluation: it is not modelled where the model is divided"),
-        (("parallel.context=2",), "llama-8b", "context parallelism is not modelled here"),
     ],
 )
 def test_what_is_not_followed_is_refused_by_name(more, model, words):
