@@ -40,6 +40,8 @@ class StackCheckpointing:
     selective: Literal["products", "alternate-products"]
     early_stop: bool  # Whether a layer is computed again no further than backward needs it
     replicas_reentrant: bool | None = None  # What ``reentrant`` is for replicas, if it is another
+    # Whether it runs a layer again through the unit that wraps it, whose hooks are then set again, and not inside of that.
+    calls_units: bool = False
     # Whether inputs of layers may wait in host memory, but for the last layer's, as they do by default.
     offloads: bool = False
 
@@ -62,9 +64,15 @@ class StackModels:
     # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
     experts: Literal["released", "apart"] = "released"
     # What torch's attention is given: heads as they were formed (``views``), or copied where they are not ``contiguous``, and
-    # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now.
-    attended: Literal["views", "contiguous", "repeated"] = "views"
+    # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now;
+    # ``repeated-views`` repeats these and copies nothing else.
+    attended: Literal["views", "contiguous", "repeated", "repeated-views"] = "views"
     head_first: bool = False  # Whether the head is made before all else
+    scales_embedded: tuple[
+        str, ...
+    ] = ()  # Families that scale what their embedding returns, and now scale inside of that
+    triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
+    narrow_losses: tuple[str, ...] = ()  # Families that form the loss of logits as they are, and not in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +126,12 @@ class Loop:
     # ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop does, and
     # lets go of logits as they are used; ``named`` where the loop does, and has a name for them meanwhile.
     loss: Literal["model", "loop", "named"]
-    # ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``given`` where not.
-    labels: Literal["given", "shifted"]
+    # ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``cut`` where it is given copies of
+    # logits without each row's last token and of labels without the first; ``given`` where neither.
+    labels: Literal["given", "shifted", "cut"]
+    # Whether the model's forward casts logits to ``fp32`` before it has a name for them, and returns those; or returns them
+    # in the dtype of its products (``compute``), whatever the loss is formed in.
+    logits: Literal["compute", "fp32"] = "compute"
     # What the metrics of a loss over whole logits copy of these, without each row's last token: nothing (``none``);
     # once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``. A loss over
     # preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks at them where

@@ -114,6 +114,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             profile.attention in ("math", "eager")
             or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
             or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
+            or setup.stack.loop.labels == "cut"
             or learned
             or setup.config.parallel.sequence
             or steps_through_scores(spec, setup)

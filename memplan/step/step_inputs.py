@@ -197,6 +197,7 @@ def buffers(inputs: StepInputs) -> Form:
     form += constant_form(
         Part.ACTIVATIONS, _expert_offset_bytes(spec, apart=code.experts_apart) + _table_bytes(inputs.states) + scale
     )
+    form += constant_form(Part.ACTIVATIONS, _triangle_bytes(spec, setup))
     if steps_through_scores(spec, setup) and not (code.added_mask or code.masks_layers or code.scales_in_place):
         form += single_form(Part.ACTIVATIONS, Quantity.SQUARE, 1)
     if setup.profile.attention == "flex" and ranks == 1:
@@ -290,6 +291,17 @@ def _table_bytes(states: ModelStates) -> int:
     """Return the tables that grid formats are decoded with, once for each format."""
     layouts = {layout.codec: layout for entry in states.tensors if (layout := entry.coded_as) is not None}
     return sum(codec_scratch(layout).table_bytes for layout in layouts.values())
+
+
+def _triangle_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
+    """Return the masks that layers keep, of one byte for each pair of positions, and the number beside each.
+
+    Source:
+        ``GPT2Attention.__init__`` in transformers/models/gpt2/modeling_gpt2.py, lines 162 to 169 (4.48.3).
+    """
+    if spec.architecture not in setup.stack.models.triangles:
+        return 0
+    return (spec.max_position_embeddings**2 + 4) * sum(run.count for run in spec.runs)
 
 
 def _expert_offset_bytes(spec: ModelSpec, *, apart: bool) -> int:

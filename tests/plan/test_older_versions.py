@@ -32,7 +32,7 @@ def test_what_ran_otherwise_then_is_refused_by_name():
     with pytest.raises(CannotAnswerError, match="models of family mixtral are not modelled for transformers"):
         planned("transformers@4.57", "mixtral-8x7b")
     with pytest.raises(CannotAnswerError, match="is older than"):
-        planned("transformers@4.49")
+        planned("transformers@4.44")
 
 
 def held_bytes(length):

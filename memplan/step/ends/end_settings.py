@@ -36,6 +36,8 @@ class EndSettings:
     names_logits: bool
     loss_behind: bool  # Whether the model's forward has ended before the loss is formed of its logits
     shifts_labels: bool  # Whether the loss is given a shifted copy of the labels
+    cuts_logits: bool  # Whether it is given the logits without each row's last token, and labels without the first
+    casts_logits: bool  # Whether the model has a name for logits in fp32 alone
     embedding_dropout: float  # Probability with which the embedding's output is dropped
     input_gradients: bool  # Whether the output of a frozen embedding is made to need a gradient
     table_gradients: bool  # Whether that is the table's own output, to which an adapter adds
@@ -87,10 +89,12 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
         scaled_logits=bool(spec.logit_scale),
-        loss="bf16" if setup.scores else setup.profile.loss,
+        loss="bf16" if setup.scores or _is_narrow(spec, setup) else setup.profile.loss,
         names_logits=setup.stack.loop.loss in ("model", "named"),
         loss_behind=setup.stack.loop.loss == "named",
-        shifts_labels=setup.stack.loop.labels == "shifted",
+        shifts_labels=setup.stack.loop.labels in ("shifted", "cut"),
+        cuts_logits=setup.stack.loop.labels == "cut",
+        casts_logits=setup.stack.loop.logits == "fp32" and not setup.scores,
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=embeds_with_gradient(setup) and not (asks_by_layer(setup) and has_images(spec, setup)),
         table_gradients=setup.stack.input_gradients in ("checkpointed", "always"),
@@ -104,6 +108,11 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         compiled_loss=setup.config.compile == "layers",
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )
+
+
+def _is_narrow(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether the model forms the loss of its logits as they are."""
+    return setup.profile.loss == "fp32" and spec.architecture in setup.stack.models.narrow_losses
 
 
 def _arguments(

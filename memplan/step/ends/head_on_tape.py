@@ -228,11 +228,7 @@ def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) 
 
 
 def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) -> Value:
-    """Record cross-entropy; return the loss.
-
-    Args:
-        wide: Whether they are cast to fp32 first.
-    """
+    """Record cross-entropy, of logits that are cast to fp32 first where it is ``wide``; return the loss."""
     if settings.scores:
         return _last_score(builder, given)
     if settings.compiled_loss:
@@ -242,7 +238,8 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
     with builder.tape.alive(logits, *((given,) if settings.names_logits else ())):
         if settings.block.divided:
             return divided_cross_entropy(builder, logits, settings.loss_bytes)
-        return cross_entropy(builder, logits, shifted=settings.shifts_labels, loss_bytes=settings.loss_bytes)
+        how = {"shifted": settings.shifts_labels, "cut": settings.cuts_logits}
+        return cross_entropy(builder, logits, **how, loss_bytes=settings.loss_bytes)
 
 
 def _last_score(builder: Builder, scores: Value) -> Value:
@@ -329,7 +326,9 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         tape.touch(*([copy] if copy is not None else []))
     tape.instant = "loss backward"
     logits = builder.pointwise("scale", logits) if settings.scaled_logits else logits
-    return _bounded(builder, logits, named=not settings.block.code.forms_tables) if settings.bounded_logits else logits
+    if settings.bounded_logits:
+        logits = _bounded(builder, logits, named=not settings.block.code.forms_tables)
+    return builder.cast(logits, 4) if settings.casts_logits else logits
 
 
 def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Value) -> Value:

@@ -86,6 +86,9 @@ class EnginePass:
     forward: Callable[[EnginePass, Following, PlayedModel], Iterator[Instant]]  # Yields the moments of forward
     # Yields the sum of the gradients of a tied embedding and head.
     tied: Callable[[EnginePass, Following, Form], Iterator[Instant]]
+    # What each layer leaves until backward has ended, whatever its tape lets go of; and the gradient of its input in that.
+    left: Form = ZERO
+    left_gradient: Form = ZERO
 
     def instants(self, gradients: Gradients) -> Iterator[Instant]:
         """Yield the instants of one forward and backward."""
@@ -99,7 +102,8 @@ class EnginePass:
             yield replace(moment, name=name or "loss backward")
         waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
         yield from self._layers_backward(following, played, base + root + waits)
-        around = bare + escaped_form(taped, played) + root
+        left = self.left * sum(run.count for run in taped.runs) - self.left_gradient
+        around = bare + escaped_form(taped, played) + root + left
         for _, moment in following.through(self.embedding.backward, around + waits):
             yield replace(moment, name="end of backward")
         yield from self.tied(self, following, around + waits)
@@ -112,6 +116,7 @@ class EnginePass:
     def _layers_backward(self, following: Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
         """Yield the backward of all layers, the last first; of layers alike those that can be the fullest."""
         saved, taped, above = played.saved, self.taped, ZERO
+        shared = self.left_gradient  # what a layer leaves of it is what the one below is given
         for kind, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True):
             part = played.layers[kind]
             following.forget()
@@ -123,7 +128,7 @@ class EnginePass:
                 own = self.inputs.spec.names.layer
                 for _, moment in following.through(self.layers[kind].backward, around, number, own):
                     yield replace(moment, name=f"layer {number + 1} backward")
-                above += part.escaped
+                above, shared = above + part.escaped + self.left - shared, ZERO
 
 
 def forward_beside(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:

@@ -52,6 +52,7 @@ class FamilyCode:
     query_first: bool = False  # Whether the query is rotated before key and value are formed
     # Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
     repeats_keys: bool = False
+    expands_alone: bool = False  # Whether a single head of them is then looked at, and not copied
     # Whether torch's attention is given contiguous copies of what lies apart, beside which the caller has names for it.
     contiguous_heads: bool = False
     names_parts: bool = False  # Whether a layer has names for what attention and feed-forward add until it ends
@@ -309,11 +310,15 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
         CannotAnswerError: The implementation differs from family to family, and this one's is not described.
     """
     code = _newest_code(stack.model_code, architecture)
+    if architecture in stack.models.scales_embedded:
+        code = replace(code, scales_embedded=True)
     if stack.models.attended == "views":
         return code
-    if stack.models.attended == "repeated" and code.asks_for_groups:
-        return replace(code, contiguous_heads=True, asks_for_groups=False, repeats_keys=True)
-    return replace(code, contiguous_heads=True)
+    contiguous = stack.models.attended != "repeated-views"
+    if stack.models.attended.startswith("repeated") and code.asks_for_groups:
+        repeats = replace(code, asks_for_groups=False, repeats_keys=True)
+        return replace(repeats, contiguous_heads=contiguous, expands_alone=not contiguous)
+    return replace(code, contiguous_heads=contiguous)
 
 
 def _newest_code(code: ModelCode, architecture: str) -> FamilyCode:

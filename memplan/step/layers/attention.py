@@ -49,9 +49,10 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         with builder.tape.alive(query, *named):
             key, value = cached(builder, key, value)
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
-        if builder.settings.code.repeats_keys and not builder.settings.code.contiguous_heads:
+        code = builder.settings.code
+        if code.repeats_keys and not code.contiguous_heads:
             with builder.tape.alive(query):
-                heads = ungrouped(builder, heads, expands=builder.settings.code.asks_for_groups)
+                heads = ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
         named = (*named, value) if builder.settings.code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)

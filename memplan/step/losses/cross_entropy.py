@@ -19,23 +19,48 @@ STATISTICS_BYTES, RESULTS_BYTES = 7 * 4, 4 + 4 + 1
 """Of a token: what the tiles are folded into, and log-probability, entropy and whether the target came first."""
 
 
-def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, loss_bytes: int) -> Value:
+def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, cut: bool = False, loss_bytes: int) -> Value:
     """Record cross-entropy over whole logits; return the loss.
 
     Args:
         logits: In the dtype that the loss is formed in.
         shifted: Whether it is given a shifted copy of the labels, which is saved.
+        cut: Whether it is given the logits without each row's last token; one row's labels are no copy then.
         loss_bytes: What the loss takes besides.
     """
     tape = builder.tape
-    labels = [tape.make("shift labels", tape.value(logits.quantity, 1, 8))] if shifted else []
-    logs = builder.fresh(logits)
-    tape.apply("log_softmax", [(logits, NEW)], logs, [logs])
-    logs = builder.cast(logs, 4) if builder.settings.autocast else logs
+    rows = _cut_logits(builder, logits) if cut else logits
+    with tape.alive(*([rows] if cut else [])):
+        copied = shifted and not (cut and builder.settings.regime.one_sequence)
+        labels = [tape.make("shift labels", tape.value(rows.quantity, 1, 8))] if copied else []
+        logs = builder.fresh(rows)
+        tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
+        logs = builder.cast(logs, 4) if builder.settings.autocast else logs
+        return _chosen_loss(builder, logs, labels, loss_bytes)
+
+
+def _chosen_loss(builder: Builder, logs: Value, labels: Sequence[Value], loss_bytes: int) -> Value:
+    """Record the mean over the log-probabilities of labels; return it."""
+    tape = builder.tape
     loss = tape.value(ONE, 0, logs.element_bytes, part=Part.LOGITS)
     total = tape.value(ONE, 1, logs.element_bytes)
     traits = Traits(scratch=[(ONE, loss_bytes)])
     return tape.apply("nll_loss", [(logs, NEW)], loss, [logs, total, *labels], traits=traits)
+
+
+def _cut_logits(builder: Builder, logits: Value) -> Value:
+    """Return whole logits without each row's last token, which are a copy where there are several rows.
+
+    Source:
+        ``ForCausalLMLoss`` in transformers/loss/loss_utils.py, lines 32 to 48 (4.48.3).
+    """
+    predicted = Quantity.PREDICTED_TOKENS
+    cut = Value(logits.storage, predicted, logits.coefficient, logits.element_bytes)
+    builder.tape.apply("slice", [(logits, NEW)], cut, traits=SAVES_NOTHING)
+    if builder.settings.regime.one_sequence:
+        return cut
+    rows = builder.tape.value(predicted, logits.width, logits.element_bytes, part=Part.LOGITS)
+    return builder.tape.apply("copy", [(cut, SAME)], rows, traits=SAVES_NOTHING)
 
 
 COMPILED = "compiled loss"

@@ -24,7 +24,7 @@ from memplan.step.playing.recomputation import ACTIVATION
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
-from memplan.step.tapes.linear_forms import Form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
 
@@ -46,7 +46,8 @@ def adapted_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instan
     )
     ahead = step.flat is not None and step.flat.backward_prefetch == "pre"
     layers = tuple(_without_casts(part) if ahead else part for part in walk.layers)
-    walk = replace(walk, forward=walked_forward, layers=layers)
+    retained = _retained_by_hooks(step)
+    walk = replace(walk, forward=walked_forward, layers=layers, left=retained * 2, left_gradient=retained)
     if mode != "again":
         passes = [Pass("first", reduces=steps == 1)]
     else:
@@ -57,6 +58,20 @@ def adapted_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instan
             if instant.name == gathers and instant.operation == "gather":  # by a hook of what the layer returned
                 instant, gathers = replace(instant, name=step.head_instant), ""
             yield instant if mode == "again" else instant.around(base)
+
+
+def _retained_by_hooks(step: ShardedStep) -> Form:
+    """Return what the hook of a layer's frozen weights keeps twice until backward has ended: the leaf that it ran again from, and the gradient of that.
+
+    Source:
+        ``_register_post_backward_reshard_only_hook`` and ``_post_backward_final_callback`` in
+        torch/distributed/fsdp/_runtime_utils.py, ``register_multi_grad_hook`` in torch/autograd/graph.py (v2.13.0);
+        ``LlamaModel.forward`` in transformers/models/llama/modeling_llama.py (4.51.3), whose checkpointing calls wrapped layers.
+    """
+    inputs = step.inputs
+    row = inputs.spec.hidden_size * inputs.setup.residual_bytes
+    again = step.reentrant and inputs.setup.stack.checkpointing.calls_units
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, row) if again else ZERO
 
 
 def _without_casts(part: Segments) -> Segments:

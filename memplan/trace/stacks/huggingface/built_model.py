@@ -10,12 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.errors import CannotAnswerError
@@ -93,7 +88,8 @@ def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any]
     """
     setup, attention = inputs.setup, inputs.details.attention
     config, dtype = huggingface_config(inputs.keys, setup), base_dtype(setup)
-    whole = AutoModelForImageTextToText if "vision_config" in inputs.keys else AutoModelForCausalLM
+    # a name that transformers has had since 4.46
+    whole = transformers.AutoModelForImageTextToText if "vision_config" in inputs.keys else AutoModelForCausalLM
     auto: Any = AutoModelForSequenceClassification if setup.scores else whole
     if setup.scores:
         config.num_labels, config.pad_token_id = setup.score_count, 0
