@@ -10,7 +10,10 @@ import yaml
 
 import memplan
 
-RUNS = yaml.safe_load((Path(__file__).parent / "reported_runs.yaml").read_text())
+FOLDER = Path(__file__).parent
+RUNS = yaml.safe_load((FOLDER / "reported_runs.yaml").read_text())
+OUT_OF_MEMORY = yaml.safe_load((FOLDER / "out_of_memory_runs.yaml").read_text())
+ENDED = [(name, job) for name, table in OUT_OF_MEMORY.items() for job in table["jobs"]]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -23,3 +26,11 @@ def test_a_peak_that_others_measured_is_the_one_that_is_planned(name, tmp_path):
     plan = memplan.plan(job.pop("model"), set=run.get("set", {}), **job)
     planned = plan.memory.allocated_bytes + run.get("besides", {"bytes": 0})["bytes"]
     assert planned == pytest.approx(run["printed"], rel=run["within"])
+    assert plan.verdict != "no"
+
+
+@pytest.mark.parametrize(("name", "job"), ENDED, ids=[f"{name}-{n}" for n, (name, _) in enumerate(ENDED)])
+def test_a_run_that_others_saw_out_of_memory_is_not_told_to_fit(name, job):
+    table, job = OUT_OF_MEMORY[name], dict(job)
+    where = {key: table[key] for key in ("gpu", "stack", "sequence_length")}
+    assert memplan.plan(job.pop("model"), **where, **job).verdict != "fits"
