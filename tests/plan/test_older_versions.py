@@ -74,3 +74,39 @@ def test_a_config_that_says_so_returns_no_cache(tmp_path):
         )
         peaks.append({one["name"]: one["requested_bytes"] for one in plan.to_dict()["instants"]}["optimizer step"])
     assert peaks[0] - peaks[1] == 2 * 2 * 64 * 2 * 1024
+
+
+def instants_of(stack, model="llama-3.2-1b", **options):
+    where = {"gpu": "a100-sxm-80gb", "stack": stack, "micro_batch_size": ROWS, "sequence_length": 1024}
+    plan = memplan.plan(model, **where, **options)
+    return {instant["name"]: instant["requested_bytes"] for instant in plan.to_dict()["instants"]}
+
+
+def test_up_to_4_48_the_loss_copies_logits_without_each_rows_last_token():
+    older, newer = (instants_of(f"transformers@{at}", config="bf16-adamw") for at in ("4.48", "4.49"))
+    word = 128_256 * 4
+    assert older["forward"] - newer["forward"] == ROWS * 1023 * word - ROWS * word  # the log-softmax is as short
+
+
+def test_up_to_4_45_models_name_logits_in_fp32_alone():
+    older, newer = (instants_of(f"transformers@{at}", config="bf16-adamw") for at in ("4.45", "4.46"))
+    assert newer["forward"] - older["forward"] == ROWS * 1024 * 128_256 * 2
+
+
+def test_hooks_of_frozen_units_retain_what_layers_ran_again_from_and_its_gradient():
+    job = {"config": "lora", "gpus": 2, "set": {"parallel.engine": "fsdp1", "activation_checkpointing": "full"}}
+    inside, around = (instants_of(f"transformers@{at}", **job)["layer 1 backward"] for at in ("4.52", "4.51"))
+    layers, row = 16, ROWS * 1024 * 2048 * 2
+    assert around - inside == (2 * (layers - 1) - 1) * row
+
+
+def test_layers_of_gpt_2_keep_masks_of_all_positions():
+    job = {"gpu": "a100-sxm-80gb", "config": "bf16-adamw", "micro_batch_size": 1}
+    older, newer = (memplan.plan("gpt2", stack=stack, **job) for stack in ("transformers@4.57", "transformers"))
+    persistent = [plan.memory.persistent_bytes for plan in (older, newer)]
+    assert persistent[0] == persistent[1]  # weights and states; masks are among the buffers
+    steps = [
+        next(i["requested_bytes"] for i in plan.to_dict()["instants"] if i["name"] == "optimizer step")
+        for plan in (older, newer)
+    ]
+    assert steps[0] - steps[1] >= 12 * (1024**2 + 4)
