@@ -190,13 +190,13 @@ def entries_per_element(handle: Handle, group: Group) -> dict[str, Fraction]:
         slots = zip((FIRST, SECOND), adamw_options(group, coded_elements(handle)).codecs, strict=True)
     else:
         slots = zip((MOMENTUM,), (muon_options(group).codec,), strict=True)
-    found: dict[str, Fraction] = {}
+    entries: dict[str, Fraction] = {}
     for slot, codec in slots:
         if isinstance(codec, BlockCodec):
             codes, scales = codec.keys(slot)
-            found[codes] = Fraction(codec.code_bytes, codec.block_elements)
-            found[scales] = Fraction(1, codec.block_elements)
-    return found
+            entries[codes] = Fraction(codec.code_bytes, codec.block_elements)
+            entries[scales] = Fraction(1, codec.block_elements)
+    return entries
 
 
 def restore(saved: Group, groups: Sequence[Group], states: Sequence[dict[str, Tensor]]) -> None:

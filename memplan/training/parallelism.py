@@ -13,6 +13,7 @@ from memplan.catalog.training_config import Adapter, Offload, TrainingConfig
 from memplan.model.inventory import Role
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.training.rules.flat_rules import (
+    coded_shard_problems,
     deepspeed_problems,
     flat_refusal,
     staying_refusal,
@@ -287,7 +288,7 @@ def _when_sharded(
     if coded and not (stack.sharded_units in ("accelerate", "axolotl") and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {instead}"
     elif coded and stack.sharded_units == "axolotl":
-        yield from _when_codes_are_shards(config)
+        yield from coded_shard_problems(config, INSTEAD)
     if config.parallel.staged_codes:
         yield from _when_staged(config, coded)
     if len(set(formats.values())) > 1 and config.adapter is None:
@@ -326,16 +327,6 @@ def _when_adapters_are_sharded(adapter: Adapter, profile: KernelProfile, stack: 
         yield ("adapter",), f"adapters are not supported with zero_stage 3 by stack {stack.name}; {instead}"
     if adapter.modules_to_save:
         yield ("adapter", "modules_to_save"), f"copies of modules are not supported with zero_stage 3; {instead}"
-
-
-def _when_codes_are_shards(config: TrainingConfig) -> Problems:
-    """Yield what shards of codes that are stored in bf16 are not modelled with."""
-    dtype = config.compute_dtype
-    if dtype != "bf16":
-        text = f"{dtype} beside codes that are stored in bf16 is not modelled; use bf16, or {INSTEAD}"
-        yield ("compute_dtype",), text
-    if config.offload != Offload():
-        yield ("offload",), f"shards of codes in host memory are not modelled; leave it out, or {INSTEAD}"
 
 
 def _when_staged(config: TrainingConfig, coded: Collection[str]) -> Problems:

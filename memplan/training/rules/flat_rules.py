@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO, torch's FullyShardedDataParallel (FSDP1) and units that stay gathered are not modelled with."""
+"""What DeepSpeed's ZeRO, torch's FullyShardedDataParallel (FSDP1), units that stay gathered and shards of codes are not modelled with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.catalog.entries import Optimizer
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import TrainingConfig
+from memplan.catalog.training_config import Offload, TrainingConfig
 from memplan.catalog.update_classes import TORCH_ADAMW, is_known
 from memplan.model.inventory import Role
 from memplan.training.rules.stack_rules import FLOATS
@@ -120,3 +120,13 @@ def steps_elementwise(entry: Optimizer, width: int) -> bool:
     slots = [slot for slot in entry.slots if slot.layout == "elementwise"]
     same = all(slot.as_parameter or (slot.block_elements == 1 and slot.block_bytes == width) for slot in slots)
     return entry.step == "torch" and is_known(entry.implementation) and same and not entry.shared_bytes
+
+
+def coded_shard_problems(config: TrainingConfig, instead: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what shards of codes that are stored in bf16 are not modelled with."""
+    dtype = config.compute_dtype
+    if dtype != "bf16":
+        text = f"{dtype} beside codes that are stored in bf16 is not modelled; use bf16, or {instead}"
+        yield ("compute_dtype",), text
+    if config.offload != Offload():
+        yield ("offload",), f"shards of codes in host memory are not modelled; leave it out, or {instead}"
