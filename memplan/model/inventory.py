@@ -120,6 +120,8 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     names = spec.names
     tensors = [] if spec.tower is None else [_of_tower(tensor) for tensor in spec.tower.tensors]
     tensors.append(ParameterTensor(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size), "embedding"))
+    if spec.embedding_norm is not None:
+        tensors += _norm(names.embedding_norm, spec.embedding_norm, spec.hidden_size)
     if spec.learned_positions:
         rows = spec.learned_positions + spec.reserved_positions
         tensors.append(ParameterTensor(f"{names.positions}.weight", (rows, spec.hidden_size), "embedding"))

@@ -16,7 +16,16 @@ from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.tower import Tower
 
 Activation = Literal[
-    "silu", "gelu", "gelu-tanh", "gelu-new", "gelu-fast", "relu", "relu-squared", "clamped-swiglu", "quick-gelu"
+    "silu",
+    "gelu",
+    "gelu-tanh",
+    "gelu-new",
+    "gelu-fast",
+    "gelu-again",  # Formed again in backward, all but what it is given (BLOOM)
+    "relu",
+    "relu-squared",
+    "clamped-swiglu",
+    "quick-gelu",
 ]
 Placement = Literal["pre", "post", "sandwich", "parallel"]
 
@@ -57,6 +66,7 @@ class Attention:
     # The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
     output_gate: bool = False
     scales_query: bool = False  # Rotated queries are multiplied by a factor for each position (Ministral 3)
+    alibi: bool = False  # Scores get a bias that grows with distance, other for each head (BLOOM)
     # Rows of a table of sines and cosines that each layer keeps and looks positions up in (GPT-J); 0 for none.
     position_rows: int = 0
     windowed: bool = False  # Its layer makes a mask of a window of its own
@@ -207,6 +217,7 @@ class TensorNames(NamedTuple):
     """
 
     embedding: str = "model.embed_tokens"
+    embedding_norm: str = "transformer.word_embeddings_layernorm"
     positions: str = "transformer.wpe"
     layer: str = "model.layers.{}"
     final_norm: str = "model.norm"
@@ -262,6 +273,7 @@ class ModelSpec:
     runs: tuple[LayerRun, ...]  # Layers, in order
     final_norm: Norm  # Norm before the head
     names: TensorNames = TensorNames()
+    embedding_norm: Norm | None = None  # Norm behind the embedding (BLOOM); None for none
     tie_word_embeddings: bool = False  # Head and embedding are one tensor
     head_bias: bool = False  # Bias on the head
     learned_positions: int = 0  # Positions that a learned embedding has rows for; 0 for none
@@ -286,6 +298,11 @@ class ModelSpec:
     def num_hidden_layers(self) -> int:
         """Layers in all runs together."""
         return sum(run.count for run in self.runs)
+
+    @property
+    def alibi(self) -> bool:
+        """Whether scores get a bias that grows with distance."""
+        return any(getattr(run.layer.attention, "alibi", False) for run in self.runs)
 
     @property
     def linear_attention(self) -> bool:

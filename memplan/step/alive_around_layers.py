@@ -27,7 +27,16 @@ def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """
     if taped.leaf is None:
         return ZERO
-    return stream_form(inputs)
+    return embedded_form(inputs)
+
+
+FIRST_RESULT = 1
+"""Storage of an embedding's rows on its tape, behind the numbers of tokens."""
+
+
+def embedded_form(inputs: StepInputs) -> Form:
+    """Return embedded tokens."""
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.spec.hidden_size * inputs.setup.embedded_bytes)
 
 
 def stream_form(inputs: StepInputs) -> Form:
@@ -39,6 +48,8 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
     first = taped.layer_of(taped.leaf or 0)
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
+    if inputs.spec.embedding_norm is not None and FIRST_RESULT in taped.embedding.tape.saved_storages():
+        return True
     direct = not taped.embedding.tape.nodes and not taped.scattered
     if taped.staged[taped.kinds[taped.leaf or 0]]:
         return False
@@ -53,15 +64,21 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if setup.has_value_head and not spec.learned_positions:
         return ZERO  # named with all that layers are given
     first = taped.layer_of(0)
-    apart = spec.learned_positions or taped.settings.embedding_dropout  # the first layer is given something else
+    if spec.embedding_norm is not None and FIRST_RESULT in taped.embedding.tape.saved_storages():
+        return ZERO
+    apart = (
+        spec.embedding_norm or spec.learned_positions or taped.settings.embedding_dropout
+    )  # the first layer is given something else
     if taped.again[taped.kinds[0]] and first.tape.nodes and not apart:
         return ZERO
-    row = spec.hidden_size * setup.residual_bytes
+    row = spec.hidden_size * setup.embedded_bytes
     leaf = taped.leaf == 0 and not taped.scattered  # counted already
     tokens = ZERO if leaf else single_form(Part.ACTIVATIONS, Quantity.TOKENS, row)
     if spec.learned_positions:
         code = family_code(setup.stack, spec.architecture)
         return tokens + single_form(Part.ACTIVATIONS, position_quantity(code), row)
+    if apart:
+        return tokens
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     return ZERO if saved else tokens
 
@@ -91,13 +108,15 @@ def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> For
     """Return what the layer before one of a kind has returned besides its output, which the loop over layers still has a name for.
 
     Args:
-        graph: Whether backward will run, for which a layer that is not checkpointed saves it.
+        graph: Whether backward will run, for which a layer that is not checkpointed saves it, or a narrower copy.
 
     Source:
         ``outputs = block(...)`` in ``FalconModel.forward`` (transformers 5.23.0).
     """
     tape = taped.layers[kind].tape
-    if tape.returned is None or sum(taped.counts().values()) == 1 or (graph and not taped.again[kind]):
+    if tape.returned is None or sum(taped.counts().values()) == 1:
+        return ZERO
+    if graph and not taped.again[kind] and tape.returned.storage in tape.saved_storages():
         return ZERO
     return single_form(Part.TEMPORARIES, tape.returned.quantity, tape.returned.coefficient)
 

@@ -52,6 +52,9 @@ class TrainingSetup:
     # Kernel of attention within a window on a card; None where there is no window to see to.
     masked_attention: AttentionKernel | None = None
     tower_attention: AttentionKernel | None = None
+    widens_stream: bool = (
+        False  # Whether the model has a norm behind its embedding, whose result autocast leaves in fp32
+    )
     card_notes: tuple[str, ...] = ()  # What a card does in another way, one sentence each; none where there is no card
     # Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
     frozen_embedding: bool = False
@@ -217,7 +220,12 @@ class TrainingSetup:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of an element of the residual stream, which is as wide as the embedding and which autocast leaves so."""
+        """Bytes of an element of the residual stream: in fp32 where autocast runs a norm behind the embedding."""
+        return 4 if self.widens_stream and self.autocast else self.embedded_bytes
+
+    @property
+    def embedded_bytes(self) -> int:
+        """Bytes of an element of embedded tokens, which are as wide as the embedding and which autocast leaves so."""
         compute, embedding = self.compute_bytes, self.format_names["embedding"]
         if self.format_names["hidden_matrix"] == "fp32":
             return FLOAT_BYTES.get(embedding, compute) if self.autocast and not self.frozen_embedding else compute

@@ -44,14 +44,16 @@ def built_by(model: Model, setup: TrainingSetup) -> Model:
 
 
 def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> TrainingSetup:
-    """Return a setup that says what became of a model's ends as it was built: whether copies have untied them, and whether
-    the embedding stays in the dtype that it was loaded in.
+    """Return a setup that says what became of a model's ends as it was built: whether copies have untied them, whether
+    the embedding stays in the dtype that it was loaded in, and whether a norm stands behind it.
 
     Source:
         ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5), which casts what trains to fp32.
     """
     if untied(released, setup) is not released:
         setup = replace(setup, untied_ends=True)
+    if model.spec.embedding_norm is not None:
+        setup = replace(setup, widens_stream=True)
     setup = with_saved_cast(setup, model)
     table = f"{model.spec.names.embedding}.weight"
     frozen = any(tensor.frozen for tensor in model.inventory if tensor.name == table)

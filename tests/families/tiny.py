@@ -10,6 +10,7 @@ BASE = {
 }
 GROUPED = BASE | {"num_key_value_heads": 2}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+BLOOM = {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 96}
 GPTJ = GPT2 | {"rotary_dim": 8}
 GPT_NEO = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 32}
 GPT_NEO |= {"attention_types": [[["global", "local", "global"], 1]]}
@@ -98,6 +99,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "opt-no-bias": ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False} | UNTIED),
     "gpt-neo": ("gpt_neo", GPT_NEO),
     "gpt-neo-inner": ("gpt_neo", GPT_NEO | {"intermediate_size": 100, "window_size": 8} | UNTIED),
+    "bloom": ("bloom", BLOOM),
+    "bloom-untied": ("bloom", BLOOM | {"n_head": 2} | UNTIED),
     "gptj": ("gptj", GPTJ),
     "gptj-inner": ("gptj", GPTJ | {"n_inner": 100, "rotary_dim": 16} | TIED),
     "gpt-bigcode": ("gpt_bigcode", GPT2),
@@ -181,8 +184,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-THEIRS = ("qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+THEIRS = ("bloom", "qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
 OWN_CASES = [case for case, (family, _) in CASES.items() if family == "gemma3_text" or not family.startswith(THEIRS)]
 OWN_CASES.remove("cohere-query-key-norm")
-"""Those that memplan's own models run as well as transformers': without gated delta networks, vision towers and norms with a scale
+"""Those that memplan's own models run as well as transformers': without ALiBi, gated delta networks, vision towers and norms with a scale
 for each head."""

@@ -16,7 +16,7 @@ HEADS = (1, 2, 3, 4, 6, 7, 8, 12, 16)
 WIDTHS = (8, 16, 20, 24, 32, 40, 48, 64, 80, 96, 100, 128, 160, 256)
 VOCABULARIES = (97, 1000, 8191, 32000, 50257, 65537)
 
-DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "n_layer"), "gpt_neo": "num_layers"}
+DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer"), "gpt_neo": "num_layers"}
 """Family -> key of its number of layers, where that is not ``num_hidden_layers``."""
 
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
@@ -53,7 +53,7 @@ GPT2_NAMES = {
     "n_positions": "max_position_embeddings",
     "n_inner": "intermediate_size",
 }
-UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon", "opt", "gpt_bigcode", "gpt_neo", "gptj"})
+UNGROUPED = frozenset({"gpt2", "gpt_neox", "phi", "falcon", "opt", "gpt_bigcode", "gpt_neo", "gptj", "bloom"})
 LEARNED = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "n_positions"),
     **dict.fromkeys(("opt", "gpt_neo"), "max_position_embeddings"),
@@ -157,6 +157,8 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
         values["first_k_dense_replace"] = rng.randint(0, 2)
     values.pop("no_rope_layers", None)
     values.pop("layer_types", None)
+    if family == "gpt_neo":
+        values["attention_types"] = [[["global", "local", "global"][: values["num_layers"]], 1]]
     if family in LINEAR:
         values |= {"num_hidden_layers": rng.choice((2, 3)), "full_attention_interval": 2}
         if "num_experts" in values:
@@ -211,6 +213,11 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             "multi_query": flag,
             "n_positions": 2048,
             "max_position_embeddings": 2048,
+        },
+        "bloom": {
+            "n_layer": values["num_hidden_layers"],
+            "n_head": values["num_attention_heads"],
+            **dict.fromkeys(("hidden_dropout", "attention_dropout"), rng.choice((0.0, 0.0, 0.1))),
         },
         "gptj": {
             **{name: values[key] for name, key in GPT2_NAMES.items()},

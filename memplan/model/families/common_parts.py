@@ -51,7 +51,7 @@ def shape(
 
 def whole_heads(config: ConfigValues) -> Shape:
     """Return the common keys of a family in which heads share the width and keys are not grouped."""
-    hidden = config.integer("hidden_size", "n_embd")
+    hidden = config.integer("hidden_size", "n_embd", "n_embed")
     layers = config.integer("num_hidden_layers", "n_layer", "num_layers", maximum=MAXIMUM_LAYERS)
     heads = config.integer("num_attention_heads", "n_head", "num_heads")
     config.divides("num_attention_heads", heads, "hidden_size", hidden)

@@ -53,6 +53,7 @@ class BlockSettings:
     hidden_size: int  # Width of the residual stream
     profile: KernelProfile  # Kernels; those of update and loss are left at their defaults
     compute_bytes: int  # Bytes of an element in matrix products
+    embedded_bytes: int  # Bytes of an element of embedded tokens
     residual_bytes: int  # Bytes of an element of the residual stream
     autocast: bool  # Whether weights are cast for products
     # Whether autocast forms powers in fp32 (``fp32`` list in aten/src/ATen/autocast_mode.h, v2.13.0): over FSDP1's
@@ -104,6 +105,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
             linear_attention=own.linear_attention,
         ),
         compute_bytes=setup.compute_bytes,
+        embedded_bytes=setup.embedded_bytes,
         residual_bytes=setup.residual_bytes,
         autocast=setup.autocast,
         wide_powers=setup.autocast or (flat and setup.config.compute_dtype != "fp32"),

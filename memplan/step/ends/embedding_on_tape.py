@@ -40,7 +40,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     sums = row_sums(block.hidden_size)
     if block.divided:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
-    x = tape.value(TOKENS, block.hidden_size, block.residual_bytes)
+    x = tape.value(TOKENS, block.hidden_size, block.embedded_bytes)
     decoding = [(quantity, size) for _, quantity, size in weight.decoding]  # in forward alone
     looked_up = replace(weight, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0)
     tape.apply("embedding", [], x, weights=[looked_up], traits=Traits(scratch=decoding, workspace=sums))
@@ -54,6 +54,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         x = adapted_embedding(builder, x, names.embedding, scales=scales, asks=asks)
     if f"{names.embedding}.norm.weight" in builder.weights:
         x = normalised(builder, x, Norm("layer"), f"{names.embedding}.norm", block.hidden_size)
+    if settings.embedding_norm is not None:
+        x = normalised(builder, x, settings.embedding_norm, names.embedding_norm, block.hidden_size)
     if settings.learned_positions:
         x = _with_positions(builder, x)
     if settings.embedding_scale and not (scales and adapter):

@@ -26,6 +26,7 @@ class EndSettings:
     vocab_size: int  # Rows of embedding and head
     final_norm: Norm  # Norm before the head
     tied: bool  # Whether embedding and head are one tensor
+    embedding_norm: Norm | None  # Norm behind the embedding
     learned_positions: bool  # Whether positions have an embedding
     embedding_scale: bool  # Whether the embedding is scaled
     head_bias: bool  # Whether the head has a bias
@@ -84,6 +85,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         vocab_size=setup.score_count or spec.vocab_size,
         final_norm=spec.final_norm,
         tied=spec.tie_word_embeddings,
+        embedding_norm=spec.embedding_norm,
         learned_positions=spec.learned_positions > 0,
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,

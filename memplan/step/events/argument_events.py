@@ -41,12 +41,12 @@ class ModelArguments:
         every = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
         retained = retained_arguments(inputs)
         self._stream.of("activations")
-        for quantity in (Quantity.POSITIONS, Quantity.SCORES):
+        for quantity in (Quantity.POSITIONS, Quantity.SCORES, Quantity.TOKENS):
             stays, size = (form.coefficient(Part.ACTIVATIONS, quantity) for form in (retained, every))
-            if quantity is Quantity.POSITIONS and inputs.spec.learned_positions:
+            if quantity is not Quantity.SCORES and inputs.spec.learned_positions:
                 continue  # told with the embeddings, which the model has names for
             self._stays += self._made(quantity, stays)
-            self._named[quantity] = self._made(quantity, size - stays)
+            self._named.setdefault(quantity, []).extend(self._made(quantity, size - stays))
         if (tables := tables_of_graph(inputs)) is not ZERO:
             self._stays += self._tables(tables)
         self._stream.of("activations")
@@ -66,9 +66,9 @@ class ModelArguments:
     def _made(self, quantity: Quantity, size: int) -> list[int]:
         """Return positions, or one mask after the other, formed of booleans; sizes are bytes of a unit of the quantity."""
         stream, value = self._stream, self._values[quantity]
-        if not size or quantity is Quantity.POSITIONS:
+        if not size or quantity is not Quantity.SCORES:
             return [stream.allocate(size * value)] if size else []
-        width = self._inputs.setup.residual_bytes if size >= self._inputs.setup.residual_bytes else 1
+        width = self._inputs.setup.embedded_bytes if size >= self._inputs.setup.embedded_bytes else 1
         masks = []
         for _ in range(size // width):
             pairs = stream.allocate_all([self._values[Quantity.SQUARE]] * 2)

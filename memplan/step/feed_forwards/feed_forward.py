@@ -18,6 +18,7 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
     with tape.alive(*((x,) if prefix else ())):
         if not part.gated:
             hidden = activated(builder, linear(builder, x, inside(prefix, names.up), inner), part.activation)
+            builder.named += [hidden] if builder.settings.code.adds_inside else []
         elif part.fused_gate_up:
             both = linear(builder, x, inside(prefix, names.gate_up), 2 * inner)
             gate, up = tape.view(both, inner), tape.view(both, inner)
@@ -53,10 +54,24 @@ def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
         return _gelu_fast(builder, x)
     if kind == "relu-squared":
         return _relu_squared(builder, x)
+    if kind == "gelu-again":
+        return _gelu_again(builder, x)
     if kind == "relu":
         positive = builder.fresh(x)
         return builder.tape.apply(ACTIVATION, [(x, NEW)], positive, [positive])
     return builder.pointwise(ACTIVATION, x, (x,))
+
+
+def _gelu_again(builder: Builder, x: Value) -> Value:
+    """Return a GELU by a function in Python, which saves its input alone and forms all else again for its gradient.
+
+    Source:
+        ``bloom_gelu_forward``, with four results of its size at once, and ``bloom_gelu_back``, with five, in
+        transformers/models/bloom/modeling_bloom.py (5.23.0).
+    """
+    size = (x.quantity, x.coefficient)
+    traits = Traits(scratch=[size] * 3, workspace=[size] * 4, custom=True)
+    return builder.tape.apply(ACTIVATION, [(x, NEW)], builder.fresh(x), [x], traits=traits)
 
 
 def _relu_squared(builder: Builder, x: Value) -> Value:

@@ -68,7 +68,13 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
         profile = replace(profile, loss="pieced-linear")
     if not notes and profile is setup.profile and masked is None and tower is None:
         return setup
-    return replace(setup, profile=profile, masked_attention=masked, tower_attention=tower, card_notes=notes)
+    return replace(
+        setup,
+        profile=profile,
+        masked_attention=masked,
+        tower_attention=tower,
+        card_notes=notes,
+    )
 
 
 def emulated_dtype(setup: TrainingSetup, gpu: Gpu) -> bool:

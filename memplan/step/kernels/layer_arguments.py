@@ -26,9 +26,11 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
     if attends_jointly(spec, setup) and not (retained and len(spec.full_layers) in (0, spec.num_hidden_layers)):
         booleans *= 2  # within windows, and not
+    biases = _biases(spec, setup) if spec.alibi else ZERO
     images = ZERO if retained else named_features(spec, setup)
     return (
         booleans
+        + biases
         + _masks(spec, setup, code, retained=retained)
         + _position_ids(spec, setup, code, retained=retained)
         + images
@@ -36,12 +38,22 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
 
 
 def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
-    """Return masks of (b, 1, t, t) each, in the dtype of the residual stream."""
+    """Return masks of (b, 1, t, t) each, in the dtype of embedded tokens."""
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
     masks = 1 if retained and alike else code.masks or (2 if spec.window else 1)
-    return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.residual_bytes)
+    return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.embedded_bytes)
+
+
+def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
+    """Return what scores of each head and token get added, in the dtype of the residual stream.
+
+    Source:
+        ``build_alibi_tensor`` in transformers/models/bloom/modeling_bloom.py (5.23.0).
+    """
+    heads = max(run.layer.attention.num_heads for run in spec.runs if isinstance(run.layer.attention, Attention))
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, heads * setup.residual_bytes)
 
 
 def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
@@ -50,7 +62,7 @@ def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
     if len(set(kinds)) == len(set(kinds[:layer])):
         return ZERO
     code = family_code(setup.stack, spec.architecture)
-    one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.residual_bytes)
+    one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.embedded_bytes)
     return one if _masks(spec, setup, code, retained=True) == one + one else ZERO
 
 
@@ -62,7 +74,12 @@ def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, re
             if retained or setup.stack.images != "model"
             else single_form(Part.ACTIVATIONS, Quantity.TOKENS, AXES_BYTES)
         )
-    if not code.forms_tables or (retained and not code.passes_positions) or setup.stack.rotary_tables.rows == "batch":
+    if (
+        spec.alibi
+        or not code.forms_tables
+        or (retained and not code.passes_positions)
+        or setup.stack.rotary_tables.rows == "batch"
+    ):
         return ZERO
     return single_form(Part.ACTIVATIONS, position_quantity(code), POSITION_BYTES)
 

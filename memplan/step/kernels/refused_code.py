@@ -22,7 +22,17 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
         CannotAnswerError: A part of the model, or a kernel over it, whose activations are not modelled.
     """
     refuse_unquantised(model.spec, setup)
+    if family_code(setup.stack, model.spec.architecture).unnamed_experts and setup.profile.loss == "fused-head":
+        raise CannotAnswerError(
+            f"model: the loss of {setup.stack.label} ends with \"object has no attribute 'num_experts'\" for {model.spec.name} "
+            "(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or kernels.loss: fp32"
+        )
     refuse_unrun_parts(model.spec)
+    if model.spec.alibi and setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{model.spec.name} has ALiBi, a bias of its scores, which models of transformers add and those of stack "
+            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+        )
     refuse_liger(model.spec, setup)
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)

@@ -60,6 +60,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             for gate in gates:
                 out = _gated(builder, out, gate)
+            builder.named += [out] if builder.settings.code.adds_inside else []
             with builder.tape.alive(out, *builder.named):
                 name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
                 if fuses(builder, "o", (name,)):
@@ -150,6 +151,7 @@ def _projections(
         apart = builder.settings.code.adapts_parts
         fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
         query, key, value = (tape.view(fused, size) for size in sizes)
+        builder.named += [fused] if builder.settings.code.adds_inside else []
         tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
         if builder.settings.copies_fused:
             with tape.alive(fused, query, key, value):

@@ -242,8 +242,8 @@ def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int
     """Return query times key; heads of several sequences that lie apart are copied together first."""
     tape = builder.tape
     with tape.alive(query, key):
-        query = builder.copied(query, moves=_lies_apart(builder, query, heads))
-        key = builder.copied(key, moves=_lies_apart(builder, key, heads))
+        query = in_order(builder, query, heads)
+        key = in_order(builder, key, heads)
         scores = tape.value(Quantity.SCORES, heads, width)
         with tape.alive(key, query):  # a product's second copy goes first
             saves = builder.factors(query, key)
@@ -253,11 +253,16 @@ def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int
 def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
     """Return probabilities times value."""
     tape = builder.tape
-    value = builder.copied(value, moves=_lies_apart(builder, value, heads))
+    value = in_order(builder, value, heads)
     out = tape.value(TOKENS, width, value.element_bytes)
     with tape.alive(weights, value):
         ways = [(value, NEW), (weights, NEW)]
         return tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=BATCHED)
+
+
+def in_order(builder: Builder, x: Value, heads: int) -> Value:
+    """Return a copy of heads that lie between tokens, as a product of matrices reads them."""
+    return builder.copied(x, moves=_lies_apart(builder, x, heads))
 
 
 def _lies_apart(builder: Builder, x: Value, heads: int) -> bool:

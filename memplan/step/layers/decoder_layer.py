@@ -69,6 +69,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
 
     if code.names_all:
         return _renaming(builder, x, layer)
+    if code.adds_inside:
+        return _added_inside(builder, x, layer)
     if layer.placement == "parallel":
         return (_own_parallel if code.sums == "own" else _parallel)(builder, x, layer)
     if layer.placement == "post":
@@ -90,6 +92,30 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         second = normed(x, 1)
         with builder.tape.alive(*((second,) if code.names_fed else ())):
             return added(x, builder.dropped(feed_forward(builder, second, layer)))
+
+
+def _added_inside(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the same where either part adds what it is given beside its input, with the names of all that it has formed.
+
+    Source:
+        ``BloomBlock.forward``, ``BloomAttention.forward`` and ``BloomMLP.forward`` in transformers/models/bloom/modeling_bloom.py (5.23.0).
+    """
+    tape, normed = builder.tape, _norms(builder, layer)
+
+    def added(x: Value, part: Value) -> Value:
+        with tape.alive(part):
+            total = builder.add(x, builder.dropped(part))
+        tape.touch(*builder.named)
+        builder.named.clear()
+        return total
+
+    first = normed(x, 0)
+    with tape.alive(first):
+        x = added(x, attention_part(builder, first, layer))
+        with tape.alive(x):
+            second = normed(x, 1)
+    with tape.alive(x, second):
+        return added(x, feed_forward(builder, second, layer))
 
 
 def _norms(builder: Builder, layer: Layer) -> Callable[[Value, int], Value]:

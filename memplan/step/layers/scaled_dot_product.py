@@ -21,7 +21,7 @@ from memplan.step.layers.attention_kernels import (
 )
 from memplan.step.layers.rotation import rotary, turned_complex
 from memplan.step.layers.stepwise_attention import capped_attention, masked_in_layer, stepwise_attention
-from memplan.step.layers.wide_scores import wide_attention
+from memplan.step.layers.wide_scores import biased_attention, wide_attention
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up
 
@@ -29,6 +29,8 @@ from memplan.units import round_up
 def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> Value:
     """Return attention."""
     stepwise = goes_by_steps(builder, part)
+    if part is not None and part.alibi:
+        return biased_attention(builder, heads)
     if stepwise and builder.settings.code.wide_scores:
         return wide_attention(builder, heads)
     if stepwise and builder.settings.code.masks_layers:

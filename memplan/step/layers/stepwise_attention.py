@@ -138,7 +138,7 @@ def _scaled(builder: Builder, scores: Value) -> Value:
 
 def masked_scores(builder: Builder, scores: Value) -> Value:
     """Return scores with a mask in the dtype of the residual stream added."""
-    width = max(scores.element_bytes, builder.settings.residual_bytes)
+    width = max(scores.element_bytes, builder.settings.embedded_bytes)
     way = SAME if width == scores.element_bytes else NEW
     with builder.tape.alive(scores):
         masked = builder.fresh(scores, element_bytes=width)

@@ -202,10 +202,11 @@ class Player:
         self.to_recompute = False
         if self.tape.waits:
             self.live.retain(self.entry.storage)
-        named = (self.gradients[id(output)], self.entry.storage, *self._zeros(), output.storage)
+        formed = [output.storage, *([] if self.tape.returned is None else [self.tape.returned.storage])]
+        named = (self.gradients[id(output)], self.entry.storage, *self._zeros(), *formed)
         self.live.retain_all(named[:2])
         self.recompute(self.tape.nodes[-1].instant)
-        self.live.retain(output.storage)
+        self.live.retain_all(formed)
         return named
 
     def _zeros(self) -> tuple[int, ...]:

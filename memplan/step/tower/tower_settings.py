@@ -100,6 +100,7 @@ def tower_settings(
             activation="composite",
             adapters="composite",  # get_layers in axolotl/monkeypatch/lora_kernels.py (0.21.0)
         ),
+        embedded_bytes=stream,
         residual_bytes=stream,
         autocast=block.autocast and not ahead,
         wide_powers=block.wide_powers and not ahead,

@@ -108,6 +108,44 @@ def gptj(config: ConfigValues) -> ModelSpec:
     )
 
 
+BLOOM_NAMES = TensorNames(
+    embedding="transformer.word_embeddings",
+    layer="transformer.h.{}",
+    final_norm="transformer.ln_f",
+    attention="self_attention",
+    qkv="query_key_value",
+    output="dense",
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+)
+
+
+def bloom(config: ConfigValues) -> ModelSpec:
+    """BLOOM, BLOOMZ: ALiBi in place of positions, a norm behind the embedding, a GELU that backward forms again.
+
+    Source: ``transformers/models/bloom/modeling_bloom.py``; https://arxiv.org/abs/2211.05100.
+    """
+    common = whole_heads(config)
+    config.only("apply_residual_connection_post_layernorm", False)
+    config.only("slow_but_exact", False)
+    config.ignore(
+        "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv"
+    )
+    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, alibi=True)
+    mlp = Mlp(4 * common.hidden_size, "gelu-again", gated=False, bias=True)
+    norm = layer_norm(config)
+    return model(
+        config,
+        common,
+        Layer(heads, mlp, norm),
+        tied=True,
+        dropout=("attention_dropout", "hidden_dropout"),
+        embedding_norm=norm,
+        rotary_tables=0,
+        names=BLOOM_NAMES,
+    )
+
+
 def gpt_bigcode(config: ConfigValues) -> ModelSpec:
     """StarCoder, SantaCoder: GPT-2's layers with one head of keys and values for all; the model keeps a causal mask of all positions.
 

@@ -1,0 +1,122 @@
+"""What a family's model code can do otherwise than the bundled models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memplan.documents.frozen_values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCode:
+    """How a family's code computes, where libraries differ."""
+
+    functions: bool = False  # Whether activations that have no kernel (``gelu_new``) run operation by operation
+    wide_scale: bool = False  # Whether a norm's weight multiplies in fp32, and the product is cast
+    wide_layer_norm: bool = False  # Whether a layer norm is formed in fp32 and cast
+    # Whether norms leave dtypes to torch: what they are given is cast to fp32 and back, and a weight in another dtype
+    # widens the product.
+    promotes: bool = False
+    added_mask: bool = False  # Whether attention step by step adds a mask, made anew for each forward, to its scores
+    # Whether attention step by step scales scores in place, has a name for them without the mask, and has one head of
+    # keys and values repeated by the products themselves.
+    own_scores: bool = False
+    wide_softmax: bool = True  # Whether attention step by step forms probabilities in fp32
+    # Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
+    adapts_experts: bool = False
+    # How many masks a forward makes: of windowed layers and of others; 0 for one of the first where there are any.
+    masks: int = 1
+    # Whether each forward makes the mask of windowed layers where there are none, which no layer is given.
+    idle_mask: bool = False
+    masks_from: int = 1  # Layers from which on a model has both kinds, and rotary tables of both
+    # Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
+    asks_for_groups: bool = True
+    # Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
+    own_linear: bool = False
+    # Whether its projections call a product of their own, and not the function of torch's linear layers.
+    own_products: bool = False
+    # Whether rotated dimensions are joined with those that are not, even where there are none of these.
+    joins_rotated: bool = False
+    names_norm: bool = False  # Whether a layer has a name of its own, until it returns, for what attention is given
+    names_fed: bool = False  # The same for what the feed-forward part is given, where its result has another name
+    # Whether functions have names for all that they form until they return, one for what each norm does.
+    names_all: bool = False
+    names_attention: bool = False  # The same for what attention returns
+    copies_heads: bool = False  # Whether heads are copied together before they are rotated
+    query_first: bool = False  # Whether the query is rotated before key and value are formed
+    # Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
+    repeats_keys: bool = False
+    expands_alone: bool = False  # Whether a single head of them is then looked at, and not copied
+    # Whether torch's attention is given contiguous copies of what lies apart, beside which the caller has names for it.
+    contiguous_heads: bool = False
+    names_parts: bool = False  # Whether a layer has names for what attention and feed-forward add until it ends
+    # Whether grouped products of experts run in the dtype of their weights, under autocast too.
+    grouped_uncast: bool = False
+    # Whether norms are one kernel where their weights are in fp32, whatever the profile says.
+    fused_wide_norms: bool = False
+    forms_tables: bool = False  # Whether rotary tables are formed in each forward, and gone when its graph is
+    passes_positions: bool = False  # Whether layers are called with the numbers of the positions
+    wide_rotary: bool = False  # Whether rotary tables are in fp32, so that heads are rotated in fp32 and cast back
+    complex_rotary: bool = False  # Whether heads are rotated as complex numbers, in fp32
+    # How a layer adds up what attention and a feed-forward part beside it add: ``parts-first`` adds these, ``in-place``
+    # in place of the second, ``residual-first`` adds attention's to the residual stream, ``late`` is ``parts-first``
+    # with the second norm after attention; ``own`` is the bundled models' way.
+    sums: Literal["own", "parts-first", "in-place", "residual-first", "late"] = "own"
+    shared_first: bool = False  # Whether shared experts run before routed ones, and their gate after these
+    # Whether a probability of dropout that a model is released with applies to its embedding too.
+    drops_embedding: bool = True
+    # Whether the model scales what its embedding has returned, and not the embedding itself.
+    scales_embedded: bool = False
+    # Whether each layer within a window makes a mask of its own, of floats and for one sequence.
+    masks_layers: bool = False
+    masks_always: bool = False  # Whether scaled-dot-product attention is always given a mask
+    # Whether one function rotates query and key, whose caller has names for them until it returns.
+    rotates_together: bool = False
+    unnamed_experts: bool = False  # Whether its config has no ``num_experts``, which TRL's loss of routers asks for
+    steps_alone: bool = False  # Whether its code has no attention but step by step
+    # Whether attention and the feed-forward part add what runs beside them themselves, until when they have their names.
+    adds_inside: bool = False
+    # How scores are formed where a family's only attention forms them of copies of queries and keys in fp32: ``masked`` by
+    # a mask of each layer's own before that of the model, or ``divided`` before it.
+    wide_scores: Literal["", "masked", "divided"] = ""
+    scales_projected: bool = False  # Whether queries are scaled as they are projected, and scores by one
+    # Whether every token has a position of its own, counted in the mask of padding, where other models look up a row's.
+    counts_positions: bool = False
+    norms_at_once: bool = False  # Whether query and key are normalised as they are projected, each before the next
+    # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``
+    # by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
+    # ``looked-up`` in a table of each layer's own, by key and query apart.
+    interleaved: Literal["", "wide", "spread", "spread-wide", "looked-up"] = ""
+    centred_norms: bool = False  # Whether layer norms are formed operation by operation, in fp32
+    half_tables: bool = False  # Whether a pair of dimensions shares its entries of the rotary tables
+    # Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.
+    names_passed: bool = False
+    casts_scale: bool = False  # Whether a norm casts its weight to fp32, and squares by multiplying
+    # Whether halves of a head turn by a table of cosines and one of sines, each cast to the head's dtype where tables
+    # are not wide.
+    halves_by_tables: bool = False
+    # Whether a model has returned logits, in fp32 where they are whole, when the loss is formed.
+    returns_logits: bool = False
+    # Whether attention step by step scales its query in place, and makes its own mask in fp32.
+    scales_in_place: bool = False
+    caps_hidden: bool = False  # Whether what bounds logits is applied to the last norm's result in their place
+    own_head_width: bool = False  # Whether heads may together be wider or narrower than the model
+    quantises_adapted: bool = False  # Whether only projections with adapters are quantised
+    names_magnitude: bool = False  # Whether DoRA's layer has names for all that it forms until it returns
+    adapted_tables_apart: bool = False  # Whether layers with adapters have rotary tables of their own
+    sequence_tables: bool = False  # Whether every sequence of a batch has rotary tables of its own
+    # Whether one adapter of query, key and value together is made of one for each that has any.
+    adapts_parts: bool = False
+    # Whether there is dropout of what is added to the residual stream, and not of attention's weights alone.
+    drops_residual: bool = True
+    # Which dropout is one of modules, which trainers switch off, and not a function of torch's: what is added to the
+    # residual stream (``residual``), attention's weights, both or neither.
+    dropout_modules: Literal["both", "residual", "attention", "neither"] = "both"
+    # Whether halves of a head, cast to fp32, turn by gathered rows of one table, where other families of the library
+    # have complex numbers.
+    turns_halves: bool = False
+    # Whether experts have a tensor for each projection, a router in fp32, a bias that steers the choice and a count.
+    experts_apart: bool = False
+    # Whether heads of single sequences are attended to together and their results joined, which copies them, as
+    # gradients of heads are copied on their way back.
+    cuts_sequences: bool = False
