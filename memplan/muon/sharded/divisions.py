@@ -89,13 +89,13 @@ def divisions_of(parameter: Any) -> tuple[Division, ...]:
     mesh: DeviceMesh = parameter.device_mesh
     sharded = [n for n, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     applied = sorted(sharded, key=lambda n: type(parameter.placements[n]).__name__ == "_StridedShard")
-    shape, found = tuple(parameter.shape), []
+    shape, divisions = tuple(parameter.shape), []
     for mesh_dim in applied:
         dim, own = parameter.placements[mesh_dim].dim, mesh.get_local_rank(mesh_dim)
         lengths = chunk_lengths(shape[dim], mesh.size(mesh_dim))
-        found.append(Division(mesh.get_group(mesh_dim), own, dim, shape, lengths))
-        shape = found[-1].piece(own)
-    return tuple(reversed(found))
+        divisions.append(Division(mesh.get_group(mesh_dim), own, dim, shape, lengths))
+        shape = divisions[-1].piece(own)
+    return tuple(reversed(divisions))
 
 
 def matrix_divisions(parameter: Any) -> tuple[Division, ...]:
