@@ -272,7 +272,7 @@ ROWS = {
     "transformers.fsdp1-adapters.shards": "FSDP1, LoRA and QLoRA, Trainer by accelerate 1.15",
     "torchtitan.tensor.shards": "tensor parallelism and FSDP2, torchtitan 0.3.0",
     "torchtitan.expert-parallel.shards": "expert and tensor parallelism, FSDP2, torchtitan",
-    "torchtitan.context-parallel.shards": "context parallelism, expert and tensor too, torchtitan",
+    "torchtitan.context-parallel.shards": "context, expert and tensor parallelism, torchtitan",
     "torchtitan.pipeline.shards": "pipelines, FSDP2 and tensor parallelism, torchtitan",
     "transformers.deepspeed": "DeepSpeed 0.19.8, ZeRO 1 and 2, Trainer",
     "transformers.zero-3.shards": "DeepSpeed 0.19.8, ZeRO 3, Trainer",
