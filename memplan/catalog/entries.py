@@ -127,9 +127,11 @@ class StorageFormat:
         blocking: ``row``: blocks lie within rows of a matrix, whose width must divide into
             them (GGML); ``tensor``: blocks run over the flattened tensor.
         tensor_bytes: Bytes once per tensor, such as a scale.
+        tensor_parts: Tensors that these are in; one of all of them by default.
+        levels: Elements that share an entry and its bytes, by tensor; by default codes with one fp32 scale a block.
         coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
-        decoding_temporaries: For each block, every temporary that is there when operators of torch have formed the copy
-            that a product reads; nothing where a kernel decodes.
+        decoding_temporaries: For each block, every temporary as operators of torch form the copy that a product reads, and
+            1 where it stays until that is there, 0 where it goes once the next is; nothing where a kernel decodes.
         row_bytes: Bytes once for each row of a matrix, such as a scale.
         product: Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it.
         ggml_type: Id of the type in GGUF files.
@@ -150,8 +152,10 @@ class StorageFormat:
     kind: Kind = "exact"
     blocking: Literal["row", "tensor"] = "row"
     tensor_bytes: int = 0
+    tensor_parts: tuple[int, ...] = ()
+    levels: tuple[tuple[int, int], ...] = ()
     coded_scale_elements: int = 0
-    decoding_temporaries: tuple[int, ...] = ()
+    decoding_temporaries: tuple[tuple[int, int], ...] = ()
     row_bytes: int = 0
     product: Literal["decoded", "integers"] = "decoded"
     ggml_type: int | None = None
@@ -171,14 +175,18 @@ class StorageFormat:
 
         Formula:
             ``ceil(n c / block_elements)``, ``4 ceil(n / block_elements)``, ``ceil(n / s)`` and ``tensor_bytes``: ``c`` bytes of
-            codes in a block with one fp32 scale, and one byte more for every ``s`` elements where those have scales as codes.
+            codes in a block with one fp32 scale, and one byte more for every ``s`` elements where those have scales as codes;
+            or ``b ceil(n / e)`` for each level that is said, of ``b`` bytes for ``e`` elements.
         """
         if self.blocking != "tensor":
             return (self.tensor_storage_bytes(elements),)
+        once = self.tensor_parts or (self.tensor_bytes,)
+        if self.levels:
+            return *[size * ceil_div(elements, each) for each, size in self.levels], *once
         each = self.coded_scale_elements
         codes = self.block_bytes - 4 - (self.block_elements // each if each else 0)
         scales = 4 * ceil_div(elements, self.block_elements), ceil_div(elements, each) if each else 0
-        return ceil_div(elements * codes, self.block_elements), *scales, self.tensor_bytes
+        return ceil_div(elements * codes, self.block_elements), *scales, *once
 
     def level_bytes(self, elements: int) -> int:
         """Return the bytes of a tensor that is stored by levels."""

@@ -73,6 +73,12 @@ class StackModels:
     ] = ()  # Families that scale what their embedding returns, and now scale inside of that
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
     narrow_losses: tuple[str, ...] = ()  # Families that form the loss of logits as they are, and not in fp32
+    # Where parameters of an adapter are among the model's: ``behind`` all others, or in their module, ``before`` its weight or
+    # ``beside`` it, behind that.
+    adapter_place: Literal["behind", "before", "beside"] = "behind"
+    module_order: tuple[
+        str, ...
+    ] = ()  # Modules of a layer, by the last part of a name, where it has them in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,8 @@ class RotaryTables:
     # longer.
     rows: Literal["sequence", "batch", "model", "grown"]
     gathered: bool  # Whether each layer gathers the rows of the tokens' positions, and saves them for backward
+    # Whether a model is made with tables for all its positions, which go once those of a shorter sequence are there.
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

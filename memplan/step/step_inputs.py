@@ -146,11 +146,12 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
 
 
 def _decoding_parts(setup: TrainingSetup, entry: TensorStates) -> tuple[int, ...]:
-    """Return the temporaries of forming a product's copy of codes by operators of torch."""
-    stored = setup.formats[entry.tensor.role]
+    """Return the temporaries of forming a product's copy of codes by operators of torch; negative for those that do not stay."""
+    stored, elements = setup.formats[entry.tensor.role], entry.tensor.elements
     if not entry.quantized:
         return ()
-    return tuple([size * entry.tensor.elements // stored.block_elements for size in stored.decoding_temporaries])
+    sizes = [(size * elements // stored.block_elements, stays) for size, stays in stored.decoding_temporaries]
+    return tuple([size if stays else -size for size, stays in sizes])
 
 
 def _scales_bytes(setup: TrainingSetup, entry: TensorStates) -> int:

@@ -31,13 +31,17 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
     uncast = rules.adapter_sum == "uncast" or (coded and wide and builder.settings.autocast)
     seen = 0 if coded else rules.adapter_input_bytes
     own = x if uncast else builder.cast(x, seen or down.element_bytes, foreign=down.foreign)
+    scaled = f"{name}.lora_magnitude_vector.weight" in builder.weights
+    if scaled and builder.settings.code.names_magnitude:
+        return _scaled_by_magnitude(builder, own, out, name, rows, down)
     with builder.tape.alive(out, own):
-        if f"{name}.lora_magnitude_vector.weight" in builder.weights:
-            magnitude = _scaled_by_magnitude if builder.settings.code.names_magnitude else _with_magnitude
-            return magnitude(builder, own, out, name, rows, down)
+        if scaled:
+            return _with_magnitude(builder, own, out, name, rows, down)
         dropped = builder.dropped(own, builder.settings.adapter_dropout)
         given = builder.cast(dropped, down.element_bytes, foreign=down.foreign) if seen else dropped
-        low = builder.pointwise("scale", _low_rank(builder, given, name, rows, down))
+        first = plain_linear(builder, given, f"{name}.lora_A", down.rows)
+        with builder.tape.alive(*((first,) if builder.settings.code.names_magnitude else ())):
+            low = builder.pointwise("scale", plain_linear(builder, first, f"{name}.lora_B", rows))
         if wide and not coded:
             return builder.cast(builder.add(out, low), out.element_bytes, foreign=out.foreign)
         low = low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign)
@@ -184,9 +188,9 @@ def _norm_of_sum(
     tape, own = builder.tape, x.element_bytes
     frozen, width = list[Value](), 4 if base.integers else base.element_bytes
     if base.coded:
-        scratch = [(ONE, part) for part in (base.decoding_bytes, *base.decoding_parts)]
         decoded = builder.constant(size, 4 if base.integers else builder.compute)
-        frozen = [tape.make("decode", decoded, scratch=scratch)]
+        scratch = [(ONE, base.decoding_bytes)]
+        frozen = [tape.make("decode", decoded, scratch=scratch, decoding=base.decoding_parts)]
     read = list(frozen)
     if width != own or base.foreign != x.foreign:
         read = [tape.make("cast", builder.constant(size, own), *frozen)]
@@ -221,9 +225,10 @@ def _scaled_by_magnitude(builder: Builder, x: Value, out: Value, name: str, rows
         ``DoRALinear.forward`` in torchtune/modules/peft/dora.py (0.6.1).
     """
     tape, own = builder.tape, down.element_bytes
-    x = builder.dropped(x, builder.settings.adapter_dropout)
-    low = _low_rank(builder, x, name, rows, down)
-    with tape.alive(x, low):
+    with tape.alive(out):
+        x = builder.dropped(x, builder.settings.adapter_dropout)
+        low = _low_rank(builder, x, name, rows, down)
+    with tape.alive(x, out, low):
         eye = tape.make("eye", builder.constant(down.columns**2, own))
         inner = tape.make("linear", builder.constant(down.columns * down.rows, own), eye, product=True)
         product = tape.make("linear", builder.constant(down.columns * rows, own), inner, product=True)
@@ -237,6 +242,9 @@ def _scaled_by_magnitude(builder: Builder, x: Value, out: Value, name: str, rows
             whole = builder.add(first, second)
             with tape.alive(whole):
                 total = builder.add(whole, out)
+    tape.touch(
+        x, out, low, eye, product, *(() if decoded is None else (decoded,)), norm, scale, whole
+    )  # as it names them
     tape.graph_use[inner.storage] = len(tape.operations) - 1  # of a graph that no backward runs
     return total
 
@@ -261,7 +269,9 @@ def linear_of_parts(builder: Builder, x: Value, name: str, sizes: tuple[int, int
                 added = _convolved(builder, low, name, up.rows, joins=sizes[0] != sizes[1])
                 with tape.alive(added):
                     scaled = builder.pointwise("scale", _filled_up(builder, added, rows))
-                    return builder.add(out, scaled)
+                    total = builder.add(out, scaled)
+    tape.touch(out, low, added, scaled)  # as its function names them
+    return total
 
 
 def _convolved(builder: Builder, low: Value, name: str, rows: int, *, joins: bool) -> Value:
@@ -273,6 +283,7 @@ def _convolved(builder: Builder, low: Value, name: str, rows: int, *, joins: boo
     out = builder.fresh(low, rows)
     workspace = [(low.quantity, low.coefficient), (ONE, up.formed_bytes)] if joins else []
     tape.apply(f"convolve {name}.lora_B", [(low, NEW)], out, saves, [up], Traits(workspace=workspace))
+    tape.touch(*saves[1:])
     return tape.apply("cat", [(out, SAME)], builder.fresh(out), traits=SAVES_NOTHING) if joins else out
 
 

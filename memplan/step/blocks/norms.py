@@ -33,7 +33,8 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
             casts = [tape.make("1 + weight", tape.value(ONE, size, x.element_bytes), *casts)]
         with tape.alive(x, *casts):
             if composite:
-                return _composite_norm(builder, x, norm, used, casts, x.width // size)
+                narrow = own if builder.settings.code.casts_scale else x.element_bytes
+                return _composite_norm(builder, x, norm, used, casts, x.width // size, narrow)
             if builder.settings.code.wide_layer_norm:
                 wide = builder.cast(x, 4)
                 return builder.cast(_fused_norm(builder, wide, norm, name, used, casts, x.width // size), own)
@@ -57,15 +58,17 @@ def _fused_norm(
 ) -> Value:
     """Return the norm by one kernel, which saves its input and one or two numbers a row."""
     rms = norm.kind == "rms"
-    statistics = builder.tape.value(x.quantity, rows * (1 if rms else 2), 4)
-    saves = [x, statistics, *casts]
+    statistics = [builder.tape.value(x.quantity, rows, 4) for _ in range(1 if rms else 2)]
+    saves = [x, *statistics, *casts]
     return builder.tape.apply(
         f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=Traits(packs=True, custom=rms)
     )
 
 
-def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], casts: list[Value], rows: int) -> Value:
-    """Return the norm as Python code writes it: squares in fp32, then the weight."""
+def _composite_norm(
+    builder: Builder, x: Value, norm: Norm, used: list[Weight], casts: list[Value], rows: int, width: int
+) -> Value:
+    """Return the norm as Python code writes it: squares in fp32, then the weight, in elements of a ``width``."""
     tape = builder.tape
     wide = builder.cast(x, 4)
     full = [(wide.quantity, wide.coefficient)]
@@ -76,15 +79,35 @@ def _composite_norm(builder: Builder, x: Value, norm: Norm, used: list[Weight], 
             traits = Traits(workspace=full * 2, forms_last=True)
             squares = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
         means = tape.apply("mean", [(squares, NEW)], tape.value(x.quantity, rows, 4), traits=SAVES_NOTHING)
-        shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), traits=SAVES_NOTHING)
-        inverse = builder.fresh(shifted)
-        tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
+        if builder.settings.code.fused_wide_norms:  # one expression of F.rms_norm, which adds in place
+            with tape.alive(squares):
+                inverse = _inverse_root(builder, means)
+        else:
+            shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), traits=SAVES_NOTHING)
+            inverse = _inverse_root(builder, shifted)
     traits = Traits(workspace=full, forms_last=True)
     normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [inverse, wide], traits=traits)
     if not used:
-        return builder.cast(normal, x.element_bytes)
-    with tape.alive(*((wide, normal) if builder.settings.code.names_all else ())):
-        return _scaled(builder, x, normal, norm, used, casts, rows)
+        return builder.cast(normal, width)
+    if builder.settings.code.fused_wide_norms:
+        with tape.alive(inverse, wide):  # until F.rms_norm returns
+            scaled = _times_weight(builder, normal, used)
+        return builder.cast(scaled, width)
+    code = builder.settings.code
+    with tape.alive(*((wide, means, normal) if code.names_all else ())):
+        out = _scaled(builder, x, normal, norm, used, casts, rows)
+        out = builder.cast(out, width) if code.casts_scale else out
+    tape.touch(
+        *((means,) if code.promotes and not norm.unit_offset else ())
+    )  # ``variance`` in ``LlamaRMSNorm.forward``
+    return out
+
+
+def _inverse_root(builder: Builder, x: Value) -> Value:
+    """Return 1 over the root, whose gradient is a product of two factors that are formed first (``rsqrt`` in derivatives.yaml, v2.13.0)."""
+    inverse, factor = builder.fresh(x), (x.quantity, x.coefficient)
+    traits = Traits(workspace=[factor] * 2, forms_last=True)
+    return builder.tape.apply("rsqrt", [(x, NEW)], inverse, [inverse], traits=traits)
 
 
 def _scaled(
@@ -99,8 +122,6 @@ def _scaled(
         scaled = _times_weight(builder, normal, used, (shift,), offset=True)
         tape.touch(normal)
         return builder.cast(scaled, x.element_bytes)
-    if builder.settings.code.fused_wide_norms:  # F.rms_norm has returned
-        return builder.cast(_times_weight(builder, normal, used), x.element_bytes)
     with tape.alive(normal):
         if builder.settings.code.wide_scale:
             copies = builder.settings.code.casts_scale and used[0].element_bytes != 4
@@ -135,8 +156,7 @@ def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> 
                 apart = centred()
                 with tape.alive(apart):
                     shifted = tape.apply("add", [(variance, SAME)], builder.fresh(variance), traits=SAVES_NOTHING)
-                    inverse = builder.fresh(shifted)
-                    tape.apply("rsqrt", [(shifted, NEW)], inverse, [inverse])
+                    inverse = _inverse_root(builder, shifted)
                 ways, traits = [(apart, NEW), (inverse, NEW)], Traits(workspace=full, forms_last=True)
                 normal = tape.apply("mul", ways, builder.fresh(wide), [inverse, apart], traits=traits)
     narrow, elements = used[0].element_bytes != 4, used[0].own_bytes // used[0].element_bytes

@@ -194,7 +194,8 @@ def _final_norm(
     arguments = [builder.tape.given(quantity, size, 1, needs_gradient=False) for quantity, size in settings.arguments]
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
     if block.code.caps_hidden:
-        normed = _capped(builder, normed)
+        with builder.tape.alive(normed):
+            normed = _capped(builder, normed)
     normed = whole_rows(builder, normed)
     builder.tape.ends(*arguments)
     if settings.names_logits or settings.loss in IN_PIECES:

@@ -98,13 +98,15 @@ class ChunkedLoss:
         self._losses: list[int] = []
         self._rows = NO_STORAGE
 
-    def forward(self, rows_of_all: int) -> None:
+    def forward(self, rows_of_all: int, named: Sequence[int]) -> None:
         """Write the forward of each chunk, whose loss stays; what autocast casts for the first serves all.
 
         Args:
             rows_of_all: What the head is given, to be freed once all chunks are done; ``NO_STORAGE`` where others do.
+            named: What the model has names for until it returns, which no chunk waits for.
         """
         self._rows = rows_of_all
+        self._stream.free_all(named)
         for number, events in enumerate(self._events):
             cast = {code - 1 for code in events.region_end} if number else set()
             own = replace(events, forward=tuple([code for code in events.forward if code not in cast]))
@@ -147,11 +149,24 @@ class ChunkedLoss:
 class LogitsOfChunks:
     """Head and loss over chunks of each sequence, whose logits are all there before the first is cast to fp32.
 
+    Chunks of several sequences lie apart, so that a product whose weight is trained copies each first.
+
     Args:
         mode: What becomes of weight gradients.
     """
 
-    __slots__ = ("_elements", "_gradients", "_head", "_losses", "_results", "_rows", "_sizes", "_stream", "_width")
+    __slots__ = (
+        "_copies",
+        "_elements",
+        "_gradients",
+        "_head",
+        "_losses",
+        "_results",
+        "_rows",
+        "_sizes",
+        "_stream",
+        "_width",
+    )
 
     def __init__(self, stream: EventStream, head: Head, values: Sequence[int], mode: Mode) -> None:
         assert head.chunk is not None
@@ -160,23 +175,33 @@ class LogitsOfChunks:
         _, self._elements, self._width = all_logits(head.chunk)
         full, last = values[Quantity.ROW_CHUNK], values[Quantity.LAST_ROW_CHUNK]
         self._sizes = [full] * ((values[Quantity.TOKENS] - last) // max(full, 1)) + [last]
+        copied = (
+            values[Quantity.POSITIONS] < values[Quantity.TOKENS] and head.weights[0].trainable and len(self._sizes) > 1
+        )
+        self._copies = [head.section.output.coefficient * size for size in self._sizes] if copied else []
         self._results: list[int] = []
         self._losses: list[int] = []
         self._rows = NO_STORAGE
 
-    def forward(self, rows_of_all: int) -> None:
-        """Write the products of all chunks, and the loss of each, whose result in fp32 stays."""
+    def forward(self, rows_of_all: int, named: Sequence[int]) -> None:
+        """Write the products of all chunks, and the loss of each, whose result in fp32 stays; take what :class:`ChunkedLoss` does."""
         stream, self._rows = self._stream, rows_of_all
         stream.of("logits")
-        logits = [stream.allocate(self._width * self._elements * size) for size in self._sizes]
-        if not self._head.weights[0].trainable and rows_of_all != NO_STORAGE:
+        logits, copies = list[int](), list[int]()
+        for size, copy_bytes in zip(self._sizes, self._copies or [0] * len(self._sizes), strict=True):
+            copies += [stream.allocate(copy_bytes)] if copy_bytes else []
+            logits.append(stream.allocate(self._width * self._elements * size))
+        self._copies = copies
+        if (copies or not self._head.weights[0].trainable) and rows_of_all != NO_STORAGE:
             stream.free(rows_of_all)
             self._rows = NO_STORAGE
+        stream.free_all(named)
         for size in self._sizes:
             wide = [stream.allocate(4 * self._elements * size)] if self._width < 4 else []
             self._results.append(stream.allocate(4 * self._elements * size))
-            self._losses += [stream.allocate(LOSS_BYTES), stream.allocate(LOSS_BYTES)]
-            stream.free_all(wide)
+            loss, counted = stream.allocate_all([LOSS_BYTES] * 2)
+            self._losses.append(counted)
+            stream.free_all([*wide, loss])
         stream.free_all(logits)
 
     def region_end(self) -> None:
@@ -186,21 +211,23 @@ class LogitsOfChunks:
         """Write the backward of all losses, the last first, then of all products; return what :class:`ChunkedLoss` does."""
         stream, sums, gradients, rows = self._stream, dict[str, int](), [], []
         stream.of("logits")
-        for size, result in zip(reversed(self._sizes), reversed(self._results), strict=True):
+        for size, result, counted in zip(self._sizes[::-1], self._results[::-1], self._losses[::-1], strict=True):
             elements = self._elements * size
             picked = stream.allocate(4 * elements)
+            stream.free(counted)
             wide = stream.allocate(4 * elements)
             stream.free_all((picked, result))
             gradients.append(stream.allocate(self._width * elements) if self._width < 4 else wide)
             stream.free_all([wide] if self._width < 4 else [])
-        stream.free_all(self._losses)
         trained = [weight for weight in self._head.weights if weight.trainable]
         for number, (size, gradient) in enumerate(zip(reversed(self._sizes), gradients, strict=True)):
             stream.of("gradients")
             formed = {weight.name: stream.allocate(weight.formed_bytes) for weight in trained}
-            stream.make_workspace(libraries, "cublas")
+            if trained:
+                stream.make_workspace(libraries, "cublas")
             stream.of("temporaries")
             rows.append(stream.allocate(self._head.section.output.coefficient * size))
-            stream.free(gradient)
+            stream.make_workspace(libraries, "cublas")
+            stream.free_all([gradient, *self._copies[::-1][number : number + 1]])
             self._gradients.add(formed, sums, first_sum=number == 1)
         return self._gradients.joined(self._rows, rows), self._gradients.stored(sums, use_up)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from memplan.catalog.stacks import StackModels
+from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import codec_scratch
 from memplan.step.states.single_tensors import Named, in_layers
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES
+
+_IN_MODULE = {
+    "behind": ("weight", "bias"),
+    "before": ("lora_A.weight", "lora_B.weight", "weight", "bias"),
+    "beside": ("weight", "bias", "lora_magnitude_vector.weight", "lora_A.weight", "lora_B.weight"),
+}
+"""Where a stack has an adapter's parameters -> parameters of a module in order."""
 
 
 class ModelTensors:
@@ -26,10 +36,12 @@ class ModelTensors:
         self._inputs = inputs
         own = len(inputs.states.tensors)
         adapted = next((i for i, e in enumerate(inputs.states.tensors) if ".lora_" in e.tensor.name), own)
-        tensors = inputs.states.tensors
+        tensors, models = inputs.states.tensors, inputs.setup.stack.models
         self.all: list[Named] = [*in_layers(tensors[:adapted]), *in_layers(tensors[adapted:])]
-        if inputs.setup.stack.models.head_first:
+        if models.head_first:
             self.all.sort(key=lambda named: not named[0].startswith(f"{inputs.spec.names.head}."))
+        if models.module_order or models.adapter_place != "behind":
+            self.all = in_modules(self.all, models)
         self.trained = [(name, entry) for name, entry in self.all if entry.trainable]
 
     def weight_sizes(self) -> list[int]:
@@ -37,7 +49,7 @@ class ModelTensors:
 
         Where a library has codes as parameters, each is in its place, its scales behind it.
         """
-        if self._inputs.setup.stack.projections.codes_result == "input":
+        if self._apart:
             return [size for _, e in self.all for size in (self._levels(e) if e.quantized else [e.weight_bytes])]
         floats = [entry.weight_bytes for _, entry in self.all if not entry.quantized]
         return floats + [size for _, entry in self.all if entry.quantized for size in self._levels(entry)]
@@ -49,8 +61,12 @@ class ModelTensors:
             rows = layout.row_bytes * entry.tensor.shape[0]
             return [entry.weight_bytes - rows, rows]
         sizes = [size for size in layout.level_sizes(entry.tensor.elements) if size]
-        apart = self._inputs.setup.stack.projections.codes_result == "input"
-        return sizes if apart and sum(sizes) == entry.weight_bytes else [entry.weight_bytes]
+        return sizes if self._apart and sum(sizes) == entry.weight_bytes else [entry.weight_bytes]
+
+    @property
+    def _apart(self) -> bool:
+        """Whether codes are parameters, and their scales tensors of their own."""
+        return self._inputs.setup.stack.model_code != "own"
 
     def buffer_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
         """Return the bytes of token ids and targets, of each table by position, and of the rest.
@@ -64,13 +80,41 @@ class ModelTensors:
         }
         stack, spec = self._inputs.setup.stack, self._inputs.spec
         batch = [part.element_bytes * values[Quantity.TOKENS] for part in stack.batch]
-        layers = sum(run.count for run in spec.runs)
-        tables = 2 * max(layers if stack.rotary_tables.each == "layer" else spec.rotary_tables, 1)
+        layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
+        tables = 2 * max(layers or spec.rotary_tables, 1)
         rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs.values())
-        return [*batch, *[positions // tables] * tables, *codecs.values(), rest]
+        whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
+        return [*batch, *[positions // tables] * tables, *codecs.values(), *[rest // whole] * whole]
+
+    def replaced_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
+        """Return the bytes of each table that a model is made with, and that others take the place of."""
+        spec, positions = self._inputs.spec, values[Quantity.POSITIONS]
+        if not self._inputs.setup.stack.rotary_tables.replaced or positions == spec.max_position_embeddings:
+            return []
+        whole = buffers.coefficient(Part.ACTIVATIONS, Quantity.POSITIONS) * spec.max_position_embeddings
+        return [whole // 2] * 2
 
     def copy_sizes(self) -> list[int]:
         """Return the bytes of each master weight, and of each averaged one."""
         average = FLOAT_BYTES.get(self._inputs.setup.config.weight_average, 0)
         masters = [entry.master_bytes for _, entry in self.trained]
         return masters + [average * entry.tensor.elements for _, entry in self.trained]
+
+
+def in_modules(tensors: Sequence[Named], models: StackModels) -> list[Named]:
+    """Return a model's tensors module by module, those of a layer in the order that a stack says."""
+    parts, order = _IN_MODULE[models.adapter_place], {name: place for place, name in enumerate(models.module_order)}
+    blocks: dict[str, int] = {}
+    modules: dict[str, int] = {}
+
+    def place(name: str) -> tuple[int, int, int, int]:
+        part = next((part for part in parts if "lora_" in part and name.endswith(part)), name.rpartition(".")[2])
+        module = name.removesuffix(f".{part}")
+        numbered = re.match(r".*?\.\d+\.", name)
+        block = module if numbered is None else numbered.group()
+        rank = order.get(module.rpartition(".")[2], -1)
+        of_module = modules.setdefault(module, len(modules))
+        return blocks.setdefault(block, len(blocks)), rank, of_module, parts.index(part) if part in parts else 0
+
+    places = {name: place(name) for name, _ in tensors}
+    return sorted(tensors, key=lambda named: places[named[0]])

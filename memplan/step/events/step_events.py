@@ -91,6 +91,10 @@ class StepPlayer:
         self._held_logits = [value.storage for value in taped.head.returned] if holds else []
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         self._held: list[int] = []
+        self._named: list[
+            int
+        ] = []  # What a head is given, where the model has a name for it until all logits are formed
+        self._all_at_once = inputs.setup.profile.loss == "chunked-logits"
         self._leaf = _part_before_leaf(taped)
         self._graph: list[int] = []
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
@@ -112,16 +116,16 @@ class StepPlayer:
 
     def _make_persistent(self) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
-        masters = len(self.tensors.trained)
-        copies = self.tensors.copy_sizes()
-        for component, sizes in (
-            ("weights", self.tensors.weight_sizes()),
-            ("buffers", self.tensors.buffer_sizes(self._buffers, self.values)),
-            ("master_weights", copies[:masters]),
-            ("buffers", copies[masters:]),
-        ):
-            self.stream.of(component)
-            self.stream.allocate_all(sizes)
+        stream, masters, copies = self.stream, len(self.tensors.trained), self.tensors.copy_sizes()
+        stream.of("weights")
+        stream.allocate_all(self.tensors.weight_sizes())
+        stream.of("buffers")
+        replaced = stream.allocate_all(self.tensors.replaced_sizes(self._buffers, self.values))
+        stream.allocate_all(self.tensors.buffer_sizes(self._buffers, self.values))
+        stream.free_all(replaced)
+        for component, sizes in (("master_weights", copies[:masters]), ("buffers", copies[masters:])):
+            stream.of(component)
+            stream.allocate_all(sizes)
         self.updates.make_early_states()
 
     def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
@@ -160,10 +164,10 @@ class StepPlayer:
         parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
         chunks = None
         if taped.head.chunk is not None:
-            kind = LogitsOfChunks if self.inputs.setup.profile.loss == "chunked-logits" else ChunkedLoss
+            kind = LogitsOfChunks if self._all_at_once else ChunkedLoss
             chunks = kind(self.stream, taped.head, self.values, mode)
             normed = parts[-1][1]
-            chunks.forward(NO_STORAGE if normed.output_owned else normed.output)
+            chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
             chunks.region_end()
         for _, part in parts:
             part.region_end()
@@ -235,11 +239,12 @@ class StepPlayer:
         played: list[tuple[str, PlayedSection]] = []
         hidden: list[int] = []  # what layers were given, where the loop asks for it
         handed, owned, returned = NO_STORAGE, False, NO_STORAGE
+        chunked, self._named = self.taped.head.chunk is not None and self._all_at_once, []
         for number, events in parts:
-            named = self.inputs.setup.has_value_head and bool(number) and not owned
-            named = named and 2 * events.entry + 1 in events.forward
+            named = bool(number) if self.inputs.setup.has_value_head else chunked and bool(played) and not number
+            named = named and not owned and 2 * events.entry + 1 in events.forward
             part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned or named)
-            hidden += [handed] if named else []
+            (self._named if chunked else hidden).extend([handed] if named else [])
             if renames and not number and played:
                 before = self._held or [NO_STORAGE] * len(self._held_logits)
                 for storage, other in zip(self._held_logits, before, strict=True):
@@ -338,12 +343,9 @@ def run_events(
     library_bytes: int,
     steps: int = STEPS,
 ) -> RunEvents:
-    """Return the events of a training run: what is made first, and so many steps.
+    """Return the events of a training run: what is made first, and so many steps, of which the first also makes what stays.
 
     Args:
-        values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
-        buffers: Token ids, targets and tables.
-        library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
-        steps: The first also makes what stays, such as optimizer states.
+        values: As :class:`StepPlayer` takes them, with buffers and library_bytes.
     """
     return StepPlayer(inputs, taped, values, buffers, library_bytes).run(steps)

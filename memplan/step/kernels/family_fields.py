@@ -102,7 +102,8 @@ class FamilyCode:
     caps_hidden: bool = False  # Whether what bounds logits is applied to the last norm's result in their place
     own_head_width: bool = False  # Whether heads may together be wider or narrower than the model
     quantises_adapted: bool = False  # Whether only projections with adapters are quantised
-    names_magnitude: bool = False  # Whether DoRA's layer has names for all that it forms until it returns
+    # Whether DoRA's layer has names for all that it forms until it returns, and LoRA's for its first product until that is scaled.
+    names_magnitude: bool = False
     adapted_tables_apart: bool = False  # Whether layers with adapters have rotary tables of their own
     sequence_tables: bool = False  # Whether every sequence of a batch has rotary tables of its own
     # Whether one adapter of query, key and value together is made of one for each that has any.

@@ -62,16 +62,25 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
                 out = _gated(builder, out, gate)
             builder.named += [out] if builder.settings.code.adds_inside else []
             with builder.tape.alive(out, *builder.named):
-                name, hidden = f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size
-                if fuses(builder, "o", (name,)):
-                    return fused_linears(builder, out, ((name, hidden),))[0]
-                return row_product(builder, out, name, hidden)
+                result = _output(builder, out, f"{prefix}.{builder.settings.names.output}")
+        if builder.settings.code.names_all:  # as ``CausalSelfAttention.forward`` names them
+            others = [x for x in (*heads.tensors, *named) if x.storage != value.storage]
+            builder.tape.touch(value, *others, out)
+        return result
+
+
+def _output(builder: Builder, x: Value, name: str) -> Value:
+    """Return the projection of attention's result."""
+    hidden = builder.settings.hidden_size
+    if fuses(builder, "o", (name,)):
+        return fused_linears(builder, x, ((name, hidden),))[0]
+    return row_product(builder, x, name, hidden)
 
 
 def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> list[Value]:
     """Return what projections yield with heads before tokens, whose gradients are copied where there is more than one head."""
     counts = (part.num_heads, part.num_key_value_heads, part.num_key_value_heads)
-    return [looked_at(builder, x) if heads > 1 else x for x, heads in zip(projected, counts, strict=True)]
+    return [looked_at(builder, x) if heads > 1 else x for x, heads in zip(projected, counts, strict=False)]
 
 
 def looked_at(builder: Builder, x: Value) -> Value:
@@ -166,6 +175,8 @@ def _projections(
                 key = builder.copied(key)
                 with tape.alive(key):
                     return (query, key, builder.copied(value)), ()
+        if apart and part.rotary_dim and part.query_key_norm is None:  # a slice's gradient has heads before tokens
+            query, key = _in_heads(builder, (query, key), part)
         return (query, key, value), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)
@@ -191,6 +202,8 @@ def _query_first(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
         key = linear(builder, x, f"{prefix}.{names.key}", part.key_value_size)
         with tape.alive(key):
             value = linear(builder, x, f"{prefix}.{names.value}", part.key_value_size)
+            if 1 < part.num_key_value_heads < part.num_heads and not builder.settings.regime.one_token:
+                value = looked_at(builder, value)  # its gradient, a sum over groups, has heads before tokens
         with tape.alive(value):
             return query, rotary(builder, key, part.head_dim, part.rotary_dim), value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from memplan.model.spec import Attention
@@ -11,9 +11,12 @@ from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.units import round_up
 
-RANDOM_STATE_BYTES = {"flash": 24, "cudnn": 16, "efficient": 16, "flex": 0}
-"""Seed and offset of attention's dropout, returned in any case: two numbers and one unused by
-flash, two by the others (native_functions.yaml, ``_scaled_dot_product_*_attention``)."""
+RANDOM_STATES: Mapping[str, Sequence[int]] = {"flash": (16, 8), "cudnn": (8, 8), "efficient": (8, 8), "flex": ()}
+"""Bytes of seed and offset of attention's dropout, returned in any case: both in one tensor and one unused by
+flash, a tensor each by the others (native_functions.yaml, ``_scaled_dot_product_*_attention``)."""
+
+RANDOM_STATE_BYTES = {kernel: sum(sizes) for kernel, sizes in RANDOM_STATES.items()}
+"""All of them together."""
 
 FLASH_ATTN_RANDOM_BYTES = 16
 """The same of the package flash-attn (csrc/flash_attn/flash_api.cpp, ``rng_state``)."""
@@ -92,17 +95,20 @@ def attention_kernel(
     bucketed = heads.query.quantity is Quantity.BUCKETED_TOKENS
     rows = Quantity.ALIGNED_TOKENS if kernel == "efficient" else Quantity.BUCKETED_TOKENS if bucketed else TOKENS
     statistics = tape.value(rows, heads.number, 4)
-    random = tape.value(ONE, FLASH_ATTN_RANDOM_BYTES if builder.settings.flash_attn else RANDOM_STATE_BYTES[kernel], 1)
+    states = (FLASH_ATTN_RANDOM_BYTES,) if builder.settings.flash_attn else RANDOM_STATES[kernel]
+    random = [tape.value(ONE, size, 1) for size in states]
     ways = [(x, NEW) for x in heads.tensors]
     query, key, value = heads.tensors
-    saves = [*masks, key, query, value, statistics, out, random]  # inputs, then results, each by name
+    saves = [*masks, key, query, value, statistics, out, *random]  # inputs, then results, each by name
     if builder.settings.flash_attn:
-        saves = [*heads.tensors, out, statistics, random]
+        saves = [*heads.tensors, out, statistics, *random]
     # The kernel of backward forms all three gradients, whichever of them are needed.
     unused = [(x.quantity, x.coefficient) for x in heads.tensors if not x.needs_gradient]
-    traits = Traits(scratch=forward, workspace=(*scratch, *unused), product=True)
+    traits = Traits(scratch=forward, workspace=(*unused, *scratch), product=True)
     with tape.alive(*heads.tensors):
-        return tape.apply("attention", ways, (out, statistics, random), saves, traits=traits)
+        out = tape.apply("attention", ways, (out, statistics, *random), saves, traits=traits)
+        tape.touch(*reversed(random), statistics)  # a tuple lets go of its last item first
+        return out
 
 
 def additive_mask(builder: Builder, like: Value) -> Value:
@@ -113,7 +119,9 @@ def additive_mask(builder: Builder, like: Value) -> Value:
     """
     tape, width = builder.tape, like.element_bytes
     if builder.settings.code.masks_layers:
-        return own_mask(builder, width)
+        causal, window = own_mask(builder, width), tape.value(Quantity.SQUARE, 1, width)
+        with tape.alive(causal):  # the causal one is replaced by that of a window
+            return _padded_square(builder, tape.make("window mask", window))
     mask = tape.make("additive mask", tape.value(Quantity.SCORES, 1, width), scratch=[(Quantity.SCORES, 1)])
     if builder.profile.attention != "efficient" or not builder.settings.regime.pads_mask:
         return mask
@@ -121,16 +129,23 @@ def additive_mask(builder: Builder, like: Value) -> Value:
 
 
 def own_mask(builder: Builder, width: int) -> Value:
-    """Return a mask that a layer makes of floats: a causal one first, and then that of its window.
+    """Return a causal mask that a layer makes of floats, and of booleans of these.
 
     Source:
-        ``CausalSelfAttention.forward`` in litgpt/model.py (0.5.13), lines 567 to 577.
+        ``CausalSelfAttention.forward`` in litgpt/model.py (0.5.13), lines 553 to 556.
     """
     tape, size = builder.tape, Quantity.SQUARE
-    mask = tape.make("mask", tape.value(size, 1, width), scratch=[(size, width)])
+    ones = tape.make("ones", tape.value(size, 1, width))
+    mask = tape.make("mask", tape.value(size, 1, width), ones)
+    tape.make("flags", tape.value(size, 1, 1), mask)
+    return mask
+
+
+def _padded_square(builder: Builder, mask: Value) -> Value:
+    """Return a square mask with its rows padded for the efficient kernel."""
     if builder.profile.attention != "efficient" or not builder.settings.regime.pads_mask:
         return mask
-    return tape.make("pad mask", tape.value(Quantity.PADDED_SQUARE, 1, width), mask)
+    return builder.tape.make("pad mask", builder.tape.value(Quantity.PADDED_SQUARE, 1, mask.element_bytes), mask)
 
 
 def flex_attention(builder: Builder, heads: Heads) -> Value:

@@ -142,14 +142,13 @@ def _named_parts(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return the residual stream after a layer with a norm before each part, likewise."""
     normed = _norms(builder, layer)
     first = normed(x, 0)
-    with builder.tape.alive(first):
+    with builder.tape.alive(first):  # its name is given to the sum
         part = attention_part(builder, first, layer)
-    with builder.tape.alive(part):
         x = builder.add(part, x)
-        with builder.tape.alive(x):
-            part = feed_forward(builder, normed(x, 1), layer)
-            with builder.tape.alive(part):
-                return builder.add(x, part)
+    with builder.tape.alive(part), builder.tape.alive(x):
+        part = feed_forward(builder, normed(x, 1), layer)
+        with builder.tape.alive(part):
+            return builder.add(x, part)
 
 
 def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
@@ -171,13 +170,15 @@ def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
         part = attention_part(builder, named, layer)
         part = normed(part) if after else part
         builder.named_values.append(part)
-        if layer.placement == "parallel":
-            named = named if alone else normed(x)
-            total = builder.add(part, x)
-        else:
+        if layer.placement != "parallel":
             total = builder.add(part, x)
             with tape.alive(total):
                 named = normed(total) if before else total
+        elif not alone:
+            named = normed(x)
+    if layer.placement == "parallel":
+        with tape.alive(named):
+            total = builder.add(part, x)
     with tape.alive(total, named):
         fed = feed_forward(builder, named, layer)
         return builder.add(normed(fed) if after else fed, total)

@@ -188,35 +188,49 @@ def _halves_turned(builder: Builder, x: Value, head_dim: int) -> Value:
         for name in ("cos", "sin"):
             table = tape.value(Quantity.POSITIONS, head_dim, x.element_bytes)
             tables.append(tape.make(f"cast {name}", table))
-    with tape.alive(*tables):
-        rotated = turned_whole(builder, x, tables)
-        with tape.alive(rotated):
-            return builder.cast(rotated, x.element_bytes)
+    swapped = _swapped(builder, x, first_half_first=True)
+    with tape.alive(x, *tables, swapped):
+        width = max(x.element_bytes, _table_bytes(builder))
+        total = _sum_of_products(builder, x, swapped, width, tables)
+        with tape.alive(total):
+            return builder.cast(total, x.element_bytes)
+
+
+def _swapped(builder: Builder, x: Value, *, first_half_first: bool) -> Value:
+    """Return the second half of each head, negative, joined with the first; which of the halves is a statement's of its own, or taken late."""
+    tape, half = builder.tape, x.width // 2
+    parts = [builder.sliced(x, half)] if first_half_first else []
+    negative = builder.pointwise("neg", builder.sliced(x, half))
+    first = parts[0] if parts else builder.sliced(x, half)
+    return tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
+
+
+def _sum_of_products(
+    builder: Builder, x: Value, swapped: Value, width: int, tables: Sequence[Value], by_cos: Value | None = None
+) -> Value:
+    """Return ``x * cos + swapped * sin``; the first of these may be there already."""
+    by_cos = by_cos or by_table(builder, "mul cos", x, width, tables[:1])
+    by_sin = by_table(builder, "mul sin", swapped, width, tables[1:])
+    ways = [(by_cos, SAME), (by_sin, SAME)]
+    return builder.tape.apply("add", ways, builder.fresh(by_cos), traits=SAVES_NOTHING)
 
 
 def turned_whole(
     builder: Builder, x: Value, tables: Sequence[Value] = (), *, cosines_first: bool | None = None
 ) -> Value:
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
-    tape, half = builder.tape, x.width // 2
+    tape = builder.tape
     formed = builder.settings.code.forms_tables if cosines_first is None else cosines_first
     width = max(x.element_bytes, tables[0].element_bytes if tables else _table_bytes(builder))
     with tape.alive(x):
         by_cos = [by_table(builder, "mul cos", x, width, tables[:1])] if formed else []
         with tape.alive(*by_cos):
-            parts = (
-                [builder.sliced(x, half)] if formed else []
-            )  # a statement of their own, which takes the first one first
-            negative = builder.pointwise("neg", builder.sliced(x, half))
-            first = parts[0] if formed else builder.sliced(x, half)
-            turned = tape.apply("cat", [(negative, SAME), (first, SAME)], builder.fresh(x), traits=SAVES_NOTHING)
-        with tape.alive(*(() if formed else (turned,))):
-            by_cos = by_cos or [by_table(builder, "mul cos", x, width, tables[:1])]
-            by_sin = by_table(builder, "mul sin", turned, width, tables[1:])
-            total = tape.apply(
-                "add", [(by_cos[0], SAME), (by_sin, SAME)], builder.fresh(by_cos[0]), traits=SAVES_NOTHING
-            )
-            return builder.cast(total, x.element_bytes) if builder.settings.regime.wide_tables else total
+            swapped = _swapped(builder, x, first_half_first=formed or builder.settings.code.names_all)
+        with tape.alive(*(() if formed else (swapped,))):
+            total = _sum_of_products(builder, x, swapped, width, tables, *by_cos)
+            out = builder.cast(total, x.element_bytes) if builder.settings.regime.wide_tables else total
+        tape.touch(*((total,) if builder.settings.code.names_all and out is not total else ()))
+        return out
 
 
 def _table_bytes(builder: Builder) -> int:

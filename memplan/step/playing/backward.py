@@ -72,15 +72,19 @@ class _Backward:
                 self.player.end(node, "backward")
         else:
             self.unsave(node)
+            self.end_checkpoint(node)
 
     def unsave(self, node: Node) -> None:
-        """Let go of what a node has saved, and after the last that saved something of what checkpointing did."""
+        """Let go of what a node has saved."""
         if self.player.to_recompute:
             return
         # Variables that a checkpoint's hooks have unpacked go in the reverse order of their names.
         unpacked = self._unpacks and not node.traits.custom
         self.live.release_all(reversed(node.saved) if unpacked else node.saved)
-        if node is not self.player.first_packing:
+
+    def end_checkpoint(self, node: Node) -> None:
+        """Let go of what checkpointing has saved, after the last node that saved something."""
+        if self.player.to_recompute or node is not self.player.first_packing:
             return
         self.live.release_all(self.player.cache)
         self.player.cache = set()
@@ -97,7 +101,7 @@ class _Backward:
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
             self.live.multiply()
-        decoded = self.player.decoded(node.weights, node.instant, node.name)
+        decoded = self.player.decoded(node.weights, node.instant, node.name, again=True)
         for weight in node.weights:
             if again := weight.decoding_again:
                 self.player.with_scratch(node.instant, node.name, again)
@@ -189,6 +193,8 @@ class _Backward:
             self.live.give_back(taken)
         if again:
             self.live.release_all(arrived)
+        self.end_checkpoint(node)
+        if again:
             self.player.mark_unsaved(node)
         if not node.traits.stores_weights_first:
             self._accumulate_all(node, formed)

@@ -143,7 +143,9 @@ class Player:
             self._begin(stop, "again", instant)
             self._save(last)
             self._mark_saved(last)
-        self.live.release_all(named)
+        for index in sorted(unnamed_after):  # frames go from the innermost on, as though all had returned
+            self._forget(named, unnamed_after[index])
+        self.live.release_all(sorted(named))
         self.live.release_all(again)
 
     def _begin(self, index: int, way: Way, instant: str) -> None:
@@ -249,11 +251,15 @@ class Player:
         for weight in operation.weights:
             if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
                 self.with_scratch(instant, operation.name, decoding)
+        parts = self._taken_in_parts(operation.traits.decoding)
         for storage in operation.makes:
             if storage in self.cache:
                 self.cache.remove(storage)
             else:
                 self.live.retain(storage)
+        if parts:
+            self.note(instant, operation.name)
+            self.live.give_back(parts[::-1])
         named.update(operation.makes)
         if operation.traits.product and not operation.traits.own_workspace:
             self.live.multiply(with_bias=len(operation.weights) > 1 or operation.traits.adds_bias)
@@ -261,15 +267,28 @@ class Player:
         self.live.give_back(scales)
         self.live.give_back(decoded)
 
-    def decoded(self, weights: Sequence[Weight], instant: str, name: str) -> Sequence[Storage]:
-        """Allocate the copies of weights that a product reads, operators of torch forming them from temporaries."""
-        parts = [(Part.TEMPORARIES, Quantity.ONE, size) for weight in weights for size in weight.decoding_parts]
-        temporaries = self.live.take(parts)
+    def decoded(self, weights: Sequence[Weight], instant: str, name: str, *, again: bool = False) -> Sequence[Storage]:
+        """Allocate the copies of weights that a product reads, for backward ``again``, operators of torch forming them."""
+        parts: list[Storage] = []
+        for weight in weights:
+            alike = again or weight.decoded_alike
+            parts += self._taken_in_parts(weight.decoding_parts_again if alike else weight.decoding_parts)
         decoded = self.live.take([(Part.TEMPORARIES, Quantity.ONE, w.copy_bytes) for w in weights if not w.copy_saved])
         if parts:
             self.note(instant, name)
-            self.live.give_back(temporaries)
+            self.live.give_back(parts[::-1])
         return decoded
+
+    def _taken_in_parts(self, sizes: Sequence[int]) -> list[Storage]:
+        """Allocate temporaries in order, negative ones given back once the next is there; return those that are left, the first first."""
+        staying: list[Storage] = []
+        going: Sequence[Storage] = ()
+        for size in sizes:
+            taken = self.live.take([(Part.TEMPORARIES, Quantity.ONE, abs(size))])
+            self.live.give_back(going)
+            going = taken if size < 0 else ()
+            staying += taken if size > 0 else ()
+        return [*staying, *going]
 
     def _save(self, operation: Operation) -> None:
         if operation.node is not None:

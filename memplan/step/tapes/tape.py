@@ -128,11 +128,13 @@ class Tape:
         *reads: Value,
         scratch: Sizes = (),
         product: bool = False,
+        decoding: tuple[int, ...] = (),
     ) -> Value:
         """Record an operation whose result has no gradient, whatever it reads; return its output."""
         output.needs_gradient = False
         new = self._first_seen(reads, (output,))
-        self.operations.append(Operation(name, new, (), Traits(scratch=scratch, product=product), None, False))
+        traits = Traits(scratch=scratch, product=product, decoding=decoding)
+        self.operations.append(Operation(name, new, (), traits, None, False))
         return output
 
     def _first_seen(self, reads: Sequence[Value], written: Sequence[Value]) -> tuple[int, ...]:

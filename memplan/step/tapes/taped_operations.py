@@ -67,6 +67,8 @@ class Traits(NamedTuple):
     # codes.
     packs: bool | None = None
     scratch: Sizes = ()  # Scratch memory of its forward
+    # Temporaries of forming its result by operators of torch, as a weight's ``decoding_parts``.
+    decoding: tuple[int, ...] = ()
     workspace: Sizes = ()  # Scratch memory of its backward
     # Gradients that are cast from wider ones in the workspace, when the operation's own backward is done.
     casts: Sizes = ()

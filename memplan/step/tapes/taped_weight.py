@@ -56,7 +56,8 @@ class Weight:
     # The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
     decoded_bytes: int = 0
     decoding_rows_bytes: int = 0  # How much of that is one tensor: rows in fp32
-    decoding_parts: tuple[int, ...] = ()  # Temporaries of forming that copy by operators of torch
+    # Temporaries of forming that copy by operators of torch, in order; negative for one that goes when the next is there.
+    decoding_parts: tuple[int, ...] = ()
     decoded_alike: bool = False  # Whether a product of forward decodes it as one of backward does
     integers: bool = False  # Whether a product multiplies its codes, and not a decoded copy
     # Whether its codes are decoded when a module is asked for its weight, so that products read floats
@@ -81,13 +82,15 @@ class Weight:
         return [(Part.TEMPORARIES, Quantity.ONE, self.scales_bytes)] if self.scales_bytes else []
 
     @property
+    def decoding_parts_again(self) -> tuple[int, ...]:
+        """What forming the copy for backward takes, as ``decoding_parts``: scales are gone when the weight is cast."""
+        scales = (-self.scales_bytes,) if self.scales_bytes else ()
+        return self.decoding_parts or (*scales, *((self.decoded_bytes,) if self.decoded_bytes else ()))
+
+    @property
     def decoding_again(self) -> list[Storage]:
-        """What decoding for backward takes besides the copy that is read."""
-        if not self.decoded_bytes:
-            return [*self.decoding, *self.scales]
-        # The scales are gone when the weight is cast to the dtype of the copy.
-        sizes = (self.decoded_bytes, self.scales_bytes - self.copy_bytes)
-        return [(Part.TEMPORARIES, Quantity.ONE, size) for size in sizes if size > 0]
+        """What decoding for backward takes besides, when the copy that is read is there."""
+        return [] if self.decoded_bytes else self.decoding
 
     @property
     def is_matrix(self) -> bool:

@@ -29,7 +29,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT, fill_four_bit, paged_states, quantised_tensors
+from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT, fill_four_bit, paged_states
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
@@ -241,8 +241,6 @@ class _AdaptedLoop(_Loop):
         def fit(fabric: Any, model: Any, optimizer: Any, **options: Any) -> None:
             module = model._forward_module
             self.watch(module, optimizer.optimizer)
-            for name, tensor in quantised_tensors(module):
-                self.recorder.mark(tensor, "weights", name)
             for group in optimizer.param_groups:  # an embedding whose place another has taken is still among these
                 for parameter in group["params"]:
                     self.recorder.mark(parameter, "weights")

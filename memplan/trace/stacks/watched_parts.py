@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
 
@@ -24,9 +27,12 @@ def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module |
 
 
 def watch_tensors(model: nn.Module, recorder: Recorder) -> None:
-    """Let ``recorder`` see a model's tensors, and its gradients as they are finished."""
+    """Let ``recorder`` see a model's tensors, codes with what they have beside them, and its gradients as they are finished."""
+    beside = defaultdict[str, list[Tensor]](list)
+    for name, tensor in quantised_tensors(model) if "bitsandbytes" in sys.modules else ():
+        beside[name].append(tensor)
     for name, parameter in model.named_parameters():
-        for tensor in stored_tensors(parameter):
+        for tensor in (*stored_tensors(parameter), *beside[name]):
             recorder.mark(tensor, "weights", name)
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(finished_gradient(recorder, name))  # type: ignore[no-untyped-call]
