@@ -127,6 +127,8 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
         bases, or once for each layer.
     """
     tables, code = setup.stack.rotary_tables, family_code(setup.stack, spec.architecture)
+    if code.interleaved == "looked-up":
+        return ZERO  # in tables that layers keep
     widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
     widths_by_dtype = {"fp32": 4, "compute": setup.compute_bytes, "residual": setup.residual_bytes}
     widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes

@@ -103,7 +103,6 @@ def gptj(config: ConfigValues) -> ModelSpec:
         dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         head_bias=True,
         buffer_bytes=4 * common.num_hidden_layers * rows * rotated,
-        rotary_tables=0,
         names=GPTJ_NAMES,
     )
 
