@@ -8,7 +8,8 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Cache, StackProjections
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, TensorNames
-from memplan.step.kernels.family_code import FamilyCode, dropouts, family_code
+from memplan.step.kernels.family_code import dropouts, family_code
+from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import is_partitioned
 from memplan.step.tapes.kernel_order import Schedule

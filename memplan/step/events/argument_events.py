@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplan.step.events.event_stream import EventStream, PlayedSection
-from memplan.step.kernels.family_code import FamilyCode, family_code
+from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
-from memplan.step.kernels.family_code import FamilyCode, family_code, tables_apart
+from memplan.step.kernels.family_code import family_code, tables_apart
+from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import TrainingSetup
