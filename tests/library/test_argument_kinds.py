@@ -94,6 +94,12 @@ def test_a_list_that_is_text_is_no_list_of_letters():
         memplan.frontier("gpt2", gpu="h100", batches="124")
 
 
+@pytest.mark.parametrize("gpu", [[1], 2.5, {}], ids=repr)
+def test_a_jobs_plan_takes_a_gpu_by_its_name(gpu):
+    with pytest.raises(memplan.InvalidFileError, match="gpu: expected text or a Device"):
+        memplan.job("gpt2").plan(gpu)
+
+
 def test_what_a_job_leaves_to_its_plans_is_refused():
     with pytest.raises(TypeError, match="takes no host_memory"):
         memplan.job("gpt2", host_memory="nonsense")

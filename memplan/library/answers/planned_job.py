@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import MAXIMUM_TOKENS
-from memplan.errors import InvalidFileError, escaped
+from memplan.errors import InvalidFileError, escaped, shown_value
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.component_values import Components
@@ -201,7 +201,6 @@ class Job:
     catalog: Catalog
     _devices: dict[str, Device] = field(default_factory=dict, repr=False)
 
-    @checked
     def plan(
         self,
         gpu: str | Device | None = None,
@@ -235,6 +234,8 @@ class Job:
 
     def _device(self, gpu: str | None) -> Device:
         """Return a GPU of the catalog, looked up once."""
+        if not isinstance(gpu, str | None):
+            raise InvalidFileError([f"gpu: expected text or a Device, got {shown_value(gpu)}"])
         if gpu is None or gpu not in self._devices:
             self._devices[gpu or "local"] = find_device(gpu, None, 1, self.catalog)
         return self._devices[gpu or "local"]
