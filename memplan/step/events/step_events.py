@@ -336,12 +336,7 @@ def _part_before_leaf(taped: ModelOnTape) -> int | None:
 
 
 def run_events(
-    inputs: StepInputs,
-    taped: ModelOnTape,
-    values: Values,
-    buffers: Form,
-    library_bytes: int,
-    steps: int = STEPS,
+    inputs: StepInputs, taped: ModelOnTape, values: Values, buffers: Form, library_bytes: int, steps: int = STEPS
 ) -> RunEvents:
     """Return the events of a training run: what is made first, and so many steps, of which the first also makes what stays.
 

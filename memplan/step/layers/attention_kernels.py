@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import ONE, TOKENS, Builder, promoted
-from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.units import round_up
 
@@ -325,33 +325,3 @@ def repeated(builder: Builder, x: Value, times: int, *, alone: bool = False) -> 
         copy = builder.fresh(x, x.width * times)
         copy.apart = False
         return builder.tape.apply("repeat", [(x, NEW)], copy, traits=SAVES_NOTHING)
-
-
-def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) -> Value:
-    """Return attention that saves its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
-    tape = builder.tape
-    out_bytes, count = heads.query.element_bytes, heads.number
-    wide = query, key, value = [builder.cast(x, 4) for x in heads.tensors]
-    query = builder.pointwise("scale", query)
-    if masks:
-        (mask,) = masks
-    else:
-        square = (Quantity.SQUARE, 1)
-        flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
-        mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
-    late = builder.settings.code.own_scores and heads.groups == 1 < count  # products look at the one head as often
-    if not late:
-        _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
-    columns = builder.pointwise("scale", key)
-    scores = scores_of(builder, query, repeated(builder, columns, count, alone=True) if late else columns, count, 4)
-    masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
-    weights = probabilities(builder, masked)
-    with tape.alive(weights):
-        weights = builder.dropped(weights, builder.settings.attention_dropout)
-    results = [weights]
-    if out_bytes != 4:
-        results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
-    read = repeated(builder, value, count, alone=True) if late else value
-    out = builder.cast(weighted_sum(builder, weights, read, read.width, count), out_bytes)
-    tape.touch(key, value, query, *reversed(wide), mask, *results)  # what was made last goes first, results at the end
-    return out

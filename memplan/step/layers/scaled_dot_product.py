@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memplan.model.spec import Attention, LatentAttention
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder, promoted
@@ -16,12 +18,16 @@ from memplan.step.layers.attention_kernels import (
     eager_attention,
     flash_attention,
     flex_attention,
-    math_attention,
+    probabilities,
+    repeated,
+    scores_of,
     ungrouped,
+    weighted_sum,
 )
 from memplan.step.layers.rotation import rotary, turned_complex
 from memplan.step.layers.stepwise_attention import capped_attention, masked_in_layer, stepwise_attention
 from memplan.step.layers.wide_scores import biased_attention, wide_attention
+from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up
 
@@ -169,3 +175,33 @@ def _output(builder: Builder, query: Value, key: Value, value: Value, part: Late
         out = builder.copied(out, moves=heads > 1 and (first or cut))
         with builder.tape.alive(out):
             return linear(builder, out, f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size)
+
+
+def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) -> Value:
+    """Return attention that saves its probabilities, in fp32 (attention.cpp, _scaled_dot_product_attention_math)."""
+    tape = builder.tape
+    out_bytes, count = heads.query.element_bytes, heads.number
+    wide = query, key, value = [builder.cast(x, 4) for x in heads.tensors]
+    query = builder.pointwise("scale", query)
+    if masks:
+        (mask,) = masks
+    else:
+        square = (Quantity.SQUARE, 1)
+        flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
+        mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
+    late = builder.settings.code.own_scores and heads.groups == 1 < count  # products look at the one head as often
+    if not late:
+        _, key, value, _, _ = ungrouped(builder, Heads(query, key, value, count, heads.groups))
+    columns = builder.pointwise("scale", key)
+    scores = scores_of(builder, query, repeated(builder, columns, count, alone=True) if late else columns, count, 4)
+    masked = tape.apply("mask", [(scores, SAME)], builder.fresh(scores), traits=SAVES_NOTHING)
+    weights = probabilities(builder, masked)
+    with tape.alive(weights):
+        weights = builder.dropped(weights, builder.settings.attention_dropout)
+    results = [weights]
+    if out_bytes != 4:
+        results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
+    read = repeated(builder, value, count, alone=True) if late else value
+    out = builder.cast(weighted_sum(builder, weights, read, read.width, count), out_bytes)
+    tape.touch(key, value, query, *reversed(wide), mask, *results)  # what was made last goes first, results at the end
+    return out
