@@ -75,6 +75,8 @@ def _is(value: object, kind: Any) -> bool:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     if kind in (int, bool):
         return type(value) is kind
+    if kind is float:  # which a whole number stands for
+        return type(value) in (int, float)
     if kind is Any:
         return True
     if kind in (None, type(None)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from memplan.model.model import Model
+from memplan.step.kernels.refused_code import refuse_biased_scores
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.jobs import optimizers
 from memplan.trace.jobs.bundled_optimizer import short_loops
@@ -40,7 +41,8 @@ def trace_training(
         CannotAnswerError: The config asks for something that cannot be traced.
         InvalidFileError: A target of the adapters is no projection of the model.
     """
-    adapter_tensors(model, setup)  # refuses what the formula refuses, in its words
+    adapter_tensors(model, setup)  # refuses what the formula refuses, in its words, as the next does
+    refuse_biased_scores(model.spec, setup)
     if setup.config.parallel.data > 1:
         return _one_rank(model, setup, compute_capability, workspaces)
     session = Session(model.spec, setup, target=target)

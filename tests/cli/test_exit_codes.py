@@ -121,7 +121,7 @@ def test_states_that_cannot_lie_in_host_memory_exit_with_3_and_the_reason(refuse
         (("--set", "parallel.tensor=8"), "tensor parallelism is not modelled"),
         (("--set", "parallel.sequence=true"), "sequence parallelism is not modelled"),
         (("--gpus", "2", "--config", "tier1"), "gradients of codes are not reduced; use bf16 or fp32"),
-        (("--gpus", "2", "--config", "muon"), "use parallel.zero_stage: 0"),
+        (("--gpus", "2", "--config", "bf16-adamw-8bit"), "use parallel.zero_stage: 0"),
     ],
     ids=str,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-RECENT_MONTHS = 12
+RECENT_MONTHS = 18
 """How much older than the newest model of a catalog a model may be to be recommended."""
 
 

@@ -28,15 +28,24 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
             "(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or kernels.loss: fp32"
         )
     refuse_unrun_parts(model.spec)
-    if model.spec.alibi and setup.stack.model_code != "transformers":
-        raise CannotAnswerError(
-            f"{model.spec.name} has ALiBi, a bias of its scores, which models of transformers add and those of stack "
-            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
-        )
+    refuse_biased_scores(model.spec, setup)
     refuse_liger(model.spec, setup)
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)
     refuse_linear_attention(model.spec, setup)
+
+
+def refuse_biased_scores(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for ALiBi where the models that a stack trains have none.
+
+    Raises:
+        CannotAnswerError: They are not transformers' own.
+    """
+    if spec.alibi and setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{spec.name} has ALiBi, a bias of its scores, which models of transformers add and those of stack "
+            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+        )
 
 
 def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
