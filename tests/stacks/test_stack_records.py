@@ -38,7 +38,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "plain-loop.4-51": {30, 42},
     "transformers.4-51": {27, 53},
     "transformers.4-57": {4},
-    "transformers": {18},
     "transformers.ends": {1, 20},
     "trl.shards": {14},
     "transformers.shards": {22},

@@ -25,7 +25,7 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
-from tests.survey.drawn_models import LINEAR
+from tests.survey.drawn_models import NOT_BUNDLED
 
 WHOLE = ("llama-3.1-8b", "qwen3-0.6b", "gpt2")
 """Models that are traced with all their layers."""
@@ -174,7 +174,7 @@ def _one_of_each_family(catalog: Catalog) -> list[str]:
     for name, entry in catalog.models.entries.items():
         if entry.architecture not in (
             *WITH_TOWERS,
-            *LINEAR,
+            *NOT_BUNDLED,
         ):  # text models of other families; no code of the bundled stack
             first_of_family.setdefault(entry.architecture, name)
     return list(first_of_family.values())

@@ -22,6 +22,9 @@ DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
+NOT_BUNDLED = (*LINEAR, "bloom")
+"""Families that memplan's own models do not run, ALiBi's among them."""
+
 OWN_HEAD_WIDTH = frozenset(
     {
         "llama",

@@ -14,12 +14,12 @@ from memplan.model.inventory import inventory_of  # noqa: E402
 from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
-from tests.survey.drawn_models import LINEAR  # noqa: E402
+from tests.survey.drawn_models import NOT_BUNDLED  # noqa: E402
 
 CATALOG = Catalog(data_directory())
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}
 ALL = sorted(
-    name for name, entry in CATALOG.models.entries.items() if entry.architecture not in (*LINEAR, *WITH_TOWERS, "bloom")
+    name for name, entry in CATALOG.models.entries.items() if entry.architecture not in (*NOT_BUNDLED, *WITH_TOWERS)
 )
 """Models that the bundled stack has code for, and trains whole."""
 FAMILIES = {CATALOG.models[name].architecture: name for name in reversed(ALL)}
