@@ -108,7 +108,16 @@ def _words(plans: Sequence[MemoryPlan]) -> list[str]:
 
 def _command(plan: MemoryPlan) -> str:
     """Return the command that shows one method in full."""
-    ranks = plan.setup.config.parallel.gpus
-    several = ["--gpus", str(ranks)] if ranks > 1 else []
-    job = [plan.model.source.removeprefix("catalog:"), *plan.device.options, *several, "--config", plan.setup.name]
+    config, parallel = plan.setup.config, plan.setup.config.parallel
+    several = ["--gpus", str(parallel.gpus), "--stack", config.stack] if parallel.gpus > 1 else []
+    degrees = {"--tp": parallel.tensor, "--pp": parallel.pipeline, "--cp": parallel.context, "--ep": parallel.expert}
+    divided = [part for option, degree in degrees.items() if degree > 1 for part in (option, str(degree))]
+    job = [
+        plan.model.source.removeprefix("catalog:"),
+        *plan.device.options,
+        *several,
+        *divided,
+        "--config",
+        plan.setup.name,
+    ]
     return f"memplan fit {join(job)}"
