@@ -25,6 +25,7 @@ from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
 from memplan.trace.transformers_models import without_packing  # noqa: E402
 
 from .operators import Operators, difference, inside  # noqa: E402
+from .test_values_against_transformers import attention_of, feed_forward_of, with_layers  # noqa: E402
 from .tiny import CASES, OWN_CASES  # noqa: E402
 from .twins import BATCH, NEIGHBOURS, TOKENS, real_config, spec_of  # noqa: E402
 
@@ -32,6 +33,9 @@ pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 
 PROFILE = KernelProfile(norm="composite")
 """Norms step by step, as transformers writes them; the other kernels are the lab's."""
+
+WITHOUT_KERNEL = ("gpt_neo",)
+"""Families that transformers runs attention of step by step alone (``_supports_sdpa`` of ``GPTNeoPreTrainedModel``)."""
 
 Key = tuple[Any, ...]
 
@@ -51,7 +55,7 @@ def rotated(spec: ModelSpec) -> int:
 
 
 def stream(spec: ModelSpec) -> tuple[int, int]:
-    """Return the shape of the residual stream, of which no rule hides a product or a sum."""
+    """Return the shape of the residual stream, of which no rule hides a sum, or a product but by a family's own factor."""
     return BATCH * TOKENS, spec.hidden_size
 
 
@@ -96,6 +100,54 @@ def of_centred_norm(spec: ModelSpec, key: Key) -> bool:
     return key[0].startswith("native_layer_norm") or (key[1] in shapes and key[2] is not torch.bfloat16)
 
 
+def of_gelu_new(spec: ModelSpec, key: Key) -> bool:
+    """What forms a GELU by its tanh, operation by operation, and the kernel that does so at once."""
+    names = ("add", "mul", "pow", "tanh", "tanh_backward", "gelu", "gelu_backward")
+    return key[0] in names and key[1] == (BATCH * TOKENS, spec.runs[0].layer.feed_forward.intermediate_size)
+
+
+def of_logit_scale(spec: ModelSpec, key: Key) -> bool:
+    """Logits and their gradient divided by a factor, or multiplied by the inverse of the same."""
+    name, shape, _, *numbers = key
+    factors = {"div": [round(1 / spec.logit_scale, 6)], "mul": [round(spec.logit_scale, 6)]}
+    return shape == (BATCH * TOKENS, spec.vocab_size) and factors.get(name) == numbers
+
+
+def of_scaled_projection(spec: ModelSpec, key: Key) -> bool:
+    """Queries, and their gradient, times the factor of scores; attention scaled by one, or by that factor."""
+    name, shape, _, *numbers = key
+    factor = round(part_of(spec).head_dim ** -0.5, 6)
+    if name == "attention":
+        return numbers in ([1.0], [factor])
+    return name == "mul" and shape == (BATCH * TOKENS, part_of(spec).query_size) and numbers == [factor]
+
+
+def of_counted_positions(spec: ModelSpec, key: Key) -> bool:
+    """Positions counted in a mask of ones, and looked up for each token; or looked up once for all sequences."""
+    name, shape, dtype, *numbers = key
+    if shape == (BATCH * TOKENS,) and dtype is torch.float32:
+        return (name, *numbers) in (("cumsum",), ("mul",), ("sub", 1.0))
+    once = (TOKENS, spec.hidden_size)
+    return not numbers and (name, shape) in (("embedding", stream(spec)), ("embedding", once), ("sum", once))
+
+
+def of_unscaled_scores(spec: ModelSpec, key: Key) -> bool:
+    """Attention step by step, its scores in fp32 and not scaled, and the kernel that is given a factor of one."""
+    name, shape, dtype, *numbers = key
+    part, pairs = part_of(spec), (TOKENS, BATCH * TOKENS)
+    if name in ("attention", "attention_backward"):
+        return numbers == ([1.0] if name == "attention" else [])
+    if numbers:
+        return False
+    if name == "bmm":
+        products = ((TOKENS, TOKENS), (TOKENS, part.head_dim))
+        return shape in [tuple(sorted((BATCH * part.num_heads, *sizes))) for sizes in products]
+    if (name, shape) == ("where", pairs):
+        return dtype is torch.bfloat16  # the model's mask
+    steps = ("add", "where", "softmax", "_softmax_backward_data")
+    return name in steps and shape == tuple(sorted((part.num_heads, *pairs))) and dtype is torch.float32
+
+
 @dataclass(frozen=True)
 class Rule:
     """Operators that differ on purpose.
@@ -123,12 +175,9 @@ DELIBERATE = (
         "a mask is added there and filled in here, which has a gradient of its own: as many bytes at each moment",
     ),
     Rule(
-        ("phi", "gpt2"),
-        lambda spec, key: (
-            spec.runs[0].layer.feed_forward.intermediate_size in key[1]
-            and key[0].startswith(("add", "mul", "gelu", "pow", "tanh"))
-        ),
-        "gelu_new is eight operators in transformers, one kernel here",
+        ("phi", "gpt2", "gpt_neo", "gptj"),
+        of_gelu_new,
+        "gelu_new is eight operators in transformers, one kernel here (NewGELUActivation in activations.py)",
     ),
     Rule(
         ("gpt_oss", "deepseek_v2", "deepseek_v3", *NEIGHBOURS),
@@ -151,8 +200,8 @@ DELIBERATE = (
         "scores of the chosen experts are multiplied by a factor of one there, which is left out here",
     ),
     Rule(
-        ("granite",),
-        lambda spec, key: key[0] in ("div", "mul") and key[1] == (BATCH * TOKENS, spec.vocab_size),
+        ("granite", "granitemoe"),
+        of_logit_scale,
         "logits are divided there, and multiplied by the inverse here",
     ),
     Rule(
@@ -165,6 +214,24 @@ DELIBERATE = (
         of_falcon,
         "Falcon copies and repeats keys and values out of the fused projection, gives the kernel a mask, which only "
         "the efficient one takes, and adds biases apart; the planner has the fused product and the kernel asked for",
+    ),
+    Rule(
+        ("opt",),
+        of_scaled_projection,
+        "queries are scaled as they are projected there, and attention by one (OPTAttention.forward in "
+        "opt/modeling_opt.py); the kernel scales scores here",
+    ),
+    Rule(
+        ("opt",),
+        of_counted_positions,
+        "each token has a position of its own there, counted in a mask of padding (OPTLearnedPositionalEmbedding.forward "
+        "in opt/modeling_opt.py); all sequences share one row of them here",
+    ),
+    Rule(
+        ("gpt_neo",),
+        of_unscaled_scores,
+        "attention is step by step there, with queries and keys in fp32 (GPTNeoSelfAttention._attn in "
+        "gpt_neo/modeling_gpt_neo.py); here it is the kernel, which keeps scores in fp32 and is told to scale them by one",
     ),
 )
 
@@ -182,7 +249,8 @@ WIDER = {
 def real_operators(case: str) -> Operators:
     config = real_config(*CASES[case])
     config.pad_token_id = None  # else GPT-2 looks for padding, in values that there are none of
-    attention = "eager" if steps_through_scores(spec_of(case)) else "sdpa"
+    steps = steps_through_scores(spec_of(case)) or CASES[case][0] in WITHOUT_KERNEL
+    attention = "eager" if steps else "sdpa"
     with torch.device("meta"):
         real = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     real = real.to(torch.bfloat16).eval()
@@ -225,12 +293,35 @@ def test_every_rule_is_needed(rule):
         assert any(rule.covers(spec, key) for key in apart), family
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "falcon-grouped", "deepseek-v3", "gpt-oss", "phi3", "gpt2"])
+SCALED = ["llama", "gemma2", "falcon-grouped", "deepseek-v3", "gpt-oss", "phi3", "gpt2"]
+SCALED += ["opt", "gpt-neo", "gptj", "granite-moe"]
+
+
+@pytest.mark.parametrize("case", SCALED)
 def test_a_multiplier_of_the_residual_stream_is_seen(case):
     """No rule hides a product of the residual stream, and its factor is compared as a number."""
     spec = spec_of(case)
     found = unexplained(case, replace(spec, embedding_scale=3.0))
     assert any(key[:2] == ("mul", stream(spec)) and key[3:] == (3.0,) for key in found)
+
+
+WRONG = {
+    "opt's scores": ("opt", lambda spec: attention_of(spec, scale=0.3)),
+    "gpt-neo's scores": ("gpt-neo", lambda spec: attention_of(spec, scale=0.25)),
+    "gpt-neo's norms": ("gpt-neo", lambda spec: with_layers(spec, placement="parallel")),
+    "gptj's heads": ("gptj", lambda spec: attention_of(spec, rotary_dim=0)),
+    "opt's bias": ("opt", lambda spec: feed_forward_of(spec, bias=False)),
+    "granite's logits": ("granite", lambda spec: replace(spec, logit_scale=0.3)),
+    "granite-moe's logits": ("granite-moe-factors", lambda spec: replace(spec, logit_scale=0.3)),
+    "granite-moe's choice": ("granite-moe", lambda spec: feed_forward_of(spec, fp32_choice=False)),
+}
+"""Faults of families with a rule, in operators that the rule is about or that are near them."""
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_no_rule_hides_a_fault_of_its_family(wrong):
+    case, changed = WRONG[wrong]
+    assert unexplained(case, changed(spec_of(case)))
 
 
 @pytest.mark.parametrize("family", WIDER)

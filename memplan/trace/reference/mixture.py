@@ -34,8 +34,9 @@ class Router(nn.Module):
         """Return weights and numbers of the chosen experts, (tokens, experts per token) each."""
         part, logits = self.part, self._logits(x)
         if part.softmax_of_chosen:
-            weights, chosen = logits.topk(part.experts_per_token, -1)
-            return weights.softmax(-1), chosen
+            weights, chosen = (logits.float() if part.fp32_choice else logits).topk(part.experts_per_token, -1)
+            weights = weights.softmax(-1)
+            return weights.type_as(x) if part.fp32_choice else weights, chosen
         weights, chosen = self._chosen(logits.float())
         if part.normalised:
             total = weights.sum(-1, keepdim=True)
