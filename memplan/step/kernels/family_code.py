@@ -106,6 +106,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     ),
     "opt": replace(
         TRANSFORMERS,
+        feeds_inside=True,
         scales_projected=True,
         counts_positions=True,
         drops_embedding=False,

@@ -79,6 +79,8 @@ class FamilyCode:
     # How scores are formed where a family's only attention forms them of copies of queries and keys in fp32: ``masked`` by
     # a mask of each layer's own before that of the model, or ``divided`` before it.
     wide_scores: Literal["", "masked", "divided"] = ""
+    # Whether layers run the feed-forward part themselves, on rows of all sequences, with one name for all that it forms.
+    feeds_inside: bool = False
     scales_projected: bool = False  # Whether queries are scaled as they are projected, and scores by one
     # Whether every token has a position of its own, counted in the mask of padding, where other models look up a row's.
     counts_positions: bool = False
