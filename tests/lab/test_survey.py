@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.families import families, model_spec
+from tests.families.tiny import CASES
 from tests.survey.__main__ import main
 from tests.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Job, drawn_job, resolved, verdict
 from tests.survey.drawn_models import model_values
@@ -66,6 +67,25 @@ def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
     played = [(v.job.text, v.reserved_bytes / v.traced_reserved_bytes) for v in answered if v.reserved_bytes]
     assert played
     assert not [pair for pair in played if not LEAST_RESERVED <= pair[1] <= MOST_RESERVED]
+
+
+OWN_WAYS = [
+    # Layers have a module for the feed-forward part that those of transformers run themselves.
+    ("opt", {"ffn_dim": 512}, {"activation_checkpointing": "full"}),
+    # Experts are chosen in fp32, and autocast does not undo that.
+    ("granite-moe", {}, {"weights": {"default": "fp32"}}),
+]
+"""Case of a family, keys of its model and of a job in which the bundled models' way of it shows."""
+
+
+@pytest.mark.parametrize(("case", "model", "training"), OWN_WAYS, ids=[case for case, _, _ in OWN_WAYS])
+def test_families_agree_at_every_instant_where_the_bundled_models_have_a_way_of_their_own(
+    case, model, training, catalog
+):
+    family, config = CASES[case]
+    common = {"description": case, "micro_batch_size": 3, "sequence_length": 32}
+    found = verdict(Job({"model_type": family} | config | model, common | training), catalog)
+    assert (found.outcome, dict(found.differences)) == ("agrees", {})
 
 
 @pytest.mark.slow
