@@ -25,9 +25,9 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             query, key, value = _query_first(builder, x, part, prefix)
             gates: tuple[Value, ...] = ()
         else:
-            (query, key, value), gates = _projections(builder, x, part, prefix)
-            if builder.settings.code.cuts_sequences:
-                query, key, value = _in_heads(builder, (query, key, value), part)
+            projected, gates = _projections(builder, x, part, prefix)
+            moved = _moved(builder, part)
+            query, key, value = (*_in_heads(builder, projected[:moved], part), *projected[moved:])
         query.apart = key.apart = value.apart = True
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
@@ -81,6 +81,18 @@ def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> 
     """Return what projections yield with heads before tokens, whose gradients are copied where there is more than one head."""
     counts = (part.num_heads, part.num_key_value_heads, part.num_key_value_heads)
     return [looked_at(builder, x) if heads > 1 else x for x, heads in zip(projected, counts, strict=False)]
+
+
+def _moved(builder: Builder, part: Attention) -> int:
+    """Return of how many of query, key and value the gradient comes back with heads before tokens, as that of a slice does.
+
+    A norm in between makes another, and what LitGPT's projections yield is so already.
+    """
+    if builder.settings.code.cuts_sequences:
+        return 3
+    cut = 0 < part.rotary_dim < part.head_dim and builder.profile.rotary == "composite"
+    known = part.query_key_norm is not None or builder.settings.code.adapts_parts
+    return 2 if cut and not known and not builder.settings.regime.one_token else 0
 
 
 def looked_at(builder: Builder, x: Value) -> Value:

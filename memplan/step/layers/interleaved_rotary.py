@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
-from memplan.step.layers.rotation import Rotated, by_table, joined_heads, turned_whole
+from memplan.step.layers.rotation import Rotated, by_table, cut_heads, joined_heads, turned_whole
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
 
@@ -62,13 +62,14 @@ def _turned_in_part(builder: Builder, query: Value, key: Value, part: Attention,
     """Return both turned, each joined with its dimensions that are not, even where there are none of these."""
     tape = builder.tape
     share = part.rotary_dim / part.head_dim
-    first = turned_whole(builder, builder.sliced(query, int(query.width * share)), spread)
+    query_parts, key_parts = cut_heads(builder, query, share), cut_heads(builder, key, share)
+    first = turned_whole(builder, query_parts[0], spread)
     with tape.alive(first):
-        second = turned_whole(builder, builder.sliced(key, int(key.width * share)), spread)
+        second = turned_whole(builder, key_parts[0], spread)
     with tape.alive(second):
-        first = joined_heads(builder, query, first)
+        first = joined_heads(builder, query, first, query_parts[1])
         with tape.alive(first):
-            return first, joined_heads(builder, key, second)
+            return first, joined_heads(builder, key, second, key_parts[1])
 
 
 def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:

@@ -47,13 +47,17 @@ def _turned_together(
             first = builder.cast(first, query.element_bytes, foreign=query.foreign)
             with tape.alive(first):
                 return first, builder.cast(second, key.element_bytes, foreign=key.foreign), ()
-    rotated = turned_whole(builder, builder.sliced(query, query.width // part.head_dim * part.rotary_dim))
+    share = part.rotary_dim / part.head_dim
+    query_parts = cut_heads(builder, query, share, late=each)
+    key_parts = None if each else cut_heads(builder, key, share)
+    rotated = turned_whole(builder, query_parts[0])
     with tape.alive(rotated):
-        other = turned_whole(builder, builder.sliced(key, key.width // part.head_dim * part.rotary_dim))
+        key_parts = key_parts or cut_heads(builder, key, share, late=True)
+        other = turned_whole(builder, key_parts[0])
     with tape.alive(other):
-        first = joined_heads(builder, query, rotated)
+        first = joined_heads(builder, query, rotated, query_parts[1])
         with tape.alive(first, *((rotated,) if code.names_passed else ())):
-            second = joined_heads(builder, key, other)
+            second = joined_heads(builder, key, other, key_parts[1])
     named = (rotated, other) if each else (query, key, rotated, other)
     return first, second, named if code.names_passed else ()
 
@@ -141,12 +145,19 @@ def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:
             return _turned_pairs(builder, x)
         if rotary_dim == head_dim and not builder.settings.code.joins_rotated:
             return turned_whole(builder, x)
-        return joined_heads(builder, x, turned_whole(builder, builder.sliced(x, x.width // head_dim * rotary_dim)))
+        first, passed = cut_heads(builder, x, rotary_dim / head_dim)
+        return joined_heads(builder, x, turned_whole(builder, first), passed)
 
 
-def joined_heads(builder: Builder, x: Value, rotated: Value) -> Value:
-    """Return the rotated dimensions of ``x`` joined with those that are not."""
-    passed = builder.sliced(x, x.width - rotated.width)
+def cut_heads(builder: Builder, x: Value, share: float, *, late: bool = False) -> tuple[Value, Value | None]:
+    """Return the dimensions of ``x`` that are rotated, and those that are not, unless these are cut out late, where both are joined."""
+    width = round(x.width * share)
+    return builder.sliced(x, width), None if late else builder.sliced(x, x.width - width)
+
+
+def joined_heads(builder: Builder, x: Value, rotated: Value, passed: Value | None = None) -> Value:
+    """Return the rotated dimensions of ``x`` joined with those that are not, which are cut out now unless they have been."""
+    passed = passed or builder.sliced(x, x.width - rotated.width)
     joined = builder.fresh(x, element_bytes=promoted(rotated, passed))
     joined.apart = False
     ways = [(rotated, SAME), (passed, SAME if passed.element_bytes == joined.element_bytes else NEW)]

@@ -97,6 +97,9 @@ class _Backward:
         late = any(w.coded for w in node.weights) and not node.traits.packs
         if not late:
             self.recompute_for(node)
+        if node.traits.forms_last and node.traits.reduces is not None and isinstance(self.live, EventRecorder):
+            self._cast_wide(self.live, node, node.traits.reduces, arrived)
+            return
         early = self._taken(node) if node.traits.forms_last else []
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
@@ -114,6 +117,36 @@ class _Backward:
         if late:
             self.recompute_for(node)
         self.finish(node, arrived, formed, first or self.weight_gradients(node), early)
+
+    def _cast_wide(self, live: EventRecorder, node: Node, reduces: Reduction, arrived: list[int]) -> None:
+        """Write the events of a product whose gradients are wide: the last input's is formed first, the first's summed and cast first.
+
+        Source:
+            ``mul_tensor_backward``, whose results are cast by ``validate_outputs`` in torch/csrc/autograd/engine.cpp (v2.13.0).
+        """
+        quantity, size = node.traits.workspace[0]
+        wide = [live.new(Part.TEMPORARIES, quantity, size) for _ in node.inputs]
+        if self._unpacks:
+            self.unsave(node)
+        formed = []
+        for value, _ in node.inputs:
+            gradient, own = wide.pop(), size
+            if value.quantity is Quantity.ONE:
+                whole, own = gradient, size // reduces.columns * value.width
+                gradient = live.new(Part.TEMPORARIES, Quantity.ONE, own)
+                live.reduce(reduces)
+                live.release(whole)
+            if own != value.coefficient:
+                whole, gradient = gradient, live.new(Part.TEMPORARIES, value.quantity, value.coefficient)
+                live.release(whole)
+            formed.append((value, gradient))
+        live.release_all(arrived)
+        if not self._unpacks:
+            self.unsave(node)
+        self.end_checkpoint(node)
+        if self._unpacks:
+            self.player.mark_unsaved(node)
+        self._accumulate_all(node, formed)
 
     def weight_gradients(self, node: Node) -> list[tuple[Weight, int]]:
         """Form the gradients of a node's weights; return them with their storages."""
