@@ -1,4 +1,4 @@
-"""Models that are recommended are of the last year of the catalog, and what fits is what the plan says."""
+"""Models that are recommended are of the last year and a half of the catalog, and what fits is what the plan says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memplan.plan.suggested.recent_models import recent_models
 
 
 def test_a_model_is_recent_to_the_month():
-    released = {"new": "2025-08-05", "edge": "2024-08", "before": "2024-07-31", "mine": None}
+    released = {"new": "2026-02-05", "edge": "2024-08", "before": "2024-07-31", "mine": None}
     assert recent_models(released) == (["new", "edge", "mine"], "2024-08")
     assert recent_models({"mine": None}) == (["mine"], "")
 

@@ -15,7 +15,7 @@ def recent_models(released: Mapping[str, str | None]) -> tuple[list[str], str]:
         released: Name -> day or month of the release, such as ``2025-04``; one without is recent, for its owner added it.
 
     Example:
-        >>> recent_models({"a": "2025-08-05", "b": "2024-08", "c": "2024-07", "mine": None})
+        >>> recent_models({"a": "2026-02-05", "b": "2024-08", "c": "2024-07", "mine": None})
         (['a', 'b', 'mine'], '2024-08')
     """
     newest = max((date[:7] for date in released.values() if date), default="")
