@@ -28,7 +28,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl.shards": {3},
     "axolotl.staged.shards": {30},
     "axolotl.kto-reward": {6},
-    "llama-factory.frozen": {5, 46},
+    "llama-factory.frozen": {46},
     "llama-factory-v1": {25},
     "llama-factory-v1.shards": {12, 19, 26},
     "llama-factory.kto": {5},
