@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,10 @@ def in_ranks(world: int, function: Callable[..., None], folder: Path, *arguments
 def _ranked(rank: int, world: int, function: Callable[..., None], meeting: str, arguments: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", timedelta(minutes=3), world, rank)
-    try:
-        function(*arguments)
-    finally:
-        dist.destroy_process_group()
+    function(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # threads of gloo that still end would abort an orderly exit of the interpreter
 
 
 def layouts(world: int) -> Layouts:
@@ -104,8 +106,9 @@ def _steps_agree(name: str, options: dict[str, Any], mesh: DeviceMesh, placement
         taken.append(live.extra)
     for key in SHAPES:
         assert torch.equal(shards[key].full_tensor(), whole[key]), (name, key)
-    # gloo's thread may let go of a finished exchange a moment late, so that a step can take more
-    assert min(taken) == foretold.temporaries, (name, taken)
+    # gloo's thread lets go of a finished exchange, two bf16 copies of a matrix at most, a moment late
+    late = 4 * max(prod(shape) for shape in SHAPES.values())
+    assert foretold.temporaries <= min(taken) <= foretold.temporaries + late, (name, taken, foretold.temporaries)
 
 
 def trained(folder: str, save: bool) -> None:
