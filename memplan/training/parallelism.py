@@ -104,7 +104,10 @@ def parallel_problems(parallel: Parallel) -> Problems:
         yield ("parallel", "reshard_after_forward"), "false counts with torch's shards alone, not with deepspeed"
     if parallel.engine != "deepspeed" and parallel.deepspeed != DeepSpeed():
         yield ("parallel", "deepspeed"), f"counts with parallel.engine: deepspeed alone, not with {parallel.engine}"
-    if parallel.data > 1 and parallel.replicate > 0 and parallel.data % parallel.replicate:
+    if parallel.gpus == 1 < parallel.replicate:
+        text = f"{parallel.replicate} groups do not share one GPU; --gpus N, or parallel.data, says how many form the groups"
+        yield ("parallel", "replicate"), text
+    elif parallel.data > 1 and parallel.replicate > 0 and parallel.data % parallel.replicate:
         near = min(
             (n for n in range(1, parallel.data + 1) if not parallel.data % n), key=lambda n: abs(n - parallel.replicate)
         )
