@@ -177,6 +177,12 @@ class CompiledPlan:
         peak: int = max(sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals)
         return self.constant_bytes + compiled.forms.buffers.total_bytes(values) + peak
 
+    def least_bytes(self, batch: int, length: int) -> int:
+        """Return what is there all the time and, on one GPU, what one layer hands to the next: less than any step requests."""
+        parallel = self.setup.config.parallel
+        stream = batch * length * self.own.spec.hidden_size * self.setup.residual_bytes
+        return self.constant_bytes + (stream if parallel.gpus == 1 else 0)
+
     def saved_bytes(self, batch: int, length: int) -> int:
         """Return what is there all the time and what layers save for backward: less than any step requests at its peak.
 
@@ -185,7 +191,7 @@ class CompiledPlan:
         values = self.values(batch, length)
         config = self.setup.config
         if is_sharded(config.parallel) or self.setup.checkpointing != "none" or config.compile != "none":
-            return self.constant_bytes
+            return self.least_bytes(batch, length)
         _, taped = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))
         counts = taped.counts()
         saved = sum(taped.layers[kind].tape.saved_form().total_bytes(values) * n for kind, n in counts.items())

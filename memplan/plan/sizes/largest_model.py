@@ -107,7 +107,7 @@ class _Planned:
     def fits(self, room: _Room) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
         plan = self._plan
-        if plan is None or not room.holds(plan.persistent_bytes):
+        if plan is None or not room.holds(plan.least_bytes(*self._job)):
             return False
         try:
             own = plan.on(room.device.gpu)

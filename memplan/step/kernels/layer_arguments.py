@@ -59,7 +59,8 @@ def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
 
 def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
     """Return the mask of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
-    kinds = [number in spec.full_layers for number in range(spec.num_hidden_layers)]
+    full = frozenset(spec.full_layers)
+    kinds = [number in full for number in range(spec.num_hidden_layers)]
     if len(set(kinds)) == len(set(kinds[:layer])):
         return ZERO
     code = family_code(setup.stack, spec.architecture)

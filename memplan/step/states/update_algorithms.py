@@ -95,10 +95,10 @@ def run_of(entry: TensorStates) -> tuple[int, int]:
     return (entry.tensor.first, entry.tensor.count)
 
 
-def _in_order(group: list[TensorStates], *, whole: bool) -> Iterator[TensorStates]:
+def _in_order(group: list[TensorStates]) -> Iterator[TensorStates]:
     """Yield tensors layer by layer; of many equal layers two show what all do one after the other."""
     for (_, count), run in groupby(group, key=run_of):
-        yield from [*run] * (count if whole else min(count, 2))
+        yield from [*run] * min(count, 2)
 
 
 def _bytes(entry: TensorStates) -> int:
@@ -277,8 +277,10 @@ def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kerne
     if form not in RULES:
         raise CannotAnswerError(f"the scratch memory of {kind} is of form {form}, which nothing here tells")
     rule, stream = RULES[form], _Most()
-    whole = form == "adamw" and kernel == "foreach"  # of all tensors at once
-    rule.write(stream, [*_in_order(group, whole=whole)], kernel, makes_nothing)
+    if form == "adamw" and kernel == "foreach":  # of all tensors at once
+        stream.passing(sum(_bytes(entry) * entry.tensor.count for entry in group))
+    else:
+        rule.write(stream, [*_in_order(group)], kernel, makes_nothing)
     return stream.most, rule.text(group, kernel)
 
 
