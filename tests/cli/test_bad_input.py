@@ -227,6 +227,11 @@ def test_what_has_no_effect_or_bound_is_refused(refused, arguments, message):
     assert message in refused(*ONE, *arguments)
 
 
+def test_a_loss_in_millions_of_pieces_is_refused_at_once(refused):
+    job = ("fit", "llama-3.2-1b", *GPU, "--config", "bf16-adamw", "--stack", "litgpt", "-b", "4096", "-s", "65536")
+    assert "2,097,120 pieces; at most 16,384 are planned" in refused(*job, code=3)
+
+
 def test_contradictions_are_refused(refused):
     assert "cannot accumulate" in refused(
         *ONE, "--set", "gradients.lifetime=layer", "--set", "gradient_accumulation_steps=2"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from memplan.errors import CannotAnswerError
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.losses.cross_entropy import PIECE_TOKENS, losses_of_rows
 from memplan.step.tapes.linear_forms import Part, Quantity
@@ -19,11 +20,25 @@ STRETCH_TOKENS = 128
 """Tokens of a stretch, of each sequence (``lm_head_chunk_size`` in litgpt/finetune/lora.py, 0.5.13)."""
 
 
+MOST_PIECES = {"fp32-pieces": 2**14, "fp32-stretches": 2**10}
+"""More than these are not planned: operations of each are gone through, which takes seconds."""
+
+
 def pieces_of(loss: str, batch: int, length: int) -> int:
-    """Return in how many pieces a loss of LitGPT's is formed; one of others."""
-    if loss == "fp32-pieces":
-        return max(ceil_div(batch * (length - 1), PIECE_TOKENS), 1)
-    return ceil_div(length, STRETCH_TOKENS) if loss == "fp32-stretches" else 1
+    """Return in how many pieces a loss of LitGPT's is formed; one of others.
+
+    Raises:
+        CannotAnswerError: They are more than are planned.
+    """
+    if loss not in MOST_PIECES:
+        return 1
+    stretched = loss == "fp32-stretches"
+    pieces = ceil_div(length, STRETCH_TOKENS) if stretched else max(ceil_div(batch * (length - 1), PIECE_TOKENS), 1)
+    if pieces > MOST_PIECES[loss]:
+        raise CannotAnswerError(
+            f"LitGPT forms the loss of so many tokens in {pieces:,} pieces; at most {MOST_PIECES[loss]:,} are planned"
+        )
+    return pieces
 
 
 EMPTY = "stretch without labels"
