@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
@@ -22,11 +23,15 @@ from memplan.report.validation_answer import (
     plan_document,
     replay_document,
 )
+from memplan.step.states.parallel_shards import FULLY_SHARDED, is_sharded
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memplan.measure.measured import Measurement
     from memplan.measure.task import Scale, Task
+    from memplan.training.resolved import TrainingSetup
 
 SMALL_BATCH, SMALL_LENGTH = 2, 128
 DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen3-0.6b", "smollm2-135m")
@@ -47,6 +52,7 @@ class ValidateRequest:
     device: str | None
     small: bool | None
     steps: int
+    processes: int
     patience: int
     record: Path | None
     replay: Path | None
@@ -72,12 +78,13 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
     chosen = [name for name in ("replay", "plan", "calibrate") if getattr(request, name)]
     if len(chosen) > 1 or (chosen and request.model is not None):
         raise InvalidFileError(["give one of MODEL, --replay, --calibrate and --plan"])
+    _refuse_beside_processes(request, chosen)
     if request.calibrate is not None:
         return _calibrated(request.calibrate)
     require_torch("measuring")
     if request.replay is not None:
         return _replayed(request, request.replay, catalog, unit)
-    device = request.device or ("cuda" if _cuda() else "cpu")
+    device = request.device or ("cuda" if request.processes == 1 and _cuda() else "cpu")
     if device == "cuda" and not _cuda():
         raise CannotAnswerError("no CUDA device that torch can use; --device cpu measures on this machine's CPU")
     if request.plan:
@@ -89,13 +96,26 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         )
     if request.record is not None and not request.record.parent.is_dir():
         raise InvalidFileError([f"--record {request.record}: there is no folder {request.record.parent}"])
-    measurement = _measure(request, task)
-    if request.record is not None and measurement.status in ("measured", "out of memory"):
+    measurements = _measure(request, task)
+    if request.record is not None and measurements[0].status in ("measured", "out of memory"):
         from memplan.measure.records.measurement_records import write_record
 
-        write_record(request.record, task, measurement, request.command)
+        write_record(request.record, task, measurements[0], request.command)
         request.say(f"recorded in {request.record}")
-    return _compared(task, measurement, unit)
+    return _compared(task, measurements, unit)
+
+
+def _refuse_beside_processes(request: ValidateRequest, chosen: Sequence[str]) -> None:
+    """Raise on options that several processes do not go with."""
+    if request.processes == 1:
+        return
+    options = [f"--{name}" for name in chosen] + ["--record"] * (request.record is not None)
+    if options:
+        raise InvalidFileError(
+            [f"--processes {request.processes} goes without {options[0]}: records are of one process"]
+        )
+    if request.device == "cuda":
+        raise InvalidFileError([f"--processes {request.processes} runs on the CPU: leave out --device cuda"])
 
 
 def _cuda() -> bool:
@@ -129,7 +149,11 @@ def _task(request: ValidateRequest, device: str, catalog: Catalog) -> Task:
         model, scale = find_model(request.model, request.shapes, catalog), Scale()
         name = model.spec.name
     setup = find_setup(request.config, _overrides(request, device, scale), catalog, model)
-    require_own_loop(require_one_gpu(setup, "memplan validate"), "memplan validate")
+    if request.processes > 1:
+        _require_shards(setup, request.processes)
+    else:
+        require_one_gpu(setup, "memplan validate")
+    require_own_loop(setup, "memplan validate")
     conf = request.alloc_conf or ("expandable_segments:True" if setup.config.allocator == "expandable" else "")
     return Task(
         name, scale, model, setup, device, request.steps, conf if device == "cuda" else "", history=device == "cuda"
@@ -143,7 +167,24 @@ def _overrides(request: ValidateRequest, device: str, scale: Scale) -> Overrides
         given = replace(given, batch=given.batch or SMALL_BATCH, length=given.length or SMALL_LENGTH)
     if device == "cpu" and not any(setting.startswith("kernels") for setting in given.settings):
         given = replace(given, settings=(*CPU_SETTINGS, *given.settings))
+    if request.processes > 1:
+        shards = (f"parallel.data={request.processes}", f"parallel.zero_stage={FULLY_SHARDED}")
+        given = replace(given, settings=(*shards, *given.settings))
     return given
+
+
+def _require_shards(setup: TrainingSetup, processes: int) -> None:
+    """Raise unless torch's fully_shard divides the model among so many processes, and nothing else does.
+
+    Raises:
+        CannotAnswerError: The job is divided otherwise.
+    """
+    parallel = setup.config.parallel
+    if not is_sharded(parallel) or not parallel.gpus == parallel.shards == processes:
+        raise CannotAnswerError(
+            f"parallel: memplan validate --processes {processes} divides the model by fully_shard among that many processes "
+            "alone; leave parallel out of config and settings"
+        )
 
 
 def _default_model(request: ValidateRequest, device: str, scale: Scale, catalog: Catalog) -> str:
@@ -163,11 +204,11 @@ def _default_model(request: ValidateRequest, device: str, scale: Scale, catalog:
     return DEFAULT_MODELS[-1]
 
 
-def _measure(request: ValidateRequest, task: Task) -> Measurement:
-    from memplan.measure.process import measure
+def _measure(request: ValidateRequest, task: Task) -> list[Measurement]:
+    from memplan.measure.process import measure, measure_together
     from memplan.measure.records.prediction import planned
 
-    needed = planned(task).requested_bytes
+    needed = planned(task).requested_bytes * request.processes
     if task.device == "cpu" and needed > (there := _available_bytes()):
         raise CannotAnswerError(
             f"{task.model.spec.name} under {task.setup.name} needs {format_bytes(needed)} and this machine has "
@@ -176,7 +217,14 @@ def _measure(request: ValidateRequest, task: Task) -> Measurement:
     request.say(
         f"measuring {task.model.spec.name}, {task.setup.name}, on {task.device}; {format_bytes(needed)} predicted"
     )
-    return measure(task, request.say, request.patience)
+    if request.processes == 1:
+        return [measure(task, request.say, request.patience)]
+    from memplan.measure.measure_ranks import RankTask
+
+    with TemporaryDirectory() as folder:
+        meeting = str(Path(folder) / "meeting")
+        ranks = [RankTask(task, rank, meeting) for rank in range(request.processes)]
+        return measure_together(ranks, request.say, request.patience)
 
 
 def _available_bytes() -> int:
@@ -202,20 +250,21 @@ def _facts(task: Task, measurement: Measurement) -> Facts:
         steps=task.steps,
         status=measurement.status,
         reason=measurement.reason,
+        processes=config.parallel.shards if task.device == "cpu" else 1,
     )
 
 
-def _compared(task: Task, measurement: Measurement, unit: str) -> Document:
-    """Return the comparison of one measurement."""
-    from memplan.measure.records.comparison_rows import rows_of
+def _compared(task: Task, measurements: Sequence[Measurement], unit: str) -> Document:
+    """Return the comparison of one measurement, or of those of several processes."""
+    from memplan.measure.records.comparison_rows import rows_of_ranks
     from memplan.measure.records.prediction import planned, predict
 
-    facts = _facts(task, measurement)
-    if measurement.status != "measured":
+    facts = _facts(task, measurements[0])
+    if facts.status != "measured":
         return measured_document(facts, [], planned(task).requested_bytes, (), unit)
-    prediction = predict(task, measurement)
-    rows = rows_of(task, prediction, measurement)
-    return measured_document(facts, rows, prediction.totals["requested"], prediction.notes, unit)
+    predictions = [predict(task, measurement, rank) for rank, measurement in enumerate(measurements)]
+    rows = rows_of_ranks(task, predictions, measurements)
+    return measured_document(facts, rows, predictions[0].totals["requested"], predictions[0].notes, unit)
 
 
 # ------------------------------------------------------------------ many

@@ -1,7 +1,8 @@
 """The process that measures: ``python -m memplan.measure.child``, started by ``process``.
 
 Its task comes pickled through standard input, from the process that started it; its results go
-out as lines of JSON. When its standard input ends, its parent is gone, and it ends too.
+out as lines of JSON. When its standard input ends, its parent is gone or has heard enough, and it ends too: not earlier, as
+others may still need it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def main() -> None:
         out.flush()
 
     task: Measurable = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    parent = threading.Thread(target=_end_with_parent, args=(sys.stdin.fileno(),), daemon=True)
+    parent.start()
     send("progress", "loading torch")
     send("measurement", asdict(_measured(task, lambda text: send("progress", text))))
+    parent.join()
 
 
 def _end_with_parent(descriptor: int) -> None:

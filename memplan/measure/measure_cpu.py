@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MARK = "memplan instant: "
 NEXT_STEP = "next step"
+COLLECTIVES = ("c10d::", "gloo:")
+"""Operators of gloo, whose own copies of what it sends are no part of a job: NCCL makes none of them."""
 
 
 class Marker:
@@ -71,7 +73,7 @@ def peaks_of(tree: list[Any]) -> dict[str, int]:
     """Return the largest sum of allocations by instant, of the last step."""
     total, instant = 0, NEXT_STEP
     peaks: dict[str, int] = {}
-    for _, what in sorted(moments(tree), key=lambda moment: moment[0]):
+    for _, what in moments(tree):
         if isinstance(what, int):
             total += what
         else:
@@ -84,16 +86,34 @@ def peaks_of(tree: list[Any]) -> dict[str, int]:
 
 
 def moments(tree: list[Any]) -> Iterator[tuple[int, int | str]]:
-    """Yield (time, bytes allocated or freed) and (time, name of the instant that begins)."""
-    waiting = list(tree)
-    while waiting:
-        event = waiting.pop()
-        if event.tag == _EventType.Allocation:
-            yield event.start_time_ns, event.extra_fields.alloc_size
+    """Yield (time, bytes allocated or freed) and (time, name of the instant that begins) in order; gloo's copies are left out."""
+    copies: set[int] = set()
+    for event, by_gloo in sorted(_events(tree), key=lambda pair: pair[0].start_time_ns):
+        if event.tag != _EventType.Allocation:
+            yield event.start_time_ns, event.name.removeprefix(MARK)
+            continue
+        size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0 and by_gloo:
+            copies.add(address)
+        elif size < 0 and address in copies:
+            copies.remove(address)
         else:
-            if event.name.startswith(MARK):
-                yield event.start_time_ns, event.name.removeprefix(MARK)
-            waiting.extend(event.children)
+            copies.discard(address)  # what is freed by a thread that ends is not told
+            yield event.start_time_ns, size
+
+
+def _events(tree: list[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each allocation and each mark, and whether it is within one of gloo's operators."""
+    waiting = [(event, False) for event in tree]
+    while waiting:
+        event, by_gloo = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            yield event, by_gloo
+            continue
+        if event.name.startswith(MARK):
+            yield event, by_gloo
+        within = by_gloo or event.name.startswith(COLLECTIVES)
+        waiting.extend((child, within) for child in event.children)
 
 
 class GradientCounter(Marker):
@@ -111,8 +131,11 @@ class GradientCounter(Marker):
         super().instant(name, backward=backward)
 
 
-def measure_cpu(task: Task, progress: Progress) -> Measurement:
+def measure_cpu(task: Task, progress: Progress, built: Callable[[Task], Session] | None = None) -> Measurement:
     """Return what some steps take of the CPU's memory, counted from before the first weight.
+
+    Args:
+        built: Makes the model and its job; None is of one device.
 
     Source:
         Resident sets exceed allocations by 7 to 25 % (retention in malloc), so they are not looked at.
@@ -124,7 +147,7 @@ def measure_cpu(task: Task, progress: Progress) -> Measurement:
     marker = GradientCounter()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         progress("building the model")
-        session = marker.session = Session(task.model.spec, task.setup, device="cpu", target="cpu")
+        session = marker.session = (built or _alone)(task)
         session.watch(marker)
         for step in range(task.steps):
             progress(f"step {step + 1} of {task.steps}")
@@ -144,3 +167,7 @@ def measure_cpu(task: Task, progress: Progress) -> Measurement:
         totals={"requested": max(instants.values())},
         counters={"threads": torch.get_num_threads(), "attention": task.setup.profile.attention, "onednn": False},
     )
+
+
+def _alone(task: Task) -> Session:
+    return Session(task.model.spec, task.setup, device="cpu", target="cpu")

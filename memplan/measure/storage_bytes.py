@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from memplan.muon.sharded.divisions import local_part
 from memplan.trace.jobs.optimizers import ClassUpdate
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.trace_result import Component
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of ``tensors``, each counted once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    """Return the bytes of the storages of ``tensors``, each counted once, of shards what this rank holds."""
+    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def component_bytes(session: Session) -> dict[str, int]:

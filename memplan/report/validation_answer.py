@@ -34,6 +34,7 @@ class Facts:
     steps: int
     status: str
     reason: str
+    processes: int = 1  # Which divide the model among them, each on that device
 
 
 class Comparison(Protocol):
@@ -107,8 +108,9 @@ def _exit_code(facts: Facts) -> int:
 
 
 def _heading(facts: Facts) -> tuple[str, str]:
+    place = f"{facts.processes} processes of {_place(facts)}" if facts.processes > 1 else _place(facts)
     return (
-        f"{facts.model}, {facts.config}: {facts.steps} training steps on {_place(facts)}",
+        f"{facts.model}, {facts.config}: {facts.steps} training steps on {place}",
         f"micro-batch {facts.micro_batch_size}, sequence {facts.sequence_length}, attention {facts.attention}",
     )
 

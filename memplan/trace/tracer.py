@@ -28,14 +28,16 @@ def trace_training(
     workspaces: bool = True,
     target: Target = "cuda",
     steps: int = 2,
+    rank: int = 0,
 ) -> Trace:
-    """Return the trace of a training run on one device, or on the first of several, whose last step is reported.
+    """Return the trace of a training run on one device, or on one of several, whose last step is reported.
 
     Args:
         compute_capability: Of the GPU, such as ``9.0``; adds cuBLAS workspaces to the event stream.
         workspaces: Whether memory that CUDA's kernels allocate inside themselves is added.
         target: Whose kernels run: CUDA's as the profile says, or those of torch's CPU build.
         steps: Steps to run; the first also makes what stays, such as optimizer states.
+        rank: Which of several devices is traced, where ``fully_shard`` divides the model; else it is the first.
 
     Raises:
         CannotAnswerError: The config asks for something that cannot be traced.
@@ -44,7 +46,15 @@ def trace_training(
     adapter_tensors(model, setup)  # refuses what the formula refuses, in its words, as the next does
     refuse_biased_scores(model.spec, setup)
     if setup.config.parallel.data > 1:
-        return _one_rank(model, setup, compute_capability, workspaces)
+        if is_sharded(setup.config.parallel):
+            from memplan.trace.ranks.sharded_trace import trace_sharded  # torch.distributed takes a second to import
+
+            return trace_sharded(
+                model, setup, compute_capability=compute_capability, workspaces=workspaces, target=target, rank=rank
+            )
+        from memplan.trace.ranks.replicated import trace_replicated
+
+        return trace_replicated(model, setup, compute_capability=compute_capability, workspaces=workspaces)
     session = Session(model.spec, setup, target=target)
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
     inside = workspaces and target == "cuda"
@@ -56,14 +66,3 @@ def trace_training(
             recorder.next_step()
             session.step(recorder)
     return assembled(recorder, model.spec.vocab_size, session.notes)
-
-
-def _one_rank(model: Model, setup: TrainingSetup, compute_capability: str | None, workspaces: bool) -> Trace:
-    """Return the trace of one GPU of several; ``torch.distributed`` takes a second to import."""
-    if is_sharded(setup.config.parallel):
-        from memplan.trace.ranks.sharded_trace import trace_sharded
-
-        return trace_sharded(model, setup, compute_capability=compute_capability, workspaces=workspaces)
-    from memplan.trace.ranks.replicated import trace_replicated
-
-    return trace_replicated(model, setup, compute_capability=compute_capability, workspaces=workspaces)

@@ -81,14 +81,16 @@ def hearing_interrupts() -> None:
     ],
 )
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_an_interrupt_leaves_no_process_and_no_file(moment, how, tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupt_leaves_no_process_and_no_file(moment, how, processes, tmp_path):
     record = tmp_path / "out" / "record.json"
     record.parent.mkdir()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-c", "from memplan.cli.main import run; run()", "validate", "--config", "fp32-adamw"]
+    several = ["--processes", str(processes)] if processes > 1 else ["--record", str(record)]
     process = subprocess.Popen(
-        [*command, "--record", str(record)],
+        [*command, *several],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

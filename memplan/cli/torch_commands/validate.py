@@ -40,6 +40,9 @@ class ValidateOptions:
     steps: Annotated[
         int, option(_VALIDATE, "--steps N", "Training steps; the first is not counted.", min=2, max=100)
     ] = 3
+    processes: Annotated[
+        int, option(_VALIDATE, "--processes N", "Processes on the CPU that share the model (FSDP2).", min=1, max=8)
+    ] = 1
     patience: Annotated[int, option(_VALIDATE, "--patience N", "Seconds without progress that end a run.", min=1)] = 600
     record: Annotated[
         Path | None, option(_VALIDATE, "--record FILE", "Write the measurement; a folder with --plan.")
@@ -74,6 +77,7 @@ def validate_command(
         device=None if validate.device is None else validate.device.value,
         small=validate.small,
         steps=validate.steps,
+        processes=validate.processes,
         patience=validate.patience,
         record=validate.record,
         replay=validate.replay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -104,6 +104,23 @@ def rows_of(task: Task, prediction: Prediction, measurement: Measurement) -> lis
     ]
 
 
+def rows_of_ranks(task: Task, predictions: Sequence[Prediction], measurements: Sequence[Measurement]) -> list[Row]:
+    """Return every comparison of one process, or of several: a row for all of them of which it is the same."""
+    ranks_of: dict[Row, list[int]] = {}
+    for rank, (prediction, measurement) in enumerate(zip(predictions, measurements, strict=True)):
+        for row in rows_of(task, prediction, measurement):
+            ranks_of.setdefault(row, []).append(rank)
+    order = list(dict.fromkeys(row.component for row in ranks_of))
+    found = sorted(ranks_of.items(), key=lambda item: (order.index(item[0].component), item[1]))
+    return [replace(row, component=row.component + _ranks_text(ranks, len(measurements))) for row, ranks in found]
+
+
+def _ranks_text(ranks: Sequence[int], count: int) -> str:
+    if len(ranks) == count:
+        return ""
+    return f", rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def _boundary(task: Task, prediction: Prediction, measurement: Measurement) -> Iterator[Row]:
     """Yield whether a run on a card of limited memory went as predicted: a false FITS disagrees."""
     upper, capacity, ran = prediction.totals["upper"], task.capacity_bytes, measurement.status == "measured"
@@ -162,7 +179,8 @@ def _states(prediction: Prediction, measurement: Measurement) -> Iterator[Row]:
         moved = name == "optimizer_states" and "host" in prediction.components
         if measured or predicted or moved:
             traced = prediction.traced_components.get(name)
-            yield _row(name, predicted, traced, measured, "predicted", EXACT)
+            compared: Compared = "traced" if prediction.holds_less and traced is not None else "predicted"
+            yield _row(name, predicted, traced, measured, compared, EXACT)
 
 
 def _totals(task: Task, prediction: Prediction, measurement: Measurement) -> Iterator[Row]:
@@ -177,7 +195,7 @@ def _totals(task: Task, prediction: Prediction, measurement: Measurement) -> Ite
                 yield _row(f"{name}, formula", predicted, traced, measured, "predicted", CUDA_FORMULA)
             continue
         yield _row(name, predicted, traced, measured, "traced", _counted(task, CPU_PEAK))
-        if _same_operations(task):
+        if _same_operations(task) and prediction.rank == 0:
             yield _row(f"{name}, formula", predicted, traced, measured, "predicted", _counted(task, CPU_FORMULA))
 
 

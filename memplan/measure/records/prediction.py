@@ -41,13 +41,18 @@ class Prediction:
     # Whether the simulated allocator lives with the capacity that the task was given, less or more ``CAPACITY_SLACK``
     # in favour of what was measured.
     survives: bool = True
+    # Of several processes, which it is; the plan is of the first, which holds as much as any, and a later one of uneven
+    # shards may hold less.
+    rank: int = 0
+    holds_less: bool = False
 
 
-def predict(task: Task, measurement: Measurement) -> Prediction:
+def predict(task: Task, measurement: Measurement, rank: int = 0) -> Prediction:
     """Return what is predicted for a task on the device that it was measured on.
 
     Args:
         measurement: Says which card it was, and how large its context.
+        rank: Which of several processes is traced.
     """
     counters = measurement.counters
     cuda = task.device == "cuda"
@@ -59,6 +64,7 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
         target="cuda" if cuda else "cpu",
         compute_capability=capability if cuda else None,
         steps=task.steps,
+        rank=rank,
     )
     workspaces = plan.allowances.library_bytes if cuda else 0
     whole_step = task.setup.config.gradients.lifetime == "step"
@@ -90,12 +96,20 @@ def predict(task: Task, measurement: Measurement) -> Prediction:
         peak_instant=trace.peak_instant,
         notes=tuple(trace.notes),
         survives=survives,
+        rank=rank,
+        holds_less=rank > 0 and _is_uneven(task),
     )
 
 
 def planned(task: Task, capability: str = DEFAULT_CAPABILITY, total_bytes: int = 0) -> MemoryPlan:
     """Return the formula's plan for a task on a card of that compute capability and memory."""
     return CompiledPlan(task.model, task.setup).evaluate(measured_device(capability, total_bytes))
+
+
+def _is_uneven(task: Task) -> bool:
+    """Tell whether the rows of a tensor are no multiple of the processes that divide them."""
+    ranks = task.setup.config.parallel.shards
+    return any(tensor.shape[0] % ranks for tensor in task.model.inventory)
 
 
 def _component_peaks(trace: Trace) -> dict[str, int]:

@@ -214,14 +214,11 @@ def _with_event(*reduced: Any) -> tuple[Any, ...]:
     return (*reduced[:5], torch.cpu.Event(), *reduced[6:])
 
 
-def shard(
-    units: Sequence[nn.Module | list[nn.Module]], mesh: DeviceMesh, policy: MixedPrecisionPolicy, collective: Allocates
-) -> None:
-    """Shard each unit, the last of which is the root, and let its buffers lie where its parameters do; several modules stay gathered."""
+def shard(units: Sequence[nn.Module | list[nn.Module]], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard each unit, the last of which is the root; several modules stay gathered."""
     for modules in units:
         stays = {"reshard_after_forward": False} if isinstance(modules, list) else {}
         fully_shard(modules, mesh=mesh, mp_policy=policy, **stays)  # type: ignore[call-overload]
-        on_meta(modules, collective)
 
 
 def mesh_degrees(parallel: Parallel) -> tuple[int, ...]:

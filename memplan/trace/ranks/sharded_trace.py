@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.trace.reference.decoder import ReferenceModel
 from memplan.trace.reference.parts import Tables
-from memplan.trace.reference.run_options import ReferenceOptions
+from memplan.trace.reference.run_options import ReferenceOptions, Target
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
@@ -67,11 +68,13 @@ class ShardedSession(Session):
 
     model: LogitsModel
 
-    def __init__(self, spec: ModelSpec, setup: TrainingSetup, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, spec: ModelSpec, setup: TrainingSetup, mesh: DeviceMesh, device: str = "meta", target: Target = "cuda"
+    ) -> None:
         self._mesh = mesh
         self.collective = Allocates()
         self._apart = setup.stack.sharded_units == "ends-apart" and not spec.tie_word_embeddings
-        super().__init__(spec, setup)
+        super().__init__(spec, setup, device, target)
 
     def built(self, spec: ModelSpec, options: ReferenceOptions, device: str) -> ReferenceModel:
         """Return the model, sharded."""
@@ -83,7 +86,10 @@ class ShardedSession(Session):
         ends: list[Any] = []
         if self._apart:
             ends = [model._embedding[0], [model._final_norm[0], model._head[0]]]
-        fully_shard.shard([*model._layers, *ends, model], self._mesh, policy, self.collective)
+        units = [*model._layers, *ends, model]
+        fully_shard.shard(units, self._mesh, policy)
+        for unit in units if device == "meta" else ():
+            fully_shard.on_meta(unit, self.collective)
         return model
 
     def loss(self) -> Tensor:
@@ -101,20 +107,28 @@ class ShardedSession(Session):
 
 
 def trace_sharded(
-    model: Model, setup: TrainingSetup, *, compute_capability: str | None = None, workspaces: bool = True
+    model: Model,
+    setup: TrainingSetup,
+    *,
+    compute_capability: str | None = None,
+    workspaces: bool = True,
+    target: Target = "cuda",
+    rank: int = 0,
 ) -> Trace:
     """Return the trace of one rank under ``zero_stage: 3``, whose last step is reported."""
     cublas = cublas_workspace_bytes(compute_capability) if compute_capability else 0
     files = (__file__, str(fully_shard.__file__), str(Path(__file__).parent.with_name("tracer.py")), *skipped_files())
     degrees = fully_shard.mesh_degrees(setup.config.parallel)
-    with warnings.catch_warnings(), fully_shard.process_group(*degrees) as mesh:
+    with warnings.catch_warnings(), fully_shard.process_group(*degrees, rank=rank) as mesh:
         # Logits are a view, as of any linear layer; nothing changes them in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        session = ShardedSession(model.spec, setup, mesh)
-        recorder = ShardedRecorder("meta", files, cublas_bytes=cublas, workspaces=workspaces)
+        session = ShardedSession(model.spec, setup, mesh, target=target)
+        inside = workspaces and target == "cuda"
+        recorder = ShardedRecorder("meta", files, cublas_bytes=cublas, workspaces=inside)
         session.collective.recorder = recorder
         session.watch(recorder)
-        with optimizers.cuda_optimizer_paths(), cuda_operators(), recorder.following(), recorder:
+        operators = cuda_operators() if target == "cuda" else nullcontext()
+        with optimizers.cuda_optimizer_paths(), operators, recorder.following(), recorder:
             for number in range(2):
                 if number == 1:
                     session.watch_whole_gradients(recorder)

@@ -44,10 +44,10 @@ class Weight:
         self._home: tuple[nn.Module, str] | None = None
         dtype = run.options.weight_dtype(role)
         if stored is not None:
-            self._tensor: Tensor = torch.empty(stored, dtype=torch.uint8, device=device)
+            self._tensor: Tensor | None = torch.empty(stored, dtype=torch.uint8, device=device)
             self._anchor = torch.empty(0, requires_grad=self.trained, device=device)
             name = library_format(run.options.coded[role])
-            self.matrix = None if name is None else CodedMatrix(self._tensor, name, shape)
+            self.matrix = None if name is None else CodedMatrix(self.tensor, name, shape)
         else:
             self._tensor = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=self.trained)
 
@@ -55,6 +55,7 @@ class Weight:
     def tensor(self) -> Tensor:
         """The codes, or the parameter that stands in the module now: sharding exchanges it."""
         if self._home is None:
+            assert self._tensor is not None
             return self._tensor
         module, name = self._home
         parameter: Any = module._parameters[name]
@@ -68,6 +69,7 @@ class Weight:
         else:
             module.register_parameter(name, self.tensor)  # type: ignore[arg-type]
             self._home = (module, name)
+            self._tensor = None  # sharding exchanges the module's own, and this one is then gone
 
     def decoded(self) -> Tensor:
         """Return the weight in the compute dtype, as a new tensor; of formats that the library lacks only its size."""
