@@ -105,20 +105,21 @@ def rows_of(task: Task, prediction: Prediction, measurement: Measurement) -> lis
 
 
 def rows_of_ranks(task: Task, predictions: Sequence[Prediction], measurements: Sequence[Measurement]) -> list[Row]:
-    """Return every comparison of one process, or of several: a row for all of them of which it is the same."""
+    """Return every comparison of one process, or of several: a row for all of them that have it, where it is the same."""
+    ranks: dict[str, list[int]] = {}
     ranks_of: dict[Row, list[int]] = {}
     for rank, (prediction, measurement) in enumerate(zip(predictions, measurements, strict=True)):
         for row in rows_of(task, prediction, measurement):
+            ranks.setdefault(row.component, []).append(rank)
             ranks_of.setdefault(row, []).append(rank)
-    order = list(dict.fromkeys(row.component for row in ranks_of))
-    found = sorted(ranks_of.items(), key=lambda item: (order.index(item[0].component), item[1]))
-    return [replace(row, component=row.component + _ranks_text(ranks, len(measurements))) for row, ranks in found]
+    order = list(ranks)
+    rows = sorted(ranks_of.items(), key=lambda item: (order.index(item[0].component), item[1]))
+    return [row if own == ranks[row.component] else _of_ranks(row, own) for row, own in rows]
 
 
-def _ranks_text(ranks: Sequence[int], count: int) -> str:
-    if len(ranks) == count:
-        return ""
-    return f", rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _of_ranks(row: Row, ranks: Sequence[int]) -> Row:
+    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return replace(row, component=f"{row.component}, {named}")
 
 
 def _boundary(task: Task, prediction: Prediction, measurement: Measurement) -> Iterator[Row]:

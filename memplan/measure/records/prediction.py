@@ -67,20 +67,9 @@ def predict(task: Task, measurement: Measurement, rank: int = 0) -> Prediction:
         rank=rank,
     )
     workspaces = plan.allowances.library_bytes if cuda else 0
-    whole_step = task.setup.config.gradients.lifetime == "step"
-    states = plan.states
-    components = {
-        "weights": states.weight_bytes,
-        "master_weights": states.master_bytes,
-        "gradients": states.gradient_bytes if whole_step else 0,
-        "optimizer_states": states.state_bytes,
-        "buffers": plan.buffer_bytes,
-    }
-    offloaded = plan.host_bytes if task.setup.offloads_states else 0
-    if offloaded:
-        components["host"] = offloaded
+    components = _components(plan, task)
     # The CPU's allocator counts what stands for host memory with the rest.
-    beside, traced_beside = (workspaces, workspaces) if cuda else (offloaded, trace.host_bytes)
+    beside, traced_beside = (workspaces, workspaces) if cuda else (components.get("host", 0), trace.host_bytes)
     context = int(counters.get("context_bytes", plan.allowances.context_bytes))
     traced_totals, survives = {"requested": trace.peak_bytes + traced_beside}, True
     if cuda:
@@ -104,6 +93,21 @@ def predict(task: Task, measurement: Measurement, rank: int = 0) -> Prediction:
 def planned(task: Task, capability: str = DEFAULT_CAPABILITY, total_bytes: int = 0) -> MemoryPlan:
     """Return the formula's plan for a task on a card of that compute capability and memory."""
     return CompiledPlan(task.model, task.setup).evaluate(measured_device(capability, total_bytes))
+
+
+def _components(plan: MemoryPlan, task: Task) -> dict[str, int]:
+    """Return what the formula says is held between steps, and the gradients kept."""
+    states = plan.states
+    whole_step = task.setup.config.gradients.lifetime == "step"
+    components = {
+        "weights": states.weight_bytes,
+        "master_weights": states.master_bytes,
+        "gradients": states.gradient_bytes if whole_step else 0,
+        "optimizer_states": states.state_bytes,
+        "buffers": plan.buffer_bytes,
+    }
+    offloaded = plan.host_bytes if task.setup.offloads_states else 0
+    return {**components, "host": offloaded} if offloaded else components
 
 
 def _is_uneven(task: Task) -> bool:
