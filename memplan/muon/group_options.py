@@ -57,6 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "chunk_elements": 1 << 20,
     "batch_bytes": 0,
     "offload": False,
+    "share_replicas": False,
     "projection_rank": 0,
     "projection_interval": 200,
     "low_rank": 0,
@@ -134,6 +135,8 @@ def checked_options(group: Mapping[str, Any]) -> None:
     for key in ("projection_rank", "low_rank", "batch_bytes"):
         if not isinstance(group[key], int) or group[key] < 0:
             raise OptimizerError(f"{key}: expected an integer of at least 0, got {group[key]!r}")
+    if not isinstance(group["share_replicas"], bool):
+        raise OptimizerError(f"share_replicas: expected True or False, got {group['share_replicas']!r}")
     for value in (group["momentum"], *group["betas"]):
         if not 0 <= value < 1:
             raise OptimizerError(f"momentum and betas: expected numbers in [0, 1), got {value!r}")

@@ -276,11 +276,11 @@ class Muon(torch.optim.Optimizer):
         gradients. Backwards inside ``accumulating`` only add up. Source: https://arxiv.org/abs/2306.09782 (LOMO).
 
         Raises:
-            OptimizerError: If a parameter is a DTensor: ranks orthogonalise each other's matrices, a round at a time.
+            OptimizerError: If ranks orthogonalise each other's matrices, a round at a time.
         """
-        if any(is_divided(handle.key) for handle, _ in self.handles()):
+        if any(is_divided(handle.key) or group["share_replicas"] for handle, group in self.handles()):
             raise OptimizerError(
-                "gradients of DTensors cannot be released inside backward: ranks exchange matrices in a step"
+                "gradients of DTensors, or with share_replicas, cannot be released inside backward: ranks exchange matrices in a step"
             )
         self._backward.release(self.handles())
 

@@ -49,6 +49,8 @@ def checked_handles(group: Group, gradient_format: str | None) -> tuple[list[Han
         checked_parameter(handle, group, name)
         if is_divided(handle.key):
             refuse_beside_shards(handle, group, gradient_format, name or "a parameter")
+        elif group["share_replicas"] and group["algorithm"] == "muon":
+            refuse_beside_replicas(handle, group, gradient_format, name or "a parameter")
     return handles, [name for name, _ in named]
 
 
@@ -106,6 +108,8 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
 def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | None, label: str) -> None:
     """Raise ``OptimizerError`` if a DTensor's shards cannot be updated as a group asks for."""
     refuse_placements(handle.key, label)
+    if group["share_replicas"]:
+        raise OptimizerError(f"{label} is a DTensor, which ranks share already: leave share_replicas out")
     given = {key: group[key] for key in ("projection_rank", "low_rank") if group[key]}
     given |= {"gradient_format": gradient_format} if gradient_format else {}
     if given:
@@ -118,6 +122,15 @@ def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | No
             "their codes could not be loaded by other numbers of ranks: give block_elements that divide them, or "
             "momentum_format 'bf16'"
         )
+
+
+def refuse_beside_replicas(handle: Handle, group: Group, gradient_format: str | None, label: str) -> None:
+    """Raise ``OptimizerError`` if ranks that all have a matrix cannot share the work on it as a group asks for."""
+    given = [key for key in ("projection_rank", "low_rank") if group[key]] + ["gradient_format"] * bool(gradient_format)
+    if given:
+        raise OptimizerError(f"{label}: {', '.join(given)} with share_replicas is not offered; leave one of them out")
+    if not isinstance(handle, FloatHandle):
+        raise OptimizerError(f"{label} is codes, whose gradients no replica sums: leave share_replicas out")
 
 
 def follow_parameter(handle: Handle, group: Group, state: dict[str, Tensor]) -> None:

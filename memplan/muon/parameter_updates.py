@@ -11,12 +11,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from memplan.muon.group_options import adamw_options, muon_options
-from memplan.muon.sharded.divisions import is_divided, matrix_divisions
+from memplan.muon.sharded.divisions import is_divided, matrix_divisions, world_size
 from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
 from memplan.muon.updates.handles import FloatHandle, coded_elements
 from memplan.muon.updates.offload import staged_bytes, stager_of
 from memplan.muon.updates.projection import projected_step_
-from memplan.muon.updates.rounds import round_bytes, whole_bytes
+from memplan.muon.updates.rounds import replicas_bytes, round_bytes, whole_bytes
 from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
 
 if TYPE_CHECKING:
@@ -102,12 +102,17 @@ def batch_bytes(handles: Sequence[Handle], group: Group) -> int:
 
 
 def needs_exchange(handle: Handle, group: Group) -> bool:
-    """Tell whether a parameter is a matrix for Muon that no rank has whole."""
-    return group["algorithm"] == "muon" and bool(matrix_divisions(handle.key))
+    """Tell whether a parameter is a matrix for Muon that no rank has whole, or that one orthogonalises for all."""
+    return group["algorithm"] == "muon" and (bool(matrix_divisions(handle.key)) or shares_replicas(group))
+
+
+def shares_replicas(group: Group) -> bool:
+    """Tell whether ranks share the work on matrices that all of them have; one rank has nobody to share with."""
+    return bool(group["share_replicas"]) and world_size() > 1
 
 
 def rounds_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle], Group]]:
-    """Return the divided matrices of Muon in rounds, the same on every rank whose parameters have gradients.
+    """Return the divided or shared matrices of Muon in rounds, the same on every rank whose parameters have gradients.
 
     Matrices of a round have one group, shape, dtype and division.
     """
@@ -117,7 +122,8 @@ def rounds_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle],
         if not needs_exchange(handle, group):
             continue
         whole: Any = handle.key
-        key = (id(group), whole.shape, whole.dtype, whole.device_mesh, tuple(whole.placements))
+        place = (whole.device_mesh, tuple(whole.placements)) if is_divided(whole) else whole.device
+        key = (id(group), whole.shape, whole.dtype, place)
         together = open_rounds.get(key)
         if together is None or len(together) == round_size(handle, group):
             together = open_rounds[key] = []
@@ -128,7 +134,7 @@ def rounds_of(ready: Sequence[tuple[Handle, Group]]) -> list[tuple[list[Handle],
 
 def round_size(handle: Handle, group: Group) -> int:
     """Return how many matrices make a round: one for each rank, or as many each as ``batch_bytes`` holds."""
-    ranks = prod(division.ranks for division in matrix_divisions(handle.key))
+    ranks = world_size() if shares_replicas(group) else prod(one.ranks for one in matrix_divisions(handle.key))
     return ranks * max(1, int(group["batch_bytes"]) // whole_bytes(handle, muon_options(group)))
 
 
@@ -137,7 +143,8 @@ def bytes_of_round(handles: Sequence[Handle], group: Group) -> int:
     first, options = handles[0], muon_options(group)
     length = chunk_length(first.shape.numel(), options.chunk_elements, options.codec.block_elements)
     staged = staged_bytes(first, group, (options.codec,), length, first.key.device.type)
-    return round_bytes(first, options, len(handles), staged)
+    size = replicas_bytes if shares_replicas(group) else round_bytes
+    return size(first, options, len(handles), staged)
 
 
 def update_together_(

@@ -138,6 +138,9 @@ def parallel_refusals(
     yield from _undivided(config, stack)
     yield from _misplaced(parallel, stack)
     yield from _pipeline_problems(parallel, stack)
+    if profile.muon_share_replicas and (parallel.zero_stage or not 1 < parallel.data == parallel.gpus):
+        text = "true is for several GPUs that all have the weights (parallel.zero_stage: 0, data parallelism alone); leave it out"
+        yield ("kernels", "muon_share_replicas"), text
     if config.offload != Offload() and parallel.gpus > 1 and not steps_beside(parallel):
         yield ("offload",), "replicas that keep anything in host memory are not modelled; use parallel.zero_stage: 3"
     elif config.offload != Offload() and (unmodelled := offload_refusal(config, stack))[0]:

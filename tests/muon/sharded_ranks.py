@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from memplan.muon import Muon, OptimizerError, predict_optimizer_bytes
+from memplan.muon.updates import rounds
 from tests.muon.memory import LiveStorages, tensors_of
 
 Layouts = dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]
@@ -109,6 +111,78 @@ def _steps_agree(name: str, options: dict[str, Any], mesh: DeviceMesh, placement
     # gloo's thread lets go of a finished exchange, two bf16 copies of a matrix at most, a moment late
     late = 4 * max(prod(shape) for shape in SHAPES.values())
     assert foretold.temporaries <= min(taken) <= foretold.temporaries + late, (name, taken, foretold.temporaries)
+
+
+def shared_steps_agree_to_the_bit(options: dict[str, dict[str, Any]]) -> None:
+    """Hold ranks that share the work on whole matrices against one that does all; and what a step takes against what was foretold."""
+    for key, own in options.items():
+        alone_has, shared_has = parameters(own), parameters(own)
+        alone, shared = optimizer_of(alone_has, **own), optimizer_of(shared_has, share_replicas=True, **own)
+        foretold, taken = predict_optimizer_bytes(shared), []
+        assert shared.state_bytes() == alone.state_bytes()
+        for step in gradients():
+            for name, gradient in step.items():
+                alone_has[name].grad = gradient.to(alone_has[name].dtype)
+                shared_has[name].grad = gradient.to(shared_has[name].dtype)
+            alone.step()
+            existing = [[p, p.grad] for p in shared_has.values()]
+            with (
+                LiveStorages(tensors_of([existing, list(shared.state.values())])) as live,
+                counted_products() as products,
+            ):
+                shared.step()
+            taken.append(live.extra)
+            assert products == {"own": _owned_of_rank()}
+        for name in SHAPES:
+            assert torch.equal(shared_has[name], alone_has[name]), (key, name)
+            states = zip(shared.state[shared_has[name]].values(), alone.state[alone_has[name]].values(), strict=True)
+            assert all(torch.equal(one, other) for one, other in states), (key, name)
+        late = 4 * max(prod(shape) for shape in SHAPES.values())
+        assert foretold.temporaries <= min(taken) <= foretold.temporaries + late, (key, taken, foretold.temporaries)
+
+
+@contextmanager
+def counted_products() -> Iterator[dict[str, int]]:
+    """Count the parameters that this rank orthogonalises."""
+    counts, original = {"own": 0}, rounds._orthogonalise
+
+    def counted(matrices: Tensor, options: Any) -> None:
+        counts["own"] += len(matrices)
+        original(matrices, options)
+
+    rounds._orthogonalise = counted
+    try:
+        yield counts
+    finally:
+        rounds._orthogonalise = original
+
+
+def _owned_of_rank() -> int:
+    """Each shape is there once, but for the first, which AdamW's matrix has too: the first rank owns all of these rounds."""
+    return len(SHAPES) - 1 if dist.get_rank() == 0 else 0
+
+
+def replicas_train_alike() -> None:
+    """Train under DistributedDataParallel, each rank on rows of its own, with and without shared work."""
+    found = []
+    for share in (False, True):
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5))))
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape) / 8)
+        groups = [{"params": list(model.parameters()), "algorithm": "muon"}]
+        optimizer = Muon(groups, lr=0.02, momentum_format="int8", block_elements=32, share_replicas=share)
+        for step in range(STEPS):
+            torch.manual_seed(100 * dist.get_rank() + step)
+            model(torch.randn(16, 32)).square().mean().backward()
+            with counted_products() as products:
+                optimizer.step()
+            optimizer.zero_grad()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        assert products["own"] == (len(range(rank, 5, world)) if share else 0)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def trained(folder: str, save: bool) -> None:

@@ -8,8 +8,16 @@ pytest.importorskip("torch")
 
 import torch
 
+from memplan.muon import Muon, OptimizerError
 from memplan.muon.sharded.divisions import chunk_lengths
-from tests.muon.sharded_ranks import in_ranks, ranks_refuse_together, steps_agree_to_the_bit, trained
+from tests.muon.sharded_ranks import (
+    in_ranks,
+    ranks_refuse_together,
+    replicas_train_alike,
+    shared_steps_agree_to_the_bit,
+    steps_agree_to_the_bit,
+    trained,
+)
 
 WORLDS = [2, pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.thorough)]
 OPTIONS = {
@@ -25,6 +33,25 @@ OPTIONS = {
 @pytest.mark.parametrize("world", WORLDS)
 def test_steps_of_divided_matrices_equal_those_of_whole_ones_and_take_what_was_foretold(world, tmp_path):
     in_ranks(world, steps_agree_to_the_bit, tmp_path, OPTIONS)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_shared_steps_of_replicas_equal_those_of_one_rank_and_take_what_was_foretold(world, tmp_path):
+    in_ranks(world, shared_steps_agree_to_the_bit, tmp_path, OPTIONS)
+    in_ranks(world, replicas_train_alike, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low_rank": 2}, "low_rank with share_replicas"),
+        ({"gradient_format": "bf16"}, "gradient_format with share_replicas"),
+        ({"share_replicas": 2}, "expected True or False"),
+    ],
+)
+def test_what_replicas_cannot_share_is_refused_in_words(options, message):
+    with pytest.raises(OptimizerError, match=message):
+        Muon([torch.nn.Parameter(torch.zeros(8, 8))], **{"share_replicas": True, **options})
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.thorough)])

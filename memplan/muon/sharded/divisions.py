@@ -44,9 +44,21 @@ class Division:
         return (*self.whole[: self.dim], self.lengths[rank], *self.whole[self.dim + 1 :])
 
     def owned(self, matrices: int) -> tuple[int, ...]:
-        """Return how many of so many matrices each rank gets whole: consecutive ones, the first ranks one more."""
-        each, more = divmod(matrices, self.ranks)
-        return tuple(each + (rank < more) for rank in range(self.ranks))
+        """Return how many of so many matrices each rank gets whole."""
+        return owned_counts(matrices, self.ranks)
+
+
+def owned_counts(matrices: int, ranks: int) -> tuple[int, ...]:
+    """Return how many of so many matrices each rank orthogonalises: consecutive ones, the first ranks one more."""
+    each, more = divmod(matrices, ranks)
+    return tuple(each + (rank < more) for rank in range(ranks))
+
+
+def world_size() -> int:
+    """Return how many ranks hold the same parameters, where torch.distributed has been told of any; else one."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_divided(tensor: Any) -> bool:

@@ -1,9 +1,12 @@
-"""Muon's update of matrices that ranks divide: momentum where its shards lie, Newton-Schulz where a matrix is whole.
+"""Muon's update of matrices that ranks divide or share: momentum where it lies, Newton-Schulz where a matrix is whole.
 
 A round takes as many matrices of one shape as there are ranks, or a multiple where ``batch_bytes`` holds it. Each rank moves
 the momentum of its shards, sends the pieces of what is to be orthogonalised to the matrices' owners, orthogonalises the
 matrices that it owns, sends the pieces back, and updates its shards: two exchanges a round, and no matrix is orthogonalised
 twice, but by replicas, which all do the same.
+
+Replicas of whole matrices can share that work (``share_replicas``): each rank moves the momentum of all matrices of a round,
+orthogonalises those that it owns, and sends them to the others, one after another.
 
 Source:
     Distributed Muon: https://arxiv.org/abs/2502.16982, algorithm 1, which gathers; whole matrices to their owners:
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memplan.muon.sharded.divisions import matrix_divisions
+from memplan.muon.sharded.divisions import matrix_divisions, owned_counts, world_size
 from memplan.muon.sharded.exchanges import from_owners, in_pieces, put_together, to_owners
 from memplan.muon.updates.offload import stager_of
 from memplan.muon.updates.steps import (
@@ -62,6 +65,9 @@ def update_round_(shards: Sequence[Shard], options: MuonOptions, buffers: int) -
     """
     first = shards[0].handle
     divisions = matrix_divisions(first.key)
+    if not divisions:
+        _update_replicas_(shards, options, buffers)
+        return
     data, counts = _momenta(shards, options, buffers), [len(shards)]
     for division in divisions:
         owned = division.owned(counts[-1])[division.own]
@@ -73,12 +79,43 @@ def update_round_(shards: Sequence[Shard], options: MuonOptions, buffers: int) -
     for division, matrices, owned in zip(reversed(divisions), counts[-2::-1], counts[:0:-1], strict=True):
         data = in_pieces(data, division, owned)
         data = from_owners(data, division, matrices)
-    rate = options.lr * rate_ratio(options.adjust, *first.key.shape[-2:])
     for piece, shard in zip(data, shards, strict=True):
-        own = replace(options, phases=shard.phases)
-        if piece.numel():
-            apply_(shard.handle, piece.view(-1), 1 - options.lr * options.weight_decay, rate, own, shard.generator)
-        shard.state["step"] += 1
+        _apply(piece, shard, options)
+
+
+def _update_replicas_(shards: Sequence[Shard], options: MuonOptions, buffers: int) -> None:
+    """Update a round of matrices that every rank has whole, each orthogonalised by the rank that owns it."""
+    import torch.distributed as dist
+
+    first = shards[0].handle
+    owners = [rank for rank, count in enumerate(owned_counts(len(shards), world_size())) for _ in range(count)]
+    rank, size = dist.get_rank(), {"dtype": options.dtype, "device": first.key.device}
+    passing = torch.empty(first.shape, **size)  # what others own, one matrix at a time
+    own = torch.empty((owners.count(rank), *first.shape), **size)
+    begin = owners.index(rank) if rank in owners else 0
+    pieces = [own[number - begin] if owner == rank else passing for number, owner in enumerate(owners)]
+    for piece, shard in zip(pieces, shards, strict=True):
+        _accumulate(piece.view(-1), shard, options, buffers)
+    if len(own):
+        _orthogonalise(own, options)
+    for piece, shard, owner in zip(pieces, shards, owners, strict=True):
+        dist.broadcast(piece.view(torch.uint8), owner)
+        _apply(piece, shard, options)
+
+
+def replicas_bytes(handle: Handle, options: MuonOptions, matrices: int, staged: int = 0) -> int:
+    """Return the most that a round of so many whole matrices like that one allocates on this rank.
+
+    Formula:
+        ``(owned + 1) f + max(accumulate, workspace, apply)``, with ``f`` the bytes of a matrix in ``ns_dtype``.
+    """
+    import torch.distributed as dist
+
+    owned, shape = owned_counts(matrices, world_size())[dist.get_rank()], torch.Size(handle.shape)
+    workspace = orthogonalise_bytes(_stacked(shape, owned), _together(options, handle.key, owned)) if owned else 0
+    accumulate = accumulate_bytes(shape.numel(), options.chunk_elements, options.codec) + staged
+    whole = shape.numel() * options.dtype.itemsize
+    return (owned + 1) * whole + max(accumulate, workspace, apply_bytes(handle, options))
 
 
 def round_bytes(handle: Handle, options: MuonOptions, matrices: int, staged: int = 0) -> int:
@@ -148,7 +185,16 @@ def _accumulate(piece: Tensor, shard: Shard, options: MuonOptions, buffers: int)
 def _orthogonalise(matrices: Tensor, options: MuonOptions) -> None:
     """Orthogonalise ``(owned, ..., rows, columns)``: on a device all together, on a CPU one after the other."""
     stack = matrices.view(-1, *matrices.shape[-2:])
-    orthogonalise_(stack, _together(options, matrices, len(stack)))
+    orthogonalise_(stack, _together(options, matrices, len(matrices)))
+
+
+def _apply(piece: Tensor, shard: Shard, options: MuonOptions) -> None:
+    """Update the weight of one shard by what was orthogonalised."""
+    rate = options.lr * rate_ratio(options.adjust, *shard.handle.key.shape[-2:])
+    own = replace(options, phases=shard.phases)
+    if piece.numel():
+        apply_(shard.handle, piece.view(-1), 1 - options.lr * options.weight_decay, rate, own, shard.generator)
+    shard.state["step"] += 1
 
 
 def _together(options: MuonOptions, tensor: Tensor, matrices: int) -> MuonOptions:

@@ -1,4 +1,4 @@
-"""Matrices of one shape that the bundled Muon updates together, in ``kernels.muon_batch_bytes`` of scratch.
+"""Matrices of one shape that the bundled Muon updates together, in ``kernels.muon_batch_bytes`` of scratch or over ranks.
 
 Source: memplan/muon/parameter_updates.py (``batches_of``), memplan/muon/updates/batches.py.
 """
@@ -13,6 +13,7 @@ from math import prod
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.step.states.muon_scratch import MuonPhases, index_bytes, muon_phases, newton_schulz_sizes
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -27,7 +28,7 @@ class MuonBatch:
 
     together: int  # How many are updated together; 1 where each is updated by itself
     some_alone: bool  # Whether one is left over, which is updated by itself
-    ranks: int = 1  # Among how many ranks each is divided, which own some of them whole for a while
+    ranks: int = 1  # How many ranks share the work, each of which owns some of them whole for a while
 
 
 ALONE = MuonBatch(1, True)
@@ -45,12 +46,12 @@ def muon_batches(
     counts: Counter[Alike] = Counter()
     firsts: dict[Alike, TensorStates] = {}
     for entry, count in group:
-        if (is_exchanged(entry) or _can_share(setup, entry)) and entry.tensor.name not in stored:
+        if (_in_rounds(setup, entry) or _can_share(setup, entry)) and entry.tensor.name not in stored:
             counts[alike(entry)] += count
             firsts.setdefault(alike(entry), entry)
     batches = {}
     for kind, entry in firsts.items():
-        if is_exchanged(entry):
+        if _in_rounds(setup, entry):
             batches[kind] = _round(setup, entry, counts[kind])
             continue
         most = setup.profile.muon_batch_bytes // batch_phases(setup, entry, 1).bytes
@@ -69,6 +70,17 @@ def is_exchanged(entry: TensorStates) -> bool:
     return bool(entry.tensor.divided) and entry.optimizer.orthogonalises and len(entry.tensor.shape) == 2
 
 
+def shares_replicas(setup: TrainingSetup) -> bool:
+    """Tell whether ranks that all have the weights share the work on matrices for Muon (``kernels.muon_share_replicas``)."""
+    parallel = setup.config.parallel
+    return setup.profile.muon_share_replicas and parallel.data > 1 and not is_sharded(parallel)
+
+
+def _in_rounds(setup: TrainingSetup, entry: TensorStates) -> bool:
+    """Tell whether ranks orthogonalise a matrix for each other."""
+    return is_exchanged(entry) or (shares_replicas(setup) and entry.optimizer.orthogonalises)
+
+
 def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
     """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds.
 
@@ -78,17 +90,14 @@ def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
     Raises:
         CannotAnswerError: The library refuses the shards, whose rows are no whole blocks of momentum.
     """
-    block, columns, ranks = (
-        entry.optimizer.slots[0].block_elements,
-        entry.tensor.shape[-1],
-        setup.config.parallel.shards,
-    )
-    if columns % block:
+    ranks, whole = setup.config.parallel.shards, _whole(entry)
+    block, columns = entry.optimizer.slots[0].block_elements, entry.tensor.shape[-1]
+    if is_exchanged(entry) and columns % block:
         raise CannotAnswerError(
             f"{entry.tensor.name}: rows of {columns} elements are no whole blocks of {block}, in which {entry.optimizer_name} keeps "
             "its momentum: the bundled Muon refuses such shards; use momentum in fp32 or bf16"
         )
-    each = 4 * prod(entry.tensor.divided) + sum(_workspace(setup, entry, 1))
+    each = 4 * prod(whole) + sum(_workspace(setup, entry, 1))
     return MuonBatch(min(count, ranks * max(1, setup.profile.muon_batch_bytes // each)), False, ranks)
 
 
@@ -103,6 +112,8 @@ def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) ->
         ``round_bytes`` in memplan/muon/updates/rounds.py.
     """
     alone = muon_phases(setup, entry)
+    if not is_exchanged(entry):
+        return _replicas_phases(setup, entry, batch, alone)
     pieces, owned = 2 * batch.together * entry.tensor.elements, ceil_div(batch.together, batch.ranks)
     whole = 2 * owned * prod(entry.tensor.divided)
     return MuonPhases(
@@ -114,9 +125,31 @@ def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) ->
     )
 
 
+def _replicas_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch, alone: MuonPhases) -> MuonPhases:
+    """Return what a round of whole matrices allocates on the first rank, which owns as many as any.
+
+    Formula:
+        One matrix more than it owns, in bf16, beside the largest of the momentum's chunk, Newton-Schulz and the weight's.
+
+    Source:
+        ``replicas_bytes`` in memplan/muon/updates/rounds.py.
+    """
+    owned = ceil_div(batch.together, batch.ranks)
+    return replace(
+        alone,
+        update=2 * (owned + 1) * entry.tensor.elements,
+        norms=tuple(owned * size for size in alone.norms),
+        workspace=newton_schulz_sizes(setup, entry, owned),
+    )
+
+
+def _whole(entry: TensorStates) -> tuple[int, ...]:
+    return entry.tensor.divided if is_exchanged(entry) else entry.tensor.shape
+
+
 def _workspace(setup: TrainingSetup, entry: TensorStates, count: int) -> tuple[int, ...]:
     """Return the workspace of orthogonalising so many whole matrices together."""
-    whole = replace(entry, tensor=replace(entry.tensor, shape=entry.tensor.divided))
+    whole = replace(entry, tensor=replace(entry.tensor, shape=_whole(entry)))
     return newton_schulz_sizes(setup, whole, count)
 
 

@@ -194,8 +194,9 @@ def _bundled(setup: TrainingSetup, entry: TensorStates, batches: Mapping[Alike, 
         return _chunked(setup, entry)
     batch = batches.get(alike(entry), ALONE)
     if batch.ranks > 1:
-        shape = " x ".join(map(str, entry.tensor.divided))
-        text = f"{batch.together} matrices of {shape}, divided among {batch.ranks} ranks, at a time"
+        shape = " x ".join(map(str, entry.tensor.divided or entry.tensor.shape))
+        shared = "divided" if entry.tensor.divided else "shared"
+        text = f"{batch.together} matrices of {shape}, {shared} among {batch.ranks} ranks, at a time"
         return Temporaries(round_phases(setup, entry, batch).bytes, text)
     alone = _muon(setup, entry) if batch.some_alone else NOTHING
     if batch.together == 1:

@@ -96,7 +96,11 @@ class BundledUpdate:
             None,
         )
         options = update_options(name, entry)
-        muon = {"ns_workspace": profile.newton_schulz, "batch_bytes": profile.muon_batch_bytes}
+        muon = {
+            "ns_workspace": profile.newton_schulz,
+            "batch_bytes": profile.muon_batch_bytes,
+            "share_replicas": profile.muon_share_replicas,
+        }
         products = muon if entry.orthogonalises else {}
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **products, **options}
         with warnings.catch_warnings():  # of formats that diverge: what is traced has no numbers
