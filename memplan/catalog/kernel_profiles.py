@@ -76,7 +76,6 @@ class KernelProfile:
         optimizer: How AdamW with fp32 or bf16 states steps.
         newton_schulz: Workspace of Muon: ``min``, ``fast``, or that of ``torch.optim.Muon``.
         muon_batch_bytes: Scratch in which the bundled Muon updates matrices of one shape together; 0: one by one.
-        muon_share_replicas: Whether GPUs that all have the weights orthogonalise a share of the bundled Muon's matrices each.
         loss: Cross-entropy on logits in the compute dtype (``bf16``), on an fp32 copy, or on
             ``loss_chunks`` chunks of tokens, each recomputed in backward (``chunked``), or run backward
             at once, before the next, as far as the head's input (``chunked-backward``); ``token-chunks`` are of a length of their
@@ -102,7 +101,6 @@ class KernelProfile:
     optimizer: OptimizerKernel = "foreach"
     newton_schulz: NewtonSchulzKernel = "min"
     muon_batch_bytes: int = 0
-    muon_share_replicas: bool = False
     loss: LossKernel = "bf16"
     loss_chunks: int = 8
     adapters: AdapterKernel = "composite"
@@ -126,7 +124,6 @@ class Kernels:
     optimizer: OptimizerKernel | None = None
     newton_schulz: NewtonSchulzKernel | None = None
     muon_batch_bytes: int | None = None
-    muon_share_replicas: bool | None = None
     loss: LossKernel | None = None
     loss_chunks: int | None = None
     adapters: AdapterKernel | None = None

@@ -39,6 +39,7 @@ OTHER_KEYS = (
     "reshard_after_forward",
     "staged_codes",
     "tower_blocks",
+    "shared_muon",
 )
 """Keys of ``parallel`` that are no degree by which a model is divided."""
 
@@ -138,9 +139,6 @@ def parallel_refusals(
     yield from _undivided(config, stack)
     yield from _misplaced(parallel, stack)
     yield from _pipeline_problems(parallel, stack)
-    if profile.muon_share_replicas and (parallel.zero_stage or not 1 < parallel.data == parallel.gpus):
-        text = "true is for several GPUs that all have the weights (parallel.zero_stage: 0, data parallelism alone); leave it out"
-        yield ("kernels", "muon_share_replicas"), text
     if config.offload != Offload() and parallel.gpus > 1 and not steps_beside(parallel):
         yield ("offload",), "replicas that keep anything in host memory are not modelled; use parallel.zero_stage: 3"
     elif config.offload != Offload() and (unmodelled := offload_refusal(config, stack))[0]:
@@ -193,8 +191,9 @@ def _misplaced(parallel: Parallel, stack: Stack) -> Problems:
         text = "counts where axolotl's own code, newer than 0.19, shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
         yield ("parallel", "staged_codes"), text
     if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
-        text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
-        yield ("parallel", "unused_parameters"), text
+        yield ("parallel", "unused_parameters"), f"{stack.name}'s replicas are not told what to look for; leave it out"
+    if parallel.shared_muon and (parallel.zero_stage or not 1 < parallel.data == parallel.gpus):
+        yield ("parallel", "shared_muon"), "true is for GPUs that all have the weights (zero_stage: 0); leave it out"
 
 
 def _pipeline_problems(parallel: Parallel, stack: Stack) -> Problems:

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.catalog.config_keys.parallel_keys import Parallel  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Gradients, Offload  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError  # noqa: E402
@@ -41,6 +42,24 @@ def keys(momentum="int8", budget=0, newton_schulz="min", weights="bf16", **other
         "sequence_length": 16,
         **others,
     }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "momentum", "budget"), [(2, "fp32", 0), (3, "gauss4", 300_000), (16, "int8", 0), (5, "bf16", 2_500_000)]
+)
+def test_a_round_of_shared_matrices_takes_what_the_trace_of_a_replica_does(
+    catalog, small, make_setup, ranks, momentum, budget
+):
+    setup = make_setup(**keys(momentum, budget, parallel=Parallel(data=ranks, shared_muon=True)))
+    plan = CompiledPlan(small, setup).evaluate(Device(catalog.gpus["h100-sxm-80gb"], "h100-sxm-80gb"))
+    traced = trace_training(small, setup)
+    assert dict(plan.instants)["optimizer step"] == traced.instant_bytes["optimizer step"]
+
+
+@pytest.mark.parametrize("parallel", [Parallel(shared_muon=True), Parallel(data=2, zero_stage=3, shared_muon=True)])
+def test_matrices_are_shared_by_replicas_alone(small, make_setup, parallel):
+    with pytest.raises(CannotAnswerError, match=r"shared_muon.*all have the weights"):
+        make_setup(**keys("int8", parallel=parallel))
 
 
 @pytest.mark.thorough

@@ -129,6 +129,8 @@ class Parallel:
             its backward is done.
         staged_codes: Whether weights of 4 bits were staged on the CPU, so that axolotl's own parametrisation of a module decodes
             them, and not a layer of bitsandbytes (``cpu_ram_efficient_loading``).
+        shared_muon: Whether GPUs that all have the weights orthogonalise a share of the bundled Muon's matrices each
+            (``share_replicas`` of memplan.muon).
         tower_blocks: Whether blocks of a vision tower are units of torch's shards, as layers are; false where a file names layers
             alone (``fsdp_transformer_layer_cls_to_wrap``), so that the root has them, None as transformers' own list has it.
     """
@@ -167,6 +169,7 @@ class Parallel:
     reshard_after_forward: bool = True
     staged_codes: bool = False
     tower_blocks: bool | None = None
+    shared_muon: bool = False
 
     @property
     def shards(self) -> int:

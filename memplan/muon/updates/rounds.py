@@ -89,9 +89,9 @@ def _update_replicas_(shards: Sequence[Shard], options: MuonOptions, buffers: in
 
     first = shards[0].handle
     owners = [rank for rank, count in enumerate(owned_counts(len(shards), world_size())) for _ in range(count)]
-    rank, size = dist.get_rank(), {"dtype": options.dtype, "device": first.key.device}
-    passing = torch.empty(first.shape, **size)  # what others own, one matrix at a time
-    own = torch.empty((owners.count(rank), *first.shape), **size)
+    rank, device = dist.get_rank(), first.key.device
+    passing = torch.empty(first.shape, dtype=options.dtype, device=device)  # what others own, one matrix at a time
+    own = torch.empty((owners.count(rank), *first.shape), dtype=options.dtype, device=device)
     begin = owners.index(rank) if rank in owners else 0
     pieces = [own[number - begin] if owner == rank else passing for number, owner in enumerate(owners)]
     for piece, shard in zip(pieces, shards, strict=True):

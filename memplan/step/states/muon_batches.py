@@ -71,9 +71,9 @@ def is_exchanged(entry: TensorStates) -> bool:
 
 
 def shares_replicas(setup: TrainingSetup) -> bool:
-    """Tell whether ranks that all have the weights share the work on matrices for Muon (``kernels.muon_share_replicas``)."""
+    """Tell whether ranks that all have the weights share the work on matrices for Muon (``parallel.shared_muon``)."""
     parallel = setup.config.parallel
-    return setup.profile.muon_share_replicas and parallel.data > 1 and not is_sharded(parallel)
+    return parallel.shared_muon and parallel.data > 1 and not is_sharded(parallel)
 
 
 def _in_rounds(setup: TrainingSetup, entry: TensorStates) -> bool:

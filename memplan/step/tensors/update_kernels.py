@@ -174,9 +174,10 @@ def _not_plain(setup: TrainingSetup, name: str, kind: Stepper, group: Iterable[U
 
 def _refuse_torch_muon(setup: TrainingSetup, name: str, entry: Optimizer, group: Iterable[Updated]) -> None:
     """Refuse what ``torch.optim.Muon`` does not do: batches, stacks of matrices, and momentum in another dtype."""
-    if setup.profile.muon_batch_bytes:
+    if setup.profile.muon_batch_bytes or setup.config.parallel.shared_muon:
+        key = "kernels.muon_batch_bytes" if setup.profile.muon_batch_bytes else "parallel.shared_muon"
         raise CannotAnswerError(
-            f"{setup.name}: kernels.muon_batch_bytes is the bundled optimizer's, and kernels.newton_schulz: torch runs "
+            f"{setup.name}: {key} is the bundled optimizer's, and kernels.newton_schulz: torch runs "
             "torch.optim.Muon; use min or fast, or leave it out"
         )
     momentum = next(slot for slot in entry.slots if slot.layout == "elementwise")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from memplan.catalog import entries
-from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.update_classes import BUNDLED
 from memplan.errors import CannotAnswerError
 from memplan.muon import Muon
@@ -28,6 +27,7 @@ from memplan.muon.stores.chunk_loops import first_turns
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.muon.updates.handles import Handle
 from memplan.trace.jobs.gradient_lifetimes import Trained
+from memplan.training.resolved import TrainingSetup
 
 TURNS = 2
 """Turns of a loop over chunks that are traced: the second runs with the tensors that the first has left alive."""
@@ -84,7 +84,7 @@ class BundledUpdate:
     note = ""
 
     def __init__(
-        self, name: str, entry: entries.Optimizer, weights: Sequence[Trained], profile: KernelProfile, staged: int = 0
+        self, name: str, entry: entries.Optimizer, weights: Sequence[Trained], setup: TrainingSetup, staged: int = 0
     ) -> None:
         formats = {dtype: name for name, dtype in GRADIENT_FORMATS.items()}
         keeps = next(
@@ -97,9 +97,9 @@ class BundledUpdate:
         )
         options = update_options(name, entry)
         muon = {
-            "ns_workspace": profile.newton_schulz,
-            "batch_bytes": profile.muon_batch_bytes,
-            "share_replicas": profile.muon_share_replicas,
+            "ns_workspace": setup.profile.newton_schulz,
+            "batch_bytes": setup.profile.muon_batch_bytes,
+            "share_replicas": setup.config.parallel.shared_muon,
         }
         products = muon if entry.orthogonalises else {}
         group = {"params": [_entry(weight) for weight in weights], "rounding": "stochastic", **products, **options}

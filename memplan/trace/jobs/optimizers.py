@@ -152,7 +152,7 @@ def update_of(
             for weight, master in zip(weights, masters, strict=True)
         ]
     if kind == BUNDLED:
-        return BundledUpdate(name, entry, weights, setup.profile, staged)
+        return BundledUpdate(name, entry, weights, setup, staged)
     tensors = [weight.tensor for weight in weights]
     if kind in (UNTRACED, NO_UPDATE):
         return StatesOnly(name, entry, tensors)
