@@ -26,7 +26,7 @@ from memplan.model.tower import TowerTensor
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Kind = tuple[Role, tuple[int, ...], bool, bool]
+Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...]]
 """A tensor's role, its shape, whether it is used, and whether it is frozen."""
 
 
@@ -47,7 +47,7 @@ class ParameterTensor:
     @property
     def kind(self) -> Kind:
         """What tensors with equal states have in common."""
-        return self.role, self.shape, self.used, self.frozen
+        return self.role, self.shape, self.used, self.frozen, self.divided
 
     @property
     def elements(self) -> int:
@@ -81,7 +81,7 @@ def expanded(inventory: Inventory) -> Iterator[tuple[str, ParameterTensor]]:
 
 
 def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
-    """Return one tensor for all that share a role, a shape and whether they are used and frozen, with all their copies: what sums need.
+    """Return one tensor for all that share a role, shapes and whether they are used and frozen, with all their copies: what sums need.
 
     Example:
         >>> [tensor.count for tensor in merged([ParameterTensor("a", (2,), "norm", 3), ParameterTensor("b", (2,), "norm")])]
@@ -91,8 +91,8 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
     for tensor in inventory:
         counts[tensor.kind] = counts.get(tensor.kind, 0) + tensor.count
     return tuple(
-        ParameterTensor("", shape, role, count, used=used, frozen=frozen)
-        for (role, shape, used, frozen), count in counts.items()
+        ParameterTensor("", shape, role, count, used=used, frozen=frozen, divided=divided)
+        for (role, shape, used, frozen, divided), count in counts.items()
     )
 
 

@@ -30,11 +30,12 @@ def drawn(seed: int) -> Job:
         "gradient_accumulation_steps": rng.choice([1, 2]),
         "clip_gradients": rng.random() < 0.3,
         "weights": {"default": rng.choice(["fp32", "bf16"])},
-        "optimizer": {"hidden_matrix": rng.choice(MOMENTA[:2] if plain else MOMENTA), "default": "adamw-fp32"},
+        "optimizer": {"hidden_matrix": rng.choice(MOMENTA[:2] if plain else MOMENTA)},
         "kernels": {"newton_schulz": rng.choice(["min", "fast"]), "muon_batch_bytes": rng.choice([0, 0, 2**23, 2**26])},
         "parallel": {"data": rng.choice([2, 3, 4, 8, 16]), "zero_stage": 3},
     }
     keys = {"model_type": "llama", "num_hidden_layers": rng.choice([1, 2, 5]), "vocab_size": rng.choice([999, 3000])}
+    training["optimizer"]["default"] = rng.choice(["adamw-fp32", "adamw-int8"])
     return Job({**keys, **shape, "max_position_embeddings": 2048, "tie_word_embeddings": rng.random() < 0.5}, training)
 
 

@@ -278,7 +278,6 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
             "muon-bf16 is not supported with zero_stage 3",
         ),
         ({"parallel": SHARDED, "optimizer": {"default": "adamw-8bit-bnb"}}, "use adamw-bf16"),
-        ({"parallel": SHARDED, "optimizer": {"default": "adamw-int8"}}, "states in the weights' dtype"),
         ({"parallel": SHARDED, "adapter": Adapter()}, "adapters are not supported with zero_stage 3"),
         ({"parallel": SHARDED, "master_weights": "fp32"}, "use weights: fp32 and compute_dtype: bf16"),
         ({"parallel": SHARDED, "weights": {"default": "bf16", "norm": "fp32"}}, "one format for all weights"),

@@ -120,7 +120,8 @@ def state_pieces(slot: StateSlot, size: int) -> list[int]:
 def _moments(entry: TensorStates) -> list[StateSlot]:
     """Return the states of a tensor that have an element for each of its own."""
     optimizer = entry.optimizer
-    slots = optimizer.exempt_slots if is_exempt(optimizer, entry.tensor.shape) else optimizer.slots
+    exempt = is_exempt(optimizer, entry.tensor.shape, entry.tensor.divided)
+    slots = optimizer.exempt_slots if exempt else optimizer.slots
     return [slot for slot in slots if slot.layout == "elementwise"]
 
 

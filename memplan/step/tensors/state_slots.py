@@ -7,6 +7,7 @@ from math import prod
 
 from memplan.catalog.entries import Optimizer, StateSlot
 from memplan.errors import CannotAnswerError
+from memplan.model.inventory import ParameterTensor
 from memplan.step.tensors.update_kernels import Stepper, has_fused_kernel, slots_of_class
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -27,7 +28,12 @@ def _slots_bytes(slots: tuple[StateSlot, ...], shape: tuple[int, ...], own_bytes
 
 
 def state_bytes(
-    optimizer: Optimizer, kind: Stepper, shape: tuple[int, ...], own_bytes: int, fused: bool
+    optimizer: Optimizer,
+    kind: Stepper,
+    shape: tuple[int, ...],
+    own_bytes: int,
+    fused: bool,
+    divided: tuple[int, ...] = (),
 ) -> tuple[int, int]:
     """Return the optimizer's state bytes for one tensor: (on the device, on the host).
 
@@ -35,23 +41,32 @@ def state_bytes(
         shape: Dimensions of the tensor.
         own_bytes: Bytes of an element of the tensor that is updated, for slots stored like it.
         fused: Whether a fused kernel keeps step counters on the device.
+        divided: Of a rank's shard, the dimensions of the whole.
     """
-    slots = optimizer.exempt_slots if is_exempt(optimizer, shape) else optimizer.slots
+    slots = optimizer.exempt_slots if is_exempt(optimizer, shape, divided) else optimizer.slots
     return _slots_bytes(slots_of_class(kind, slots), shape, own_bytes, fused)
 
 
-def is_exempt(optimizer: Optimizer, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor keeps an optimizer's exempt slots."""
-    elements = prod(shape)
-    return elements < optimizer.exempt_below or elements % optimizer.exempt_unless_multiple > 0
+def is_exempt(optimizer: Optimizer, shape: tuple[int, ...], divided: tuple[int, ...] = ()) -> bool:
+    """Tell whether a tensor keeps an optimizer's exempt slots: of a shard the whole decides, and whether its rows are whole blocks.
+
+    Source:
+        ``coded_elements`` in memplan/muon/updates/handles.py.
+    """
+    elements = prod(divided or shape)
+    exempt = elements < optimizer.exempt_below or elements % optimizer.exempt_unless_multiple > 0
+    if exempt or not divided or not optimizer.exempt_slots:
+        return exempt
+    block = max(slot.block_elements for slot in optimizer.slots if slot.layout == "elementwise")
+    return any(length % block for length in (shape[-1], divided[-1]))
 
 
 def placed_bytes(
-    setup: TrainingSetup, optimizer: Optimizer, kind: Stepper, shape: tuple[int, ...], own_bytes: int
+    setup: TrainingSetup, optimizer: Optimizer, kind: Stepper, tensor: ParameterTensor, own_bytes: int
 ) -> tuple[int, int]:
     """Return the state bytes of one tensor under a setup: (on the device, on the host)."""
     fused = setup.profile.optimizer == "fused" and has_fused_kernel(optimizer, kind)
-    device, host = state_bytes(optimizer, kind, shape, own_bytes, fused)
+    device, host = state_bytes(optimizer, kind, tensor.shape, own_bytes, fused, tensor.divided)
     return (0, device + host) if setup.offloads_states or setup.steps_on_host else (device, host)
 
 

@@ -129,7 +129,7 @@ def tensor_states(
     given = updated(setup, tensor)
     kind = None if frozen else together or stepper(setup, optimizer_name, optimizer, [given])
     master_bytes = FLOAT_BYTES.get(setup.config.master_weights, 0)
-    device, host = placed_bytes(setup, optimizer, kind, tensor.shape, master_bytes or own_bytes) if kind else (0, 0)
+    device, host = placed_bytes(setup, optimizer, kind, tensor, master_bytes or own_bytes) if kind else (0, 0)
     return TensorStates(
         tensor=tensor,
         format_name=name,
@@ -217,7 +217,7 @@ def adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorState
     optimizer = _stored_alike(optimizer, width) if setup.has_value_head else optimizer
     alone = Updated(dtype, setup.config.gradients.dtype or dtype, len(tensor.shape))
     kind = stepper(setup, name, optimizer, [alone])
-    device, host = placed_bytes(setup, optimizer, kind, tensor.shape, width) if tensor.used else (0, 0)
+    device, host = placed_bytes(setup, optimizer, kind, tensor, width) if tensor.used else (0, 0)
     size = tensor.elements * width
     cast = setup.autocast and dtype != setup.config.compute_dtype
     return TensorStates(

@@ -106,13 +106,12 @@ def deepspeed_problems(
 
 
 def steps_shards(entry: Optimizer, stack: Stack, profile: KernelProfile) -> bool:
-    """Tell whether the bundled optimizer steps ``fully_shard``'s shards: Muon whatever its momentum's format, AdamW with floats.
+    """Tell whether the bundled optimizer steps ``fully_shard``'s shards, in whatever format its states are.
 
     Source:
         ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
     """
-    known = stack.name == "bundled" and entry.bundled is not None and profile.newton_schulz != "torch"
-    return known and (entry.orthogonalises or all(slot.block_elements == 1 for slot in entry.slots))
+    return stack.name == "bundled" and entry.bundled is not None and profile.newton_schulz != "torch"
 
 
 def steps_elementwise(entry: Optimizer, width: int) -> bool:
