@@ -143,14 +143,20 @@ def _sort(
         elif (
             _listed(path, mapped.irrelevant) is not None
             or path in keys.variables
+            or (not prefix and keys.form == "python" and key in keys.words)  # a call that is none of the trainer's
             or (value is None and (inner or path in mapped.aliases))
             or (path in mapped.aliases and keys.value(mapped.aliases[path].now) is not MISSING)
         ):
             done.irrelevant.append(path)
         else:
             hinted = len(done.unknown) < MOST_EXPLAINED
-            nearest = match_hint(path, known_keys(mapped)) if hinted else ""
+            nearest = match_hint(path, _names(mapped, prefix)) if hinted else ""
             done.unknown.append(UnknownKey(path, keys.name, keys.line(path), nearest))
+
+
+def _names(mapped: Mapped, prefix: str) -> list[str]:
+    """Return the keys that a mapping names, those of any call as that call's."""
+    return [f"{prefix}{name[2:]}" if name.startswith("*.") else name for name in known_keys(mapped)]
 
 
 def _dots(name: str) -> list[int]:

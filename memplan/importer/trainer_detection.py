@@ -63,7 +63,7 @@ def owner_of(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = 
             raise unknown_name("trainer", named, [head.trainer for head in heads])
         if none != NO_TRAINER and not _is_of(keys, chosen):
             raise InvalidFileError([f"{keys.name}: {none}"])
-        return Owned(keys, chosen, other_kind(keys, chosen))
+        return Owned(_calls_alone(keys, chosen), chosen, other_kind(keys, chosen))
     told = [head for head in heads if _is_of(keys, head)]
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
@@ -72,7 +72,14 @@ def owner_of(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = 
     if len(told) > 1:
         names = " and ".join(head.trainer for head in told)
         raise InvalidFileError([f"{keys.name}: has keys of {names}; name the trainer: memplan import --from"])
-    return Owned(keys, told[0], other_kind(keys, told[0]))
+    return Owned(_calls_alone(keys, told[0]), told[0], other_kind(keys, told[0]))
+
+
+def _calls_alone(keys: GivenKeys, head: TrainerHead) -> GivenKeys:
+    """Return of a program that calls a trainer what it gives to calls: its variables are names of its own."""
+    if keys.form != "python" or not head.calls:
+        return keys
+    return replace(keys, data={name: value for name, value in keys.data.items() if name in keys.words})
 
 
 def is_owned(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:

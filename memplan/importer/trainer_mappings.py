@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,9 @@ class Mapped:
     step_alone: tuple[str, ...] = ()
     experts_alone: tuple[str, ...] = ()  # Keys of those that change routed experts, and nothing of other models
     irrelevant: tuple[str, ...] = ()  # Keys that move no memory on the device
+    irrelevant_of: tuple[
+        str, ...
+    ] = ()  # Mappings whose irrelevant keys count here too, given by themselves or to a call
     writes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -168,6 +171,7 @@ def _extended(own: Mapped, base: Mapped) -> Mapped:
         step_alone=(*base.step_alone, *own.step_alone),
         experts_alone=(*base.experts_alone, *own.experts_alone),
         irrelevant=(*base.irrelevant, *own.irrelevant),
+        irrelevant_of=own.irrelevant_of,
         writes={**base.writes, **own.writes},
     )
 
@@ -184,7 +188,8 @@ def _body(mappings: TrainerMappings, trainer: str) -> Mapped:
     own = build(Mapped, known)
     for base in own.extends:
         own = _extended(own, mappings.body(base))
-    return own
+    shared = [key for name in own.irrelevant_of for key in mappings.body(name).irrelevant]
+    return replace(own, irrelevant=(*own.irrelevant, *shared, *(f"*.{key}" for key in shared))) if shared else own
 
 
 def _with_table(mappings: TrainerMappings, rule: Mapping[str, Any]) -> Mapping[str, Any]:

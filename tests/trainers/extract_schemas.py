@@ -62,6 +62,11 @@ PACKAGES: dict[str, tuple[tuple[str, str, str], ...]] = {
             ("components/optimizer/optimizer", "Config", "optimizer"), ("components/validate", "Config", "validator"), ("distributed/activation_checkpoint", "Config", "activation_checkpoint"),
         )
     ),
+    "unsloth": tuple(
+        (path, classes, f"{call}.")
+        for call, name in (("SFTConfig", "sft"), ("DPOConfig", "dpo"), ("GRPOConfig", "grpo"), ("KTOConfig", "kto"))
+        for path, classes in ((f"trl/trainer/({name}|base)_config.py", ANY), ("transformers/training_args.py", "TrainingArguments"))
+    ),
     "litgpt": (("litgpt/args.py", "TrainArgs", "train."), ("litgpt/args.py", "EvalArgs", "eval.")),
 }  # fmt: skip
 """Mapping -> files of packages, the classes in them whose fields are keys, and what stands in front of these."""
@@ -85,6 +90,24 @@ def fields(path: Path, classes: str) -> Iterator[str]:
                 text = ast.unparse(item)
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "init=False" not in text:
                     yield item.target.id
+
+
+def argument_keys(folder: Path) -> Iterator[str]:
+    """Yield what unsloth's functions take, as keys of their calls."""
+    for path, owner, function, called in UNSLOTH:
+        for node in ast.walk(ast.parse((folder / path).read_text(encoding="utf-8"))):
+            for item in node.body if isinstance(node, ast.ClassDef) and node.name == owner else ():
+                if isinstance(item, ast.FunctionDef) and item.name == function:
+                    yield from (f"{called}_{function}.{one.arg}" for one in item.args.args)
+
+
+UNSLOTH = (
+    ("unsloth/models/loader.py", "FastLanguageModel", "from_pretrained", "FastLanguageModel"),
+    ("unsloth/models/loader.py", "FastModel", "from_pretrained", "FastModel"),
+    ("unsloth/models/llama.py", "FastLlamaModel", "get_peft_model", "FastLanguageModel"),
+    ("unsloth/models/vision.py", "FastBaseModel", "get_peft_model", "FastModel"),
+)
+"""Files, their classes, the functions that a script calls, and of which name."""
 
 
 def recipe_keys(folder: Path) -> list[str]:
@@ -121,6 +144,8 @@ def main() -> None:
     SCHEMAS.mkdir(exist_ok=True)
     for trainer in PACKAGES:
         (SCHEMAS / f"{trainer}.txt").write_text("".join(f"{key}\n" for key in schema_keys(folder, trainer)))
+    with (SCHEMAS / "unsloth.txt").open("a") as file:
+        file.write("".join(f"{key}\n" for key in sorted(set(argument_keys(folder)))))
     (SCHEMAS / "torchtune.txt").write_text("".join(f"{key}\n" for key in recipe_keys(folder)))
 
 
