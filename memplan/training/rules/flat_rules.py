@@ -61,8 +61,12 @@ def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str]
     """Return what FullyShardedDataParallel is not modelled with where PEFT has each matrix of an adapter wrapped, or nothing."""
     assert config.adapter is not None
     coded, compute = formats["hidden_matrix"] not in FLOATS, config.compute_dtype
-    if config.adapter.kind == "dora" or stack.sharded_units != "accelerate":
-        return "with adapters is modelled for lora under transformers' Trainer and TRL; use engine: torch (FSDP2)"
+    if config.adapter.kind == "dora" or stack.sharded_units not in ("accelerate", "axolotl"):
+        return (
+            "with adapters is modelled for lora under transformers' Trainer, TRL and axolotl; use engine: torch (FSDP2)"
+        )
+    if config.kernels.over(stack.kernels).fused_adapters:
+        return f"is what {stack.name}'s functions for adapters do not run with (utils/schemas/validation.py); use kernels.adapters: composite"
     if coded and formats["embedding"] != compute:
         return f"flattens no {formats['embedding']} weights beside codes that are stored in {compute}; use weights.default: {compute}"
     return ""

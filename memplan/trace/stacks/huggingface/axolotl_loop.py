@@ -88,7 +88,8 @@ def _prepared(inputs: StackInputs) -> Any:
             _cast_ends(model, torch.float32)
         return model
     if quantises(setup) and is_sharded(setup.config.parallel):
-        _cast_ends(model, torch.float32, gates=True)
+        if setup.config.parallel.engine != "fsdp1":  # flat tensors have one dtype (axolotl 0.19: loaders/model.py)
+            _cast_ends(model, torch.float32, gates=True)
     elif quantises(setup):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         _cast_ends(model, TORCH_DTYPES[setup.config.compute_dtype])

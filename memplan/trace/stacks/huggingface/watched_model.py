@@ -108,7 +108,9 @@ def _watch_checkpointing(model: Any, layers: list[nn.Module], recorder: Recorder
             continue
 
         def checkpointed(function: Any, *args: Any, _inner: Any = inner, **options: Any) -> Any:
-            number = numbers.get(id(getattr(function, "func", function).__self__))
+            called = getattr(function, "func", function)
+            # a bound method, or since transformers 5.23 a plain function that is given its module
+            number = numbers.get(id(getattr(called, "__self__", None) or function.args[0]))
             told = _told(_inner, number, f"layer {number} backward", recorder) if number else _inner
             return told(function, *args, **options)
 
