@@ -292,7 +292,7 @@ def _when_sharded(
     coded = sorted(set(formats.values()) - FLOAT_BYTES.keys())
     if coded and not (stack.sharded_units in ("accelerate", "axolotl") and set(coded).issubset(whole)):
         yield ("weights",), f"{', '.join(coded)} cannot be sharded: shards of codes are not modelled; {instead}"
-    elif coded and stack.sharded_units == "axolotl":
+    elif coded and stack.sharded_units == "axolotl" and config.parallel.engine == "torch":
         yield from coded_shard_problems(config, INSTEAD)
     if config.parallel.staged_codes:
         yield from _when_staged(config, coded)

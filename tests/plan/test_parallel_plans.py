@@ -286,7 +286,27 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
         ({"parallel": replace(SHARDED, engine="fsdp1")}, "as accelerate runs it, not under bundled"),
         (
             {"stack": "trl", "parallel": replace(SHARDED, engine="fsdp1"), "adapter": Adapter(kind="dora")},
-            "modelled for lora under transformers' Trainer and TRL",
+            "modelled for lora under transformers' Trainer, TRL and axolotl",
+        ),
+        (
+            {
+                "stack": "axolotl",
+                "parallel": replace(SHARDED, engine="fsdp1"),
+                "adapter": Adapter(),
+                "compute_dtype": "bf16",
+            },
+            "use kernels.adapters: composite",
+        ),
+        (
+            {
+                "stack": "axolotl",
+                "parallel": replace(SHARDED, engine="fsdp1"),
+                "adapter": Adapter(),
+                "weights": {"default": "fp32"},
+                "compute_dtype": "bf16",
+                "kernels": Kernels(adapters="composite", loss="fused-linear"),
+            },
+            "gathers fp32 weights in bf16",
         ),
         ({"parallel": SHARDED, "weight_average": "bf16"}, "an average of shards"),
         ({"parallel": SHARDED, "weights": {"default": "fp16"}, "compute_dtype": "fp16"}, "fp16 is not supported"),

@@ -42,6 +42,22 @@ def test_cut_cross_entropy_has_no_logits_and_the_heads_gradient_alone():
     assert whole - cut > 0.9 * TOKENS * 128_256 * 4
 
 
+@pytest.mark.parametrize("stack", ["transformers", "axolotl"])
+def test_ligers_fused_loss_forms_whole_logits_where_it_evaluates(stack):
+    own, evaluated = (
+        plan("activation_checkpointing=full", "kernels.loss=fused-linear", f"evaluation={on}", stack=stack).to_dict()
+        for on in ("false", "true")
+    )
+    assert evaluated["peak"]["instant"] == "evaluation"
+    gained = evaluated["peak"]["requested_bytes"] - own["peak"]["requested_bytes"]
+    assert gained > 0
+    assert evaluated["peak"]["requested_bytes"] > TOKENS * 128_256 * (
+        2 + 4 + 4
+    )  # logits, in fp32, and their log-softmax
+    cut = plan("activation_checkpointing=full", *CUT, "evaluation=true", stack="axolotl").to_dict()
+    assert cut["peak"]["instant"] != "evaluation"
+
+
 def test_adapters_on_the_head_are_counted_with_what_they_save_of_every_chunk():
     own, head = (
         plan(f"adapter.targets={targets}", stack="torchtune", model="llama-2-7b")

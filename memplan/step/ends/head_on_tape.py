@@ -127,10 +127,15 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
 
 @lru_cache(maxsize=MOST_ENDS)
 def evaluated_head(settings: EndSettings, weights: Named) -> Section:
-    """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once."""
+    """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once.
+
+    Source:
+        ``lce_forward`` in liger_kernel/transformers/model/llama.py (0.8.5): without gradients Liger's loss is not taken, as
+        ``skip_logits`` is ``self.training``, and the model forms its logits and its own loss.
+    """
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
-    if settings.loss in FUSED_LOSSES:
+    if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":
         own = head_weights(settings, builder.weights)
         return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
     if settings.loss in IN_PIECES:

@@ -25,8 +25,8 @@ def flat_refusal(config: TrainingConfig, formats: Mapping[Role, str], stack: Sta
         return refused
     if not parallel.reshard_after_forward and (config.adapter is not None or config.offload.weights != "none"):
         return "as SHARD_GRAD_OP is modelled without adapters and host memory; use FULL_SHARD, or engine: torch (FSDP2)"
-    if parallel.zero_stage != 3 or config.evaluation:
-        return "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP) and without evaluation; use engine: torch (FSDP2)"
+    if parallel.zero_stage != 3:
+        return "is modelled with zero_stage 3 (FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP); use engine: torch (FSDP2)"
     return ""
 
 
@@ -65,8 +65,11 @@ def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str]
         return (
             "with adapters is modelled for lora under transformers' Trainer, TRL and axolotl; use engine: torch (FSDP2)"
         )
-    if config.kernels.over(stack.kernels).fused_adapters:
+    kernels = config.kernels.over(stack.kernels)
+    if kernels.fused_adapters:
         return f"is what {stack.name}'s functions for adapters do not run with (utils/schemas/validation.py); use kernels.adapters: composite"
+    if kernels.loss == "fused-linear" and formats["embedding"] != compute:
+        return f"gathers {formats['embedding']} weights in {compute}, which Liger's loss casts otherwise than is modelled; use weights.default: {compute}"
     if coded and formats["embedding"] != compute:
         return f"flattens no {formats['embedding']} weights beside codes that are stored in {compute}; use weights.default: {compute}"
     return ""

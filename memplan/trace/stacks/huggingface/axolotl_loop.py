@@ -62,9 +62,9 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         model = _adapted(patches, inputs)
         looks = bool(setup.config.parallel.unused_parameters)  # core/builders/causal.py, 265 to 271
         named = {**training_arguments(inputs, Path(folder)), "ddp_find_unused_parameters": looks}
-        arguments = transformers.TrainingArguments(**named)
+        arguments, rows = transformers.TrainingArguments(**named), Rows(setup)
         trainer: Any = transformers.Trainer(
-            model=model, args=arguments, train_dataset=Rows(setup), data_collator=partial(collated, inputs)
+            model=model, args=arguments, train_dataset=rows, eval_dataset=rows, data_collator=partial(collated, inputs)
         )
         return trained(trainer, model, recorder, "axolotl's model in Trainer's loop", setup)
 
