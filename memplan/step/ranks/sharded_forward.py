@@ -235,9 +235,13 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 
 def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
-    """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved."""
+    """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved.
+
+    What layers are called with, such as a mask and rotary tables, is gone when the head runs.
+    """
     resident, tail, stream = step.root_weight_bytes, step.tail.gathered_bytes, step.taped.embedding.output
-    x, around = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient), around + arguments_of(step)
+    x, alone = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient), around
+    around += arguments_of(step)
     first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("evaluation", "copy of the first layer", around + x, first)
     runs, last = step.taped.runs, step.last.buffer_bytes
@@ -254,4 +258,4 @@ def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
         outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
         buffer = 0 if outside else step.tail.buffer_bytes if step.apart else last
-        yield with_gathered("evaluation", moment.operation, around + moment.form, tail + buffer)
+        yield with_gathered("evaluation", moment.operation, alone + moment.form, tail + buffer)
