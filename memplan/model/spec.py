@@ -101,6 +101,7 @@ class LatentAttention:
     bias: bool = False  # Biases on the projections down and on that of its result
     output_bias: bool = False  # A bias on the latter alone, as Megatron-LM has it
     scale: float | None = None  # Factor of the scores; None for ``1 / sqrt(qk_head_dim)``
+    scales_query: bool = False  # Queries are multiplied by a factor for each position (Mistral 4)
 
     @property
     def compressed_norm(self) -> Norm:
@@ -150,6 +151,8 @@ class MixtureOfExperts:
     # One offset per expert that only steers the choice (DeepSeek-V3). It is a buffer, adjusted without gradients, and
     # so no parameter tensor. Scores are sigmoids then.
     score_correction: bool = False
+    # Scores are as wide as the router's product, and a masked copy of them decides the choice (Mistral 4).
+    scores_as_routed: bool = False
     softmax_of_chosen: bool = False  # Scores are a softmax over the chosen experts' logits alone (gpt-oss)
     fp32_choice: bool = False  # The router's product is cast to fp32 before experts are chosen (GraniteMoE)
     normalised: bool = True  # The chosen experts' scores are divided by their sum

@@ -96,7 +96,10 @@ def test_there_are_at_least_150_models():
 
 def test_every_family_has_a_released_model():
     texts = {entry["config"].get("text_config", {}).get("model_type") for entry in ENTRIES.values()}
-    assert {entry["architecture"] for entry in ENTRIES.values()} | texts - {None} == set(families())
+    behind_towers_alone = {"mistral4"}
+    assert {entry["architecture"] for entry in ENTRIES.values()} | texts - {None} == set(
+        families()
+    ) | behind_towers_alone
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,16 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek-v2": ("deepseek_v2", DEEPSEEK),
     "deepseek-v2-direct-query": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0}),
     "deepseek-v2-bias": ("deepseek_v2", DEEPSEEK | {"attention_bias": True} | TIED),
+    "glm4-moe-lite": ("glm4_moe_lite", DEEPSEEK | {"n_shared_experts": 1}),
+    "glm4-moe-lite-listed": (
+        "glm4_moe_lite",
+        BASE
+        | EXPERTS
+        | LATENT
+        | {"n_routed_experts": 8, "num_key_value_heads": 4, "q_lora_rank": None}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"]}
+        | TIED,
+    ),
     "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "deepseek-v3-direct-query": ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 2}),
     "deepseek-v3-bias": ("deepseek_v3", DEEPSEEK | {"attention_bias": True, "n_shared_experts": 1} | TIED),
@@ -168,6 +178,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         TIED | {"text_config": GROUPED | {"attention_bias": True}, "vision_config": QWEN_TOWER},
     ),
     "qwen3.5-whole": ("qwen3_5", {"text_config": DELTA, "vision_config": QWEN_TOWER}),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {"text_config": QWEN3_MOE | EXPERTS, "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [1]}} | UNTIED,
+    ),
     "qwen3.5-moe-whole": ("qwen3_5_moe", TIED | {"text_config": DELTA_MOE, "vision_config": QWEN_TOWER}),
     "gemma3": ("gemma3", {"text_config": GROUPED | {"head_dim": 32}, "vision_config": SIGLIP}),
     "mistral3": ("mistral3", UNTIED | {"text_config": GROUPED, "vision_config": OTHER_TOWER}),
@@ -176,6 +190,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         TIED
         | {"text_config": GROUPED | {"model_type": "ministral3"}, "vision_config": OTHER_TOWER}
         | {"multimodal_projector_bias": True},
+    ),
+    "mistral4": (
+        "mistral3",
+        UNTIED
+        | {
+            "text_config": DEEPSEEK | {"model_type": "mistral4", "first_k_dense_replace": 0},
+            "vision_config": OTHER_TOWER,
+        },
+    ),
+    "mistral4-direct-query": (
+        "mistral3",
+        TIED
+        | {"text_config": DEEPSEEK | {"model_type": "mistral4", "q_lora_rank": None, "attention_bias": True}}
+        | {"vision_config": OTHER_TOWER},
     ),
     "gpt-oss": ("gpt_oss", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss-no-bias": (

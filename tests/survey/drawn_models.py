@@ -65,9 +65,10 @@ LEARNED = {
 
 TOWERS = {
     "gemma3": ("gemma3_text",),
-    "mistral3": ("mistral", "ministral3"),
+    "mistral3": ("mistral", "ministral3", "mistral4"),
     "qwen2_5_vl": ("qwen2",),
     "qwen3_vl": ("qwen3",),
+    "qwen3_vl_moe": ("qwen3_moe",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
@@ -143,7 +144,7 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         half = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
         sections = [half - half // 3 * 2, half // 3, half // 3]
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0][: rng.randint(0, 1)]
     if family == "gemma3":
         vision |= {"image_size": 56, "vision_use_head": False}
@@ -291,8 +292,13 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
     }
     if family in LINEAR:
         return _linear(rng, family, mixture)
-    if family.startswith("deepseek"):
-        return {**mixture, **_latent(rng, values)}
+    if family.startswith("deepseek") or family in ("glm4_moe_lite", "mistral4"):
+        latent = {**mixture, **_latent(rng, values)}
+        if family == "glm4_moe_lite":  # which says of each layer what it is
+            kinds = ["sparse" if n >= latent["first_k_dense_replace"] else "dense" for n in range(3)]
+            latent |= {"mlp_layer_types": kinds[: values["num_hidden_layers"]]}
+            del latent["first_k_dense_replace"]
+        return latent
     return own.get(family, {})
 
 

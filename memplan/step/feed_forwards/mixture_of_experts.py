@@ -78,12 +78,13 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
                     tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch))
                     return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices
         narrow = part.score_correction and builder.settings.autocast and builder.settings.code.grouped_uncast
+        narrow = narrow or (part.scores_as_routed and not builder.settings.autocast)
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
             share = normalised(builder, share)
         if part.score_scale != 1.0:
             share = builder.pointwise("scale", share)
-        return share if part.fp32_scores else builder.cast(share, builder.compute), indices
+        return share if part.fp32_scores or part.scores_as_routed else builder.cast(share, builder.compute), indices
 
 
 def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> Value:
@@ -136,7 +137,7 @@ def _chosen(builder: Builder, logits: Value, indices: Value, part: MixtureOfExpe
     tape, used, scores = builder.tape, part.experts_per_token, builder.fresh(logits)
     with tape.alive(logits):
         tape.apply("scores of experts", [(logits, NEW)], scores, [scores])
-        if not part.score_correction:
+        if not part.score_correction and not part.scores_as_routed:
             if part.groups > 1:
                 mask = builder.fresh(scores, element_bytes=1)
                 with tape.alive(scores):
@@ -144,11 +145,14 @@ def _chosen(builder: Builder, logits: Value, indices: Value, part: MixtureOfExpe
             with tape.alive(scores):
                 return _topk(builder, scores, indices, used)
         with tape.alive(scores):
-            choice = tape.make("add", tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES), scores)
-            if part.groups > 1:
-                masked = tape.value(TOKENS, part.num_experts, 4, part=Part.TEMPORARIES)
+            width = scores.element_bytes if part.scores_as_routed else 4
+            choice = scores
+            if part.score_correction:
+                choice = tape.make("add", tape.value(TOKENS, part.num_experts, width, part=Part.TEMPORARIES), scores)
+            if part.groups > 1 or part.scores_as_routed:
+                masked = tape.value(TOKENS, part.num_experts, width, part=Part.TEMPORARIES)
                 choice = tape.make("groups that take part", masked, choice)
-            values = tape.value(TOKENS, used, 4, part=Part.TEMPORARIES)
+            values = tape.value(TOKENS, used, width, part=Part.TEMPORARIES)
             tape.make("topk", values, choice)
             tape.make("topk", indices, choice)
             with tape.alive(choice):

@@ -58,7 +58,18 @@ LITGPT = FamilyCode(
 )
 """``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
 
-_ALIKE = ("arcee", "gemma", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "mistral3", "qwen2", "smollm3")
+_ALIKE = (
+    "arcee",
+    "gemma",
+    "hunyuan_v1_dense",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mistral3",
+    "mistral4",
+    "qwen2",
+    "smollm3",
+)
 """Families that run as Llama does: what their parts have of their own, order and sizes, their shapes say."""
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
     **dict.fromkeys(_ALIKE, TRANSFORMERS),
@@ -149,7 +160,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gemma3_text": replace(TRANSFORMERS, masks=2, masks_from=6),
     "gemma3": replace(TRANSFORMERS, masks=2, masks_from=6),
     "qwen2_5_vl": replace(TRANSFORMERS, sequence_tables=True, passes_positions=False),
-    "qwen3_vl": replace(TRANSFORMERS, sequence_tables=True, norms_at_once=True),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), replace(TRANSFORMERS, sequence_tables=True, norms_at_once=True)),
     "mixtral": replace(TRANSFORMERS, adapts_experts=True),
     "qwen3_moe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
     "qwen3_next": replace(TRANSFORMERS, norms_at_once=True, shared_first=True),
@@ -160,7 +171,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     ),
     "olmoe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe"), replace(TRANSFORMERS, adapts_experts=True)),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), replace(TRANSFORMERS, adapts_experts=True)),
     "cohere": replace(TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first"),
     "cohere2": replace(
         TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4

@@ -13,8 +13,7 @@ from memplan.step.divided.divided_ends import row_product
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, ungrouped
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
-from memplan.step.layers.scaled_dot_product import attended, goes_by_steps
-from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.layers.scaled_dot_product import attended, goes_by_steps, scaled_by_position
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 
 
@@ -43,7 +42,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             query, key = _normed(builder, query, key, value, part, prefix)
         if part.scales_query:
             with builder.tape.alive(key, value, *named):
-                query = _scaled(builder, query)
+                query = scaled_by_position(builder, query)
         if builder.settings.code.cuts_sequences:
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         with builder.tape.alive(query, *named):
@@ -98,16 +97,6 @@ def _moved(builder: Builder, part: Attention) -> int:
 def looked_at(builder: Builder, x: Value) -> Value:
     """Return another look at a tensor, from which its gradient comes back as a copy."""
     return builder.tape.apply("look", [(x, NEW)], builder.tape.view(x), traits=SAVES_NOTHING)
-
-
-def _scaled(builder: Builder, query: Value) -> Value:
-    """Return queries times a factor for each position, which backward multiplies by again.
-
-    Source:
-        ``get_llama_4_attn_scale`` in transformers/models/ministral3/modeling_ministral3.py (5.23.0).
-    """
-    factors = builder.tape.value(Quantity.POSITIONS, 1, query.element_bytes, needs_gradient=False)
-    return builder.pointwise("scale query", query, (builder.tape.make("factors", factors),))
 
 
 def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:

@@ -124,6 +124,9 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             ways = [(plain, SAME if plain.element_bytes == width else NEW), (turned, SAME)]
             joined = builder.fresh(plain, heads * part.qk_head_dim, width)
             query = tape.apply("cat", ways, joined, traits=SAVES_NOTHING)
+            if part.scales_query:
+                with tape.alive(turned, latent, key_turned, down):
+                    query = scaled_by_position(builder, query)
             inner = heads * (part.qk_nope_head_dim + part.v_head_dim)
             risen = linear(builder, latent, f"{prefix}.{names.key_value_up}", inner)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
@@ -144,6 +147,16 @@ def _turned(builder: Builder, query: Value, key: Value, width: int) -> tuple[Val
             return turned_complex(builder, query, key, width)
     query = rotary(builder, query, width, width)
     return query, rotary(builder, key, width, width)
+
+
+def scaled_by_position(builder: Builder, query: Value) -> Value:
+    """Return queries times a factor for each position, which backward multiplies by again.
+
+    Source:
+        ``get_llama_4_attn_scale`` in transformers/models/ministral3/modeling_ministral3.py (5.23.0).
+    """
+    factors = builder.tape.value(Quantity.POSITIONS, 1, query.element_bytes, needs_gradient=False)
+    return builder.pointwise("scale query", query, (builder.tape.make("factors", factors),))
 
 
 def _query(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Value:

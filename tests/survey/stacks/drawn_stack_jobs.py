@@ -26,14 +26,14 @@ ATTENTION_ONLY = {
     "gpt_oss": ("q_proj", "v_proj"),
     "mixtral": ("q_proj", "v_proj"),
     "qwen2_moe": ("q_proj", "o_proj"),
-    "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), ("q_proj", "k_proj", "v_proj", "o_proj")),
     "qwen3_next": ("q_proj", "o_proj", "in_proj_qkvz", "out_proj"),
     "qwen3_5_moe": ("q_proj", "out_proj"),
     "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
     "olmoe": ("q_proj", "v_proj", "o_proj"),
     "granitemoe": ("q_proj", "k_proj", "o_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
-    "deepseek_v3": ("kv_b_proj", "o_proj"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("kv_b_proj", "o_proj")),
     "glm4_moe": ("q_proj", "k_proj", "o_proj"),
 }
 """Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""

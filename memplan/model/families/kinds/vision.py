@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import isqrt
 
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.kinds.gemma_like import gemma3_text
 from memplan.model.families.kinds.linear_attention import qwen3_5_moe_text, qwen3_5_text
 from memplan.model.families.kinds.llama_like import ministral3, mistral, qwen2, qwen3
+from memplan.model.families.kinds.mixtures import qwen3_moe
+from memplan.model.families.latent_mixtures import grouped, latent_mixture
 from memplan.model.families.vision_towers import TowerParts, text_inside, with_tower
-from memplan.model.spec import ModelSpec
+from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.model.tower import TowerTensor
 
 SIGLIP_LAYER = "model.vision_tower.encoder.layers.{}"
@@ -59,11 +62,32 @@ def gemma3(config: ConfigValues) -> ModelSpec:
 
 
 PIXTRAL_LAYER = "model.vision_tower.transformer.layers.{}"
-PIXTRAL_TEXTS = {"mistral": mistral, "ministral3": ministral3}
+
+
+def _mistral4(config: ConfigValues) -> ModelSpec:
+    """Mistral Small 4, text: DeepSeek-V3's latent attention, whose queries are scaled by their position, and experts beside a shared one.
+
+    Source: ``transformers/models/mistral4/modeling_mistral4.py`` (v5.23.0).
+    """
+    inner = config.integer("moe_intermediate_size", default=2048)
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("n_routed_experts", "num_local_experts", "num_experts", default=128),
+        experts_per_token=config.integer("num_experts_per_tok", default=4),
+        intermediate_size=inner,
+        activation=config.activation("hidden_act"),
+        shared_intermediate_size=inner * config.integer("n_shared_experts", default=1),
+        scores_as_routed=True,
+        normalised=config.flag("norm_topk_prob", default=True),
+    )
+    sizes = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
+    return latent_mixture(config, grouped(config, mixture), dense=0, scale=1.0, scales_query=True, **sizes)
+
+
+PIXTRAL_TEXTS = {"mistral": mistral, "ministral3": ministral3, "mistral4": _mistral4}
 
 
 def mistral3(config: ConfigValues) -> ModelSpec:
-    """Mistral Small 3.1 on, Magistral, Ministral 3: Mistral's layers behind a Pixtral tower and a projector that merges patches.
+    """Mistral Small 3.1 on, Magistral, Ministral 3, Mistral Small 4: Mistral's layers behind a Pixtral tower and a projector that merges patches.
 
     Source: ``transformers/models/mistral3/modeling_mistral3.py``, ``transformers/models/pixtral/modeling_pixtral.py``.
     """
@@ -159,7 +183,35 @@ def qwen3_vl(config: ConfigValues) -> ModelSpec:
 
     Source: ``transformers/models/qwen3_vl/modeling_qwen3_vl.py``; https://arxiv.org/abs/2511.21631.
     """
-    vision = config.part("vision_config", "qwen3_vl_vision")
+    return _behind_deep_tower(config, "qwen3", qwen3)
+
+
+def qwen3_vl_moe(config: ConfigValues) -> ModelSpec:
+    """Qwen3-VL with experts: Qwen3-MoE's layers, whose chosen scores always add up to one, behind Qwen3-VL's tower.
+
+    Source: ``transformers/models/qwen3_vl_moe/modeling_qwen3_vl_moe.py`` (v5.23.0).
+    """
+    return _behind_deep_tower(config, "qwen3_moe", _normalised_qwen3_moe)
+
+
+def _normalised_qwen3_moe(text: ConfigValues) -> ModelSpec:
+    """Return the shapes of Qwen3-MoE, of which this text model has no window and no choice of unnormalised scores."""
+    text.only("norm_topk_prob", True)
+    text.only("use_sliding_window", False)
+    spec = qwen3_moe(text)
+    parts = [(run, run.layer.feed_forward) for run in spec.runs]
+    layers = [
+        replace(run, layer=replace(run.layer, feed_forward=replace(part, normalised=True)))
+        if isinstance(part, MixtureOfExperts)
+        else run
+        for run, part in parts
+    ]
+    return replace(spec, runs=tuple(layers))
+
+
+def _behind_deep_tower(config: ConfigValues, family: str, text: Callable[[ConfigValues], ModelSpec]) -> ModelSpec:
+    """Return the shapes of a config whose text part ``text`` reads, behind a tower that hands patches to early layers too."""
+    vision = config.part("vision_config", f"{config.family}_vision")
     parts = _tower(vision)
     early = vision.integers("deepstack_visual_indexes")
     deep = DEEPSTACK if early is None else tuple(early)
@@ -175,7 +227,7 @@ def qwen3_vl(config: ConfigValues) -> ModelSpec:
         deep_blocks=deep,
     )
     config.take(vision)
-    return with_tower(config, text_inside(config, "qwen3", qwen3), parts, MERGERS, shape)
+    return with_tower(config, text_inside(config, family, text), parts, MERGERS, shape)
 
 
 def _tower(vision: ConfigValues) -> TowerParts:
