@@ -172,6 +172,21 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "ministral3": ("ministral3", GROUPED | {"head_dim": 32}),
     "qwen2.5-vl": ("qwen2_5_vl", {"text_config": GROUPED | EPSILON, "vision_config": QWEN_TOWER}),
     "qwen2.5-vl-flat": ("qwen2_5_vl", GROUPED | EPSILON | TIED | {"vision_config": QWEN_TOWER}),
+    "qwen2-vl": (
+        "qwen2_vl",
+        {
+            "text_config": GROUPED | EPSILON,
+            "vision_config": {"embed_dim": 48, "depth": 2, "num_heads": 3, "hidden_size": 64},
+        },
+    ),
+    "llava": ("llava", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
+    "llava-next": ("llava_next", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
+    "llava-pixtral": (
+        "llava",
+        {"text_config": GROUPED | {"model_type": "mistral"}, "vision_config": OTHER_TOWER | {"model_type": "pixtral"}}
+        | {"multimodal_projector_bias": False}
+        | UNTIED,
+    ),
     "qwen3-vl": ("qwen3_vl", {"text_config": GROUPED, "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [1]}}),
     "qwen3-vl-tied": (
         "qwen3_vl",
@@ -212,7 +227,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-THEIRS = ("bloom", "qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+THEIRS = ("bloom", "llava", "qwen2_vl", "qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
 OWN_CASES = [case for case, (family, _) in CASES.items() if family == "gemma3_text" or not family.startswith(THEIRS)]
 OWN_CASES.remove("cohere-query-key-norm")
 """Those that memplan's own models run as well as transformers': without ALiBi, gated delta networks, vision towers and norms with a scale

@@ -67,6 +67,8 @@ TOWERS = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("mistral", "ministral3", "mistral4"),
     "qwen2_5_vl": ("qwen2",),
+    "qwen2_vl": ("qwen2",),
+    **dict.fromkeys(("llava", "llava_next"), ("llama", "mistral", "qwen2")),
     "qwen3_vl": ("qwen3",),
     "qwen3_vl_moe": ("qwen3_moe",),
     "qwen3_5": ("qwen3_5_text",),
@@ -137,6 +139,8 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         "intermediate_size": rng.choice((40, 96, 257)),
         "patch_size": 14,
     }
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": vision["hidden_size"], "hidden_size": text["hidden_size"]}
     if family in LINEAR:
         vision["out_hidden_size"] = text["hidden_size"]
     elif family.startswith("qwen"):
@@ -148,7 +152,7 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         vision["deepstack_visual_indexes"] = [0][: rng.randint(0, 1)]
     if family == "gemma3":
         vision |= {"image_size": 56, "vision_use_head": False}
-    if family == "mistral3":
+    if family in ("mistral3", "llava", "llava_next"):
         text["model_type"] = kind
     return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 

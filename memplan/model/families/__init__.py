@@ -26,7 +26,18 @@ MAXIMUM_RUNS = 128
 """Each run of equal layers is planned by itself, in time that grows faster than their number; the deepest released
 model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none has more runs."""
 
-WITH_TOWERS = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+WITH_TOWERS = (
+    "gemma3",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 """Families that read a whole vision-language config; of others the text model alone is read."""
 
 

@@ -28,18 +28,21 @@ class TowerParts:
         config: Values of its ``vision_config``.
         missing: What missing sizes mean: hidden and intermediate size, blocks, heads and patch size, as the defaults of
             the family's configuration class in transformers 5.23.0 have them.
+        width: Key of the hidden size.
     """
 
-    def __init__(self, config: ConfigValues, missing: tuple[int, int, int, int, int]) -> None:
+    def __init__(
+        self, config: ConfigValues, missing: tuple[int, int, int, int, int], width: str = "hidden_size"
+    ) -> None:
         hidden, inner, blocks, heads, patch = missing
         self.tensors: list[TowerTensor] = []
-        self.hidden = config.integer("hidden_size", default=hidden)
+        self.hidden = config.integer(width, default=hidden)
         self.inner = config.integer("intermediate_size", default=inner)
         self.blocks = config.integer("depth", "num_hidden_layers", default=blocks, maximum=MAXIMUM_LAYERS)
         self.channels = config.integer("in_channels", "in_chans", "num_channels", default=3)
         self.patch = config.integer("patch_size", "spatial_patch_size", default=patch)
         self.heads = config.integer("num_heads", "num_attention_heads", default=heads)
-        config.divides("num_attention_heads", self.heads, "hidden_size", self.hidden)
+        config.divides("num_attention_heads", self.heads, width, self.hidden)
         config.ignore(*OF_ACTIVATIONS)
 
     def add(
