@@ -210,7 +210,8 @@ def _attention(spec: ModelSpec, part: Attention) -> Iterator[ParameterTensor]:
         queries = part.query_size * (2 if part.output_gate else 1)
         yield from _linear(spec, f"{prefix}.{names.query}", queries, hidden, part.qkv_bias)
         yield from _linear(spec, f"{prefix}.{names.key}", part.key_value_size, hidden, part.qkv_bias)
-        yield from _linear(spec, f"{prefix}.{names.value}", part.key_value_size, hidden, part.qkv_bias)
+        if not part.keys_as_values:
+            yield from _linear(spec, f"{prefix}.{names.value}", part.key_value_size, hidden, part.qkv_bias)
     yield from _linear(spec, f"{prefix}.{names.output}", hidden, part.query_size, part.output_bias)
     if part.query_key_norm is not None:
         for name, heads in ((names.query_norm, part.num_heads), (names.key_norm, part.num_key_value_heads)):

@@ -65,6 +65,8 @@ class Attention:
     scale: float | None = None  # Factor of the scores; None for ``1 / sqrt(head_dim)``
     # The query's projection yields a gate of the same width besides, whose sigmoid scales what is attended.
     output_gate: bool = False
+    value_norm: bool = False  # Values are normalised too, without a scale (Gemma 4)
+    keys_as_values: bool = False  # One projection yields keys and values (Gemma 4's layers of full attention)
     scales_query: bool = False  # Rotated queries are multiplied by a factor for each position (Ministral 3)
     alibi: bool = False  # Scores get a bias that grows with distance, other for each head (BLOOM)
     # Rows of a table of sines and cosines that each layer keeps and looks positions up in (GPT-J); 0 for none.

@@ -37,12 +37,12 @@ BEHIND = ("optimizer step", "gradient clipping")
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
 
-Kernels = tuple[KernelProfile, AttentionKernel | None, AttentionKernel | None]
+Kernels = tuple[KernelProfile, *tuple[AttentionKernel | None, ...]]
 
 
 def _kernels(setup: TrainingSetup) -> Kernels:
     """Return all of a setup that a card decides and its closed forms depend on."""
-    return setup.profile, setup.masked_attention, setup.tower_attention
+    return setup.profile, setup.masked_attention, setup.wide_attention, setup.tower_attention
 
 
 def _of_rank(model: Model, setup: TrainingSetup) -> Model:

@@ -111,7 +111,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     return Regime(
         one_sequence=batch == 1
         and (
-            profile.attention in ("math", "eager")
+            "math" in (profile.attention, setup.wide_attention)
+            or profile.attention == "eager"
             or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
             or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
             or setup.stack.loop.labels == "cut"

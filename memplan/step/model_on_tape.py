@@ -125,12 +125,12 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     spec = inputs.spec
     block = block_settings(spec, inputs.setup, inputs.regime)
     weights = taped_weights(inputs.setup, inputs.states)
-    settings = end_settings(spec, block, inputs.setup, frozen=(f"{spec.names.embedding}.weight", False) in weights)
-    prefix = f"{spec.names.layer}."
-    visual = {name: weight for (name, _), weight in weights.items() if spec.tower is not None and is_of_tower(name)}
+    prefix, known = f"{spec.names.layer}.", {key[:2] for key in weights}
+    settings = end_settings(spec, block, inputs.setup, frozen=(f"{spec.names.embedding}.weight", False) in known)
+    visual = {name: weight for (name, *_), weight in weights.items() if spec.tower is not None and is_of_tower(name)}
     root = tuple(
         (name, weight)
-        for (name, _), weight in weights.items()
+        for (name, *_), weight in weights.items()
         if not name.startswith((prefix, REFERENCE)) and name not in visual
     )
     embedding = embedding_section(settings, root)
@@ -145,8 +145,8 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     stream = (needs, block.residual_bytes, leaf)
     kinds = _Kinds(inputs, block, weights, prefix)
     runs: list[tuple[LayerRun, int]] = []
-    given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in weights
-    if not settings.table_gradients and (f"{spec.names.embedding}.lora_embedding_A.weight", True) in weights:
+    given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in known
+    if not settings.table_gradients and (f"{spec.names.embedding}.lora_embedding_A.weight", True) in known:
         given = False
     leaves = [0] if given else []
     for run in _runs(spec, inputs.setup, inputs.regime):
@@ -216,7 +216,7 @@ class _Kinds:
 
     def trains(self, run: LayerRun) -> bool:
         """Tell whether parameters of a run's layers train."""
-        return any(trainable for _, trainable in self._own(run))
+        return any(trainable for _, trainable, _ in self._own(run))
 
     def of(self, run: LayerRun, stream: Stream) -> int:
         """Return the kind of a run's layers, by number, where the first of them is given such a stream."""
@@ -266,5 +266,5 @@ def _parameters_by_first(states: ModelStates, prefix: str) -> dict[int, tuple[Pa
     names: dict[int, list[Parameter]] = {}
     for entry in states.tensors:
         if entry.tensor.name.startswith(prefix):
-            names.setdefault(entry.tensor.first, []).append((entry.tensor.name, entry.trainable))
+            names.setdefault(entry.tensor.first, []).append((entry.tensor.name, entry.trainable, entry.tensor.shape))
     return {first: tuple(own) for first, own in names.items()}

@@ -93,14 +93,16 @@ class StepInputs:
         return max(sizes, default=0)
 
 
-Parameter = tuple[str, bool]
+Parameter = tuple[str, bool, tuple[int, ...]]
 """A parameter's name, and whether it trains."""
 
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[Parameter, Weight]:
     """Return every parameter tensor that is used as tapes see it; one that several runs of layers have is alike in all in which it trains."""
     emptied = emptied_names(setup, states.tensors)
-    distinct = {(entry.tensor.name, entry.trainable): entry for entry in states.tensors if entry.tensor.used}
+    distinct = {
+        (entry.tensor.name, entry.trainable, entry.tensor.shape): entry for entry in states.tensors if entry.tensor.used
+    }
     return {key: _taped(setup, entry, key[0] in emptied) for key, entry in distinct.items()}
 
 

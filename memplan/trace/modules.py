@@ -113,7 +113,13 @@ def _traced(job: ModuleJob, setup: TrainingSetup, label: str) -> Trace:
     job.watch(recorder)
     compute = TORCH_DTYPES[setup.config.compute_dtype] if setup.autocast else None
     what = f"forward or backward of {label}"
-    with _explained(what), cuda_kernels(setup.profile, compute), cuda_optimizer_paths(), short_loops(), recorder:
+    with (
+        _explained(what),
+        cuda_kernels(setup.profile, compute, setup.wide_attention),
+        cuda_optimizer_paths(),
+        short_loops(),
+        recorder,
+    ):
         for _ in range(2):
             recorder.next_step()
             job.step(recorder)

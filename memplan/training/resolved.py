@@ -51,6 +51,8 @@ class TrainingSetup:
     unmodelled: tuple[str, ...] = ()  # What of the job the formula does not follow; it plans none of that
     # Kernel of attention within a window on a card; None where there is no window to see to.
     masked_attention: AttentionKernel | None = None
+    # Kernel of heads wider than flash takes, where a model has narrower ones too; None where it has none of one kind.
+    wide_attention: AttentionKernel | None = None
     tower_attention: AttentionKernel | None = None
     widens_stream: bool = (
         False  # Whether the model has a norm behind its embedding, whose result autocast leaves in fp32

@@ -27,11 +27,13 @@ GLM4_MOE = GROUPED | EXPERTS | {"head_dim": 16, "n_routed_experts": 8, "n_group"
 DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
+GEMMA4 = GROUPED | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 8}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TOWER = {"hidden_size": 48, "intermediate_size": 50, "patch_size": 14}
 EPSILON = {"rms_norm_eps": 1e-6}
 QWEN_TOWER = TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 64}
 OTHER_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 56}
+GEMMA4_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
 SIGLIP = OTHER_TOWER | {"vision_use_head": False}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
@@ -69,6 +71,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2-bias": ("gemma2", BASE | {"attention_bias": True} | UNTIED),
     "gemma3-text": ("gemma3_text", GROUPED | {"head_dim": 32}),
     "gemma3-text-bias": ("gemma3_text", GROUPED | {"attention_bias": True} | UNTIED),
+    "gemma4-text": ("gemma4_text", GEMMA4),
+    "gemma4-text-keys": (
+        "gemma4_text",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True} | UNTIED,
+    ),
     "phi": ("phi", BASE),
     "phi-query-key-norm": ("phi", GROUPED | {"qk_layernorm": True} | TIED),
     "phi3": ("phi3", BASE),
@@ -199,6 +206,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "qwen3.5-moe-whole": ("qwen3_5_moe", TIED | {"text_config": DELTA_MOE, "vision_config": QWEN_TOWER}),
     "gemma3": ("gemma3", {"text_config": GROUPED | {"head_dim": 32}, "vision_config": SIGLIP}),
+    "gemma4": (
+        "gemma4",
+        {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER},
+    ),
     "mistral3": ("mistral3", UNTIED | {"text_config": GROUPED, "vision_config": OTHER_TOWER}),
     "mistral3-bias": (
         "mistral3",
@@ -227,7 +238,18 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-THEIRS = ("bloom", "llava", "qwen2_vl", "qwen3_5", "qwen3_next", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl")
+THEIRS = (
+    "bloom",
+    "llava",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_next",
+    "gemma3",
+    "gemma4",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+)
 OWN_CASES = [case for case, (family, _) in CASES.items() if family == "gemma3_text" or not family.startswith(THEIRS)]
 OWN_CASES.remove("cohere-query-key-norm")
 """Those that memplan's own models run as well as transformers': without ALiBi, gated delta networks, vision towers and norms with a scale

@@ -35,6 +35,7 @@ OWN_HEAD_WIDTH = frozenset(
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "gpt_oss",
         "ministral3",
         "hunyuan_v1_dense",
@@ -65,6 +66,7 @@ LEARNED = {
 
 TOWERS = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("mistral", "ministral3", "mistral4"),
     "qwen2_5_vl": ("qwen2",),
     "qwen2_vl": ("qwen2",),
@@ -271,6 +273,14 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         "qwen2_moe": {**sparse, "shared_expert_intermediate_size": 48, "decoder_sparse_step": rng.choice((1, 2))},
         "qwen3_moe": {**sparse, "decoder_sparse_step": rng.choice((1, 2))},
         **{name: {"attention_bias": flag} for name in ("qwen3", "hunyuan_v1_dense", "gemma2")},
+        "gemma4_text": {
+            "attention_bias": rng.random() < 0.3,
+            "hidden_size_per_layer_input": 0,
+            "global_head_dim": rng.choice((values.get("head_dim", 64) * 2, 512, 320)),
+            "attention_k_eq_v": flag,
+            "sliding_window": rng.choice((100, 1024)),
+            "final_logit_softcapping": rng.choice((None, 30.0)),
+        },
         "stablelm": {"use_qkv_bias": flag, "use_parallel_residual": rng.random() < 0.5},
         "gpt_neox": {"use_parallel_residual": flag},
         "phi": {"qk_layernorm": flag, "partial_rotary_factor": 0.5},

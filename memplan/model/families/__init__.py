@@ -28,6 +28,7 @@ model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none h
 
 WITH_TOWERS = (
     "gemma3",
+    "gemma4",
     "llava",
     "llava_next",
     "mistral3",

@@ -10,6 +10,7 @@ DEFAULT_WINDOWS: Mapping[str, int] = {
         ("gemma2", "gemma3_text", "olmo3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "cohere2", "exaone4"), 4096
     ),
     "gpt_oss": 128,
+    "gemma4_text": 512,
 }
 """Windows where a config names none: each family's configuration class in transformers v5.23.0. Mistral's, 4,096 there, is
 none here: entries of the catalog name a window only where there is one."""
@@ -17,6 +18,7 @@ none here: entries of the catalog name a window only where there is one."""
 EVERY_NTH_FULL: Mapping[str, int] = {
     "gemma2": 2,
     "gemma3_text": 6,
+    "gemma4_text": 6,
     "gpt_oss": 2,
     "olmo3": 4,
     "cohere2": 4,
@@ -40,6 +42,10 @@ def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     kind = str(keys.get("model_type"))
     window = _whole(keys, "sliding_window", 0 if "sliding_window" in keys else DEFAULT_WINDOWS.get(kind, 0))
     listed = keys.get("layer_types")
+    if kind == "gemma4_text":  # whose last layer is full whatever its config says
+        rest = listed if isinstance(listed, (list, tuple)) else ["sliding_attention"] * 5 + ["full_attention"]
+        named = [rest[layer % len(rest)] for layer in range(layers - 1)]
+        return (*(window if name == "sliding_attention" else 0 for name in named), 0)
     if isinstance(listed, (list, tuple)):
         return tuple(window if name == "sliding_attention" else 0 for name in listed)
     if kind in EVERY_NTH_FULL:

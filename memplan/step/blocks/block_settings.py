@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.stacks import Cache, StackProjections
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, TensorNames
@@ -53,6 +53,7 @@ class BlockSettings:
     names: TensorNames  # Names of the modules
     hidden_size: int  # Width of the residual stream
     profile: KernelProfile  # Kernels; those of update and loss are left at their defaults
+    wide_attention: AttentionKernel | None  # Kernel of heads that flash does not take, where layers have both
     compute_bytes: int  # Bytes of an element in matrix products
     embedded_bytes: int  # Bytes of an element of embedded tokens
     residual_bytes: int  # Bytes of an element of the residual stream
@@ -105,6 +106,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
             adapters=own.adapters,
             linear_attention=own.linear_attention,
         ),
+        wide_attention=setup.wide_attention,
         compute_bytes=setup.compute_bytes,
         embedded_bytes=setup.embedded_bytes,
         residual_bytes=setup.residual_bytes,

@@ -84,7 +84,8 @@ def _composite_norm(
                 inverse = _inverse_root(builder, means)
         else:
             shifted = tape.apply("add", [(means, SAME)], builder.fresh(means), traits=SAVES_NOTHING)
-            inverse = _inverse_root(builder, shifted)
+            root = _inverse_power if builder.settings.code.powered_norms else _inverse_root
+            inverse = root(builder, shifted)
     traits = Traits(workspace=full, forms_last=True)
     normal = tape.apply("mul", [(wide, NEW), (inverse, NEW)], builder.fresh(wide), [inverse, wide], traits=traits)
     if not used:
@@ -98,7 +99,7 @@ def _composite_norm(
         out = _scaled(builder, x, normal, norm, used, casts, rows)
         out = builder.cast(out, width) if code.casts_scale else out
     tape.touch(
-        *((means,) if code.promotes and not norm.unit_offset else ())
+        *((means,) if code.promotes and not norm.unit_offset and not code.powered_norms else ())
     )  # ``variance`` in ``LlamaRMSNorm.forward``
     return out
 
@@ -108,6 +109,12 @@ def _inverse_root(builder: Builder, x: Value) -> Value:
     inverse, factor = builder.fresh(x), (x.quantity, x.coefficient)
     traits = Traits(workspace=[factor] * 2, forms_last=True)
     return builder.tape.apply("rsqrt", [(x, NEW)], inverse, [inverse], traits=traits)
+
+
+def _inverse_power(builder: Builder, x: Value) -> Value:
+    """Return the same as a power, of which backward needs what it was taken of (``pow`` in derivatives.yaml, v2.13.0)."""
+    traits = Traits(workspace=[(x.quantity, x.coefficient)] * 2, forms_last=True)
+    return builder.tape.apply("pow", [(x, NEW)], builder.fresh(x), [x], traits=traits)
 
 
 def _scaled(
@@ -122,6 +129,9 @@ def _scaled(
         scaled = _times_weight(builder, normal, used, (shift,), offset=True)
         tape.touch(normal)
         return builder.cast(scaled, x.element_bytes)
+    if builder.settings.code.powered_norms:
+        read = [tape.make("cast weight", builder.constant(used[0].rows, 4))] if used[0].element_bytes != 4 else []
+        return builder.cast(_times_weight(builder, normal, used, tuple(read)), x.element_bytes)
     with tape.alive(normal):
         if builder.settings.code.wide_scale:
             copies = builder.settings.code.casts_scale and used[0].element_bytes != 4

@@ -9,11 +9,19 @@ from memplan.catalog.entries import Gpu
 from memplan.catalog.hardware.capabilities import is_native
 from memplan.catalog.hardware.hardware_tables import HardwareTables
 from memplan.documents.frozen_values import dataclass
+from memplan.model.spec import Attention
 
 ChosenKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 FLASH_LARGEST_WIDTH = 256
 CUDNN_LARGEST_WIDTH = 128
+
+
+def is_wide(part: object) -> bool:
+    """Tell whether attention has heads that flash does not take."""
+    return isinstance(part, Attention) and part.head_dim > FLASH_LARGEST_WIDTH
+
+
 CUDNN_SINCE = 8
 """Major compute capability from which on cuDNN has attention (``check_cudnn_hardware_support``)."""
 

@@ -13,7 +13,14 @@ from memplan.catalog.stacks import Stack
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
-from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, kernel_on, runs_on
+from memplan.step.kernels.attention_choice import (
+    FLASH_LARGEST_WIDTH,
+    AttentionCall,
+    ChosenKernel,
+    is_wide,
+    kernel_on,
+    runs_on,
+)
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.image_rows import has_images
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
@@ -62,16 +69,18 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
         )
     if reason:
         notes = (*notes, reason)
+    wide = _wide_kernel(setup, model, gpu)
     masked, tower = _masked_kernel(setup, model, gpu), _tower_kernel(setup, model, gpu)
     profile = setup.profile if kernel == setup.profile.attention else replace(setup.profile, attention=kernel)
     if profile.loss == "tiled-linear" and gpu.cuda_total_bytes > LARGE_CARD_BYTES:
         profile = replace(profile, loss="pieced-linear")
-    if not notes and profile is setup.profile and masked is None and tower is None:
+    if not notes and profile is setup.profile and masked is None and tower is None and wide is None:
         return setup
     return replace(
         setup,
         profile=profile,
         masked_attention=masked,
+        wide_attention=wide,
         tower_attention=tower,
         card_notes=notes,
     )
@@ -193,7 +202,7 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
             "kernels.attention: transformers runs attention sinks by a kernel of its hub (kernels-community/vllm-flash-attn3), "
             "which is not modelled; use eager"
         )
-    calls = list(attention_calls(setup, model))
+    calls = _narrow_calls(setup, model)
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
     if own == "auto" or own == "eager" or own == "flex" or not calls or unknown:
         return own, ""
@@ -209,6 +218,22 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
             f"use kernels.attention: auto, or {kernel}"
         )
     return kernel, f"attention {kernel}, as torch chooses on {card_label(gpu)}, where there is no {own} kernel"
+
+
+def _narrow_calls(setup: TrainingSetup, model: Model) -> list[AttentionCall]:
+    """Return what attention asks of torch, that of wide heads only where there are no others."""
+    calls = list(attention_calls(setup, model))
+    return [call for call in calls if call.width <= FLASH_LARGEST_WIDTH] or calls
+
+
+def _wide_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
+    """Return the kernel of heads that flash does not take, where layers have both kinds and torch chooses."""
+    calls = list(attention_calls(setup, model))
+    wide = [call for call in calls if call.width > FLASH_LARGEST_WIDTH]
+    unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
+    if len(wide) in (0, len(calls)) or unknown or setup.attention_choice != TORCH_CHOOSES:
+        return None
+    return _least_able(kernel_on(call, gpu, setup.hardware, setup.stack.attention_order) for call in wide)
 
 
 def _steps_alone(setup: TrainingSetup, model: Model) -> tuple[AttentionKernel, str]:
@@ -237,7 +262,7 @@ def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKer
         or unknown
     ):
         return None
-    calls = [replace(call, masked=True, grouped=False) for call in attention_calls(setup, model)]
+    calls = [replace(call, masked=True, grouped=False) for call in _narrow_calls(setup, model)]
     return _least_able(kernel_on(call, gpu, setup.hardware) for call in calls) if calls else None
 
 
@@ -292,13 +317,13 @@ def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCal
                 and part.num_heads > part.num_key_value_heads
             )
             code = family_code(setup.stack, model.spec.architecture)
-            asks = code.asks_for_groups
+            asks = code.asks_for_groups and not is_wide(part)
             one = isinstance(part, Attention) and part.num_key_value_heads == 1
             yield AttentionCall(
                 dtype,
                 *widths,
                 grouped=grouped and asks,
-                unequal=grouped and one and not asks and not code.repeats_keys,
+                unequal=grouped and one and not (asks or code.repeats_keys or is_wide(part)),
                 dropout=dropout,
                 masked=code.masks_always,
             )

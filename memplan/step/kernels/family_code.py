@@ -163,6 +163,18 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "gemma3": replace(TRANSFORMERS, masks=2, masks_from=6),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), replace(TRANSFORMERS, sequence_tables=True, passes_positions=False)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), replace(TRANSFORMERS, sequence_tables=True, norms_at_once=True)),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        replace(
+            TRANSFORMERS,
+            masks=2,
+            masks_from=2,
+            rotates_together=False,
+            turns_each=True,
+            powered_norms=True,
+            scales_output=True,
+        ),
+    ),
     "mixtral": replace(TRANSFORMERS, adapts_experts=True),
     "qwen3_moe": replace(TRANSFORMERS, adapts_experts=True, norms_at_once=True),
     "qwen3_next": replace(TRANSFORMERS, norms_at_once=True, shared_first=True),

@@ -85,6 +85,10 @@ class FamilyCode:
     # Whether every token has a position of its own, counted in the mask of padding, where other models look up a row's.
     counts_positions: bool = False
     norms_at_once: bool = False  # Whether query and key are normalised as they are projected, each before the next
+    # Whether query, key and value are normalised and rotated as they are projected, each before the next.
+    turns_each: bool = False
+    powered_norms: bool = False  # Whether norms take a power for the root, and cast their weight to fp32
+    scales_output: bool = False  # Whether a layer's result is multiplied in its place by a number that is not trained
     # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``
     # by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
     # ``looked-up`` in a table of each layer's own, by key and query apart.

@@ -136,7 +136,10 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes
     element_bytes = 4 if wide or code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
-    entries = sum(widths) if tables_apart(spec, setup) else max(widths) * bases
+    shared = (
+        sum(set(widths)) if bases == len(set(widths)) else max(widths) * bases
+    )  # each base of a width of its own, or all alike
+    entries = sum(widths) if tables_apart(spec, setup) else shared
     halved = tables.halved and not (code.halves_by_tables or code.turns_halves)
     row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "grown":

@@ -20,8 +20,10 @@ from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value:
     """Return what multi-head attention adds to the residual stream."""
     with builder.tape.alive(x):
-        if builder.settings.code.query_first:
-            query, key, value = _query_first(builder, x, part, prefix)
+        one_by_one = builder.settings.code.query_first or builder.settings.code.turns_each
+        if one_by_one:
+            formed = _each_turned if builder.settings.code.turns_each else _query_first
+            query, key, value = formed(builder, x, part, prefix)
             gates: tuple[Value, ...] = ()
         else:
             projected, gates = _projections(builder, x, part, prefix)
@@ -31,10 +33,11 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
         late = part.norms_rotated
-        if part.query_key_norm is not None and not late and not _norms_at_once(builder, part, prefix):
+        normed = builder.settings.code.turns_each or _norms_at_once(builder, part, prefix)
+        if part.query_key_norm is not None and not late and not normed:
             query, key = _normed(builder, query, key, value, part, prefix)
         named = gates
-        if not builder.settings.code.query_first:
+        if not one_by_one:
             with builder.tape.alive(*gates):
                 turn = interleaved_rotation if builder.settings.code.interleaved and part.rotary_dim else turned
                 query, key, named = turn(builder, (query, key, value), part)
@@ -207,6 +210,27 @@ def _query_first(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
                 value = looked_at(builder, value)  # its gradient, a sum over groups, has heads before tokens
         with tape.alive(value):
             return query, rotary(builder, key, part.head_dim, part.rotary_dim), value
+
+
+def _each_turned(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
+    """Return query, key and value, each normalised before the next is, of which the first two are rotated by functions of their own.
+
+    Source:
+        ``Gemma4TextAttention.forward`` in transformers/models/gemma4/modeling_gemma4.py (5.23.0).
+    """
+    names, tape = builder.settings.names, builder.tape
+    query = linear(builder, x, f"{prefix}.{names.query}", part.query_size)
+    query = rotary(builder, _norm(builder, query, part, prefix, names.query_norm), part.head_dim, part.rotary_dim)
+    with tape.alive(query):
+        key = linear(builder, x, f"{prefix}.{names.key}", part.key_value_size)
+        with tape.alive(key):
+            value = key
+            if not part.keys_as_values:
+                value = linear(builder, x, f"{prefix}.{names.value}", part.key_value_size)
+        with tape.alive(value):
+            key = rotary(builder, _norm(builder, key, part, prefix, names.key_norm), part.head_dim, part.rotary_dim)
+        with tape.alive(key):
+            return query, key, _norm(builder, value, part, prefix, "v_norm")
 
 
 def _normed(

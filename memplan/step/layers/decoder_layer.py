@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
@@ -16,10 +17,11 @@ from memplan.step.divided.divided_ends import whole_rows
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
+from memplan.step.kernels.attention_choice import is_wide
 from memplan.step.layers.attention import attention
 from memplan.step.layers.scaled_dot_product import latent_attention
 from memplan.step.playing.section import Section
-from memplan.step.tapes.taped_operations import SAME, SAVES_NOTHING, Value
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.step.tapes.taped_weight import Weight
 
 MOST_LAYERS = 128
@@ -47,6 +49,8 @@ def layer_section(
         leaf: Whether its input is a leaf of autograd's graph.
         staged: Whether its input waits in host memory, and is then a view of a buffer that is there all the time.
     """
+    if settings.wide_attention and is_wide(layer.attention):
+        settings = replace(settings, profile=replace(settings.profile, attention=settings.wide_attention))
     builder = Builder(settings, dict(weights))
     builder.tape.instant, builder.tape.waits = "layer", staged
     given = builder.tape.part_of if staged else builder.tape.given
@@ -82,7 +86,10 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     if layer.placement == "sandwich":
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):
-            return builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
+            out = builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
+        if code.scales_output:
+            out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=SAVES_NOTHING)
+        return out
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []
     part = builder.dropped(attention_part(builder, first, layer))

@@ -8,6 +8,7 @@ from memplan.model.spec import Attention, LatentAttention
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder, promoted
 from memplan.step.blocks.norms import normalised
+from memplan.step.kernels.attention_choice import is_wide
 from memplan.step.layers.attention_kernels import (
     FLASH_WIDTH_MULTIPLE,
     Heads,
@@ -47,8 +48,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
         return masked_in_layer(builder, heads, part)
     if builder.settings.code.contiguous_heads and not stepwise and not builder.settings.flash_attn:
         heads = _contiguous(builder, heads)
-    if builder.settings.regime.masked and builder.settings.code.asks_for_groups and not stepwise:
-        heads = ungrouped(builder, heads, expands=True)  # before autocast casts them
+    if builder.settings.code.asks_for_groups and not stepwise and (builder.settings.regime.masked or is_wide(part)):
+        heads = ungrouped(builder, heads, expands=True)  # before autocast casts them (``use_gqa_in_sdpa``)
     query, key, value = (builder.lowered(x) for x in heads.tensors)
     if builder.settings.flash_attn and query.element_bytes == 4:  # ``fa_peft_integration_check`` of transformers
         query, key, value = (builder.cast(x, builder.compute) for x in heads.tensors)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
+from memplan.step.kernels.attention_choice import FLASH_LARGEST_WIDTH
 from memplan.trace.reference.operations import aten, attention, repeated, rms_norm
 from memplan.units import round_up
 
@@ -52,14 +53,16 @@ def cuda_operators() -> Iterator[None]:
 
 
 @contextmanager
-def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) -> Iterator[None]:
+def cuda_kernels(
+    profile: KernelProfile, autocast: torch.dtype | None = None, wide: AttentionKernel | None = None
+) -> Iterator[None]:
     """Run attention, norms, dropout and grouped products on ``meta`` tensors as CUDA would under ``profile``.
 
     Args:
         autocast: Dtype that CUDA's autocast casts products to, or None for no autocast.
     """
     overrides: dict[str, Callable[..., Tensor]] = {
-        "scaled_dot_product_attention": _attention(profile, autocast),
+        "scaled_dot_product_attention": _attention(profile, autocast, wide),
         "rms_norm": _rms_norm(autocast),
         "dropout": _dropout,
     }
@@ -69,7 +72,9 @@ def cuda_kernels(profile: KernelProfile, autocast: torch.dtype | None = None) ->
         yield
 
 
-def _attention(profile: KernelProfile, autocast: torch.dtype | None) -> Callable[..., Tensor]:
+def _attention(
+    profile: KernelProfile, autocast: torch.dtype | None, wide: AttentionKernel | None
+) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,
@@ -85,7 +90,8 @@ def _attention(profile: KernelProfile, autocast: torch.dtype | None) -> Callable
         if autocast is not None:
             query, key, value = query.to(autocast), key.to(autocast), value.to(autocast)
         if is_causal and attn_mask is None:
-            return attention(query, key, value, kernel=profile.attention, target="cuda", dropout=dropout_p, scale=scale)
+            kernel = wide if wide and query.shape[-1] > FLASH_LARGEST_WIDTH else profile.attention
+            return attention(query, key, value, kernel=kernel, target="cuda", dropout=dropout_p, scale=scale)
         return _masked_attention(query, key, value, attn_mask, dropout_p, scale)
 
     return scaled_dot_product_attention

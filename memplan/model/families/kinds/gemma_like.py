@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from memplan.model.families.common_parts import attention, factor, model, rms_norm, shape, sliding_window
+from dataclasses import replace
+
+from memplan.model.families.common_parts import Shape, attention, factor, model, rms_norm, shape, sliding_window
 from memplan.model.families.config_values import ConfigValues
+from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Activation, Layer, Mlp, ModelSpec
 
 
@@ -89,3 +92,68 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
         rotary_tables=2,
         **window,
     )
+
+
+def gemma4_text(config: ConfigValues) -> ModelSpec:
+    """Gemma 4, text, dense: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
+
+    Embeddings for every layer, layers that share keys and values and experts, which other sizes have, are refused.
+
+    Source: ``transformers/models/gemma4/modeling_gemma4.py`` (v5.23.0).
+    """
+    common = shape(config, heads=8, key_value_heads=4, head_dim=256, vocab_size=262_144)
+    _refuse_other_gemma4(config)
+    bias, norm = config.flag("attention_bias"), rms_norm(config)
+    kinds = layer_windows({**config.keys, "model_type": "gemma4_text"}, common.num_hidden_layers)
+    as_values = config.flag("attention_k_eq_v")
+    wide = _full_heads(config, common, [index for index, window in enumerate(kinds) if not window], as_values)
+    options = {"qkv_bias": bias, "output_bias": bias, "query_key_norm": norm, "scale": 1.0, "value_norm": True}
+    within = Layer(attention(config, common, **options), _gemma_mlp(config), norm, placement="sandwich")
+    full = replace(within, attention=attention(config, wide, keys_as_values=as_values, **options))
+    return model(
+        config,
+        common,
+        [within if window else full for window in kinds],
+        tied=True,
+        embedding_scale=common.hidden_size**0.5,
+        final_logit_softcap=config.cap("final_logit_softcapping", default=0.0),
+        rotary_tables=len(set(kinds)),
+        window=max(kinds),
+        full_layers=tuple([index for index, window in enumerate(kinds) if not window]),
+    )
+
+
+def _full_heads(config: ConfigValues, common: Shape, full: list[int], as_values: bool) -> Shape:
+    """Return the shape of full layers: by keys of their own, or as ``per_layer_config`` has it, which must be alike for all.
+
+    Source: ``Gemma4TextConfig.__post_init__`` (v5.23.0).
+    """
+    listed = config.mapping("per_layer_config")
+    alike = listed.get(str(full[0]), {})
+    if listed and (set(listed) != {str(index) for index in full} or any(own != alike for own in listed.values())):
+        config.refuse(
+            "per_layer_config", "layers that differ otherwise than by full attention and windows are not modelled"
+        )
+    own = alike if isinstance(alike, dict) else {}
+    width = own.get("head_dim") or config.integer("global_head_dim", default=512)
+    groups = config.integer("num_global_key_value_heads", default=common.num_key_value_heads)
+    groups = own.get("num_key_value_heads") or (groups if as_values else common.num_key_value_heads)
+    if not all(isinstance(value, int) and value > 0 for value in (width, groups)):
+        config.problem("per_layer_config", "expected positive integers")
+        return common
+    config.divides("num_global_key_value_heads", groups, "num_attention_heads", common.num_attention_heads)
+    return replace(common, head_dim=width, num_key_value_heads=groups)
+
+
+def _refuse_other_gemma4(config: ConfigValues) -> None:
+    """Refuse what the other sizes of Gemma 4 have."""
+    config.integer("sliding_window", default=512)
+    if config.keys.get("hidden_size_per_layer_input", 256):
+        config.refuse("hidden_size_per_layer_input", "embeddings for every layer, as in Gemma 4 E2B, are not modelled")
+    config.only("num_kv_shared_layers", 0)
+    config.only("enable_moe_block", False)
+    config.only("use_bidirectional_attention", None, "vision")
+    config.ignore(
+        "hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp", "per_layer_config"
+    )
+    config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")

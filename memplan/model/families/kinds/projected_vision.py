@@ -7,7 +7,7 @@ from math import isqrt
 from typing import Any
 
 from memplan.model.families.config_values import ConfigValues
-from memplan.model.families.kinds.gemma_like import gemma3_text
+from memplan.model.families.kinds.gemma_like import gemma3_text, gemma4_text
 from memplan.model.families.kinds.llama_like import llama, ministral3, mistral, qwen2
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
 from memplan.model.families.vision_towers import TowerParts, text_inside, with_tower
@@ -196,3 +196,46 @@ def _clip_tower(config: ConfigValues) -> TowerParts:
     vision.ignore("projection_dim")
     config.take(vision)
     return parts
+
+
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+GEMMA4_LAYER = "model.vision_tower.encoder.layers.{}"
+
+
+def gemma4(config: ConfigValues) -> ModelSpec:
+    """Gemma 4 with images, dense: its text model behind a tower of Gemma's layers, whose features one matrix projects.
+
+    Source: ``transformers/models/gemma4/modeling_gemma4.py`` (v5.23.0).
+    """
+    config.only("audio_config", None)
+    config.ignore("audio_token_id", "boa_token_id", "eoa_token_index")
+    vision = config.part("vision_config", "gemma4_vision")
+    parts = TowerParts(vision, (768, 3072, 16, 12, 16))
+    hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
+    embedder, positions = "model.vision_tower.patch_embedder", vision.integer("position_embedding_size", default=10_240)
+    parts.tensors.append(TowerTensor(f"{embedder}.position_embedding_table", (2, positions, hidden), "embedding"))
+    parts.add(f"{embedder}.input_proj", hidden, 3 * parts.patch**2)
+    width = vision.integer("head_dim", default=64)
+    groups = vision.integer("num_key_value_heads", default=12)
+    for name, rows in (("q_proj", parts.heads * width), ("k_proj", groups * width), ("v_proj", groups * width)):
+        parts.add(f"{GEMMA4_LAYER}.self_attn.{name}.linear", rows, hidden, count=blocks)
+    parts.add(f"{GEMMA4_LAYER}.self_attn.o_proj.linear", hidden, parts.heads * width, count=blocks)
+    for name in ("q_norm", "k_norm"):
+        parts.add(f"{GEMMA4_LAYER}.self_attn.{name}", width, role="norm", count=blocks)
+    for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        parts.add(f"{GEMMA4_LAYER}.mlp.{name}.linear", rows, columns, count=blocks)
+    for name in GEMMA_NORMS:
+        parts.add(f"{GEMMA4_LAYER}.{name}", hidden, role="norm", count=blocks)
+    vision.only("use_clipped_linears", False)
+    vision.ignore(
+        "standardize", "pooling_kernel_size", "hidden_activation", "attention_bias", "max_position_embeddings"
+    )
+    config.take(vision)
+    text = text_inside(config, "gemma4_text", gemma4_text)
+    parts.add("model.embed_vision.embedding_projection", text.hidden_size, hidden)
+    return with_tower(config, text, parts, ("model.embed_vision",))
