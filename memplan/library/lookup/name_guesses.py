@@ -25,7 +25,7 @@ _ENDING = re.compile(
 """Words that say how a model was tuned or stored, and nothing of its shapes."""
 
 _OTHER_PART = re.compile(
-    "vl|vlm|vision|visual|omni|audio|speech|multimodal|image|video|ocr|llava|clip|siglip|moe|embed|embeddings?|rerank|reranker"
+    "assistant|vl|vlm|vision|visual|omni|audio|speech|multimodal|image|video|ocr|llava|clip|siglip|moe|embed|embeddings?|rerank|reranker"
     "|reward|rm|prm|classifier|guard|draft|eagle|medusa|mtp|diffusion|mamba|hybrid|pruned?|minitron|depth|layers?|upscaled"
     "|merged|franken|passthrough|solar|nano|half|tiny|random|dflash|dflare|domino|dspark|vispec|switch"
 )
