@@ -64,7 +64,8 @@ def base_dtype(setup: TrainingSetup) -> torch.dtype:
 def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
     """Return transformers' config of the model that has ``keys`` in its ``config.json``."""
     given = {name: value for name, value in keys.items() if name not in ("model_type", "architectures", "dtype")}
-    nested = {name: {**value, **IDS} for name, value in given.items() if name == "text_config"}
+    padded = {**IDS, "pad_token_id": 0}  # which Gemma 4 puts in the place of images
+    nested = {name: {**value, **padded} for name, value in given.items() if name == "text_config"}
     config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **(nested or IDS)})
     config = config if "vision_config" in keys else config.get_text_config()
     text = config.get_text_config()
