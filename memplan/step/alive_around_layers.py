@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.layer_arguments import other_mask, position_quantity
+from memplan.step.kernels.layer_arguments import other_mask, other_tables, position_quantity
 from memplan.step.losses.stretched_loss import EMPTY
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
@@ -165,7 +165,13 @@ def passed_on(inputs: StepInputs) -> Form:
 
 
 def let_go(inputs: StepInputs, layer: int) -> Form:
-    """Return what of :func:`passed_on` is gone in the backward of a layer, since checkpointing lets go of what it has called again."""
-    if inputs.setup.checkpointing == "none" or inputs.setup.stack.checkpointing.reentrant:
+    """Return what of :func:`passed_on` is gone in the backward of a layer, as only others above were called with it.
+
+    Reentrant checkpointing does not let go of what it has called again.
+    """
+    spec, setup = inputs.spec, inputs.setup
+    if setup.checkpointing != "none" and setup.stack.checkpointing.reentrant:
         return ZERO
-    return other_mask(inputs.spec, inputs.setup, layer)
+    tables, mask = tables_of_graph(inputs), other_mask(spec, setup, layer)
+    gone = ZERO if tables is ZERO else other_tables(spec, setup, layer, wide=inputs.regime.wide_tables)
+    return gone if setup.checkpointing == "none" else gone + mask

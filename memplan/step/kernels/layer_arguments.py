@@ -59,13 +59,28 @@ def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
 
 def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
     """Return the mask of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
-    full = frozenset(spec.full_layers)
-    kinds = [number in full for number in range(spec.num_hidden_layers)]
-    if len(set(kinds)) == len(set(kinds[:layer])):
+    if _other_kind(spec, layer) is None:
         return ZERO
     code = family_code(setup.stack, spec.architecture)
     one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.embedded_bytes)
     return one if _masks(spec, setup, code, retained=True) == one + one else ZERO
+
+
+def _other_kind(spec: ModelSpec, layer: int) -> int | None:
+    """Return a layer, within a window or not, the like of which none is up to ``layer``, the first of which is 1; None for none."""
+    full = frozenset(spec.full_layers)
+    kinds = [number in full for number in range(spec.num_hidden_layers)]
+    below = set(kinds[:layer])
+    return next((number for number, kind in enumerate(kinds) if kind not in below), None)
+
+
+def other_tables(spec: ModelSpec, setup: TrainingSetup, layer: int, *, wide: bool) -> Form:
+    """Return the rotary tables that only layers above ``layer``, the first of which is 1, are given, of another kind than those up to it."""
+    other = _other_kind(spec, layer)
+    if other is None or spec.rotary_tables < 2:
+        return ZERO
+    part = next(run.layer.attention for run in reversed(spec.runs) if run.first <= other)
+    return rotary_tables(spec, setup, wide=wide, entries=_rotary_width(part))
 
 
 def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
@@ -120,8 +135,8 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
     return code.masks_always or (code.masks_layers and spec.window > 0) or 0 < spec.window <= length
 
 
-def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) -> Form:
-    """Return the tables of cosines and sines.
+def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False, entries: int | None = None) -> Form:
+    """Return the tables of cosines and sines, or one of so many ``entries`` a row.
 
     Formula:
         ``2 d e`` for each of the positions that there are rows for, half as much where a pair of dimensions shares its
@@ -136,10 +151,9 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False) 
     widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes
     element_bytes = 4 if wide or code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
-    shared = (
-        sum(set(widths)) if bases == len(set(widths)) else max(widths) * bases
-    )  # each base of a width of its own, or all alike
-    entries = sum(widths) if tables_apart(spec, setup) else shared
+    if entries is None:  # each base has a width of its own, or all are alike
+        each = sum(set(widths)) if bases == len(set(widths)) else max(widths) * bases
+        entries = sum(widths) if tables_apart(spec, setup) else each
     halved = tables.halved and not (code.halves_by_tables or code.turns_halves)
     row_bytes = entries * element_bytes * (1 if halved or code.complex_rotary or code.half_tables else 2)
     if tables.rows == "grown":
