@@ -19,10 +19,11 @@ from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 
 def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value:
     """Return what multi-head attention adds to the residual stream."""
+    code = builder.settings.code
     with builder.tape.alive(x):
-        one_by_one = builder.settings.code.query_first or builder.settings.code.turns_each
+        one_by_one = code.query_first or code.turns_each
         if one_by_one:
-            formed = _each_turned if builder.settings.code.turns_each else _query_first
+            formed = _each_turned if code.turns_each else _query_first
             query, key, value = formed(builder, x, part, prefix)
             gates: tuple[Value, ...] = ()
         else:
@@ -32,40 +33,38 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         query.apart = key.apart = value.apart = True
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
-        late = part.norms_rotated
-        normed = builder.settings.code.turns_each or _norms_at_once(builder, part, prefix)
-        if part.query_key_norm is not None and not late and not normed:
+        norms, late = part.query_key_norm is not None and not code.turns_each, part.norms_rotated
+        if norms and not late and not _norms_at_once(builder, part, prefix):
             query, key = _normed(builder, query, key, value, part, prefix)
         named = gates
         if not one_by_one:
             with builder.tape.alive(*gates):
-                turn = interleaved_rotation if builder.settings.code.interleaved and part.rotary_dim else turned
+                turn = interleaved_rotation if code.interleaved and part.rotary_dim else turned
                 query, key, named = turn(builder, (query, key, value), part)
-        if part.query_key_norm is not None and late:
+        if norms and late:
             query, key = _normed(builder, query, key, value, part, prefix)
         if part.scales_query:
             with builder.tape.alive(key, value, *named):
                 query = scaled_by_position(builder, query)
-        if builder.settings.code.cuts_sequences:
+        if code.cuts_sequences:
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         with builder.tape.alive(query, *named):
             key, value = cached(builder, key, value)
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
-        code = builder.settings.code
         if code.repeats_keys and not code.contiguous_heads:
             with builder.tape.alive(query):
                 heads = ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
-        named = (*named, value) if builder.settings.code.names_all else named
+        named = (*named, value) if code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)
             with builder.tape.alive(out):
                 out = builder.copied(out, moves=_keeps_heads_first(builder, part))
             for gate in gates:
                 out = _gated(builder, out, gate)
-            builder.named += [out] if builder.settings.code.adds_inside else []
+            builder.named += [out] if code.adds_inside else []
             with builder.tape.alive(out, *builder.named):
                 result = _output(builder, out, f"{prefix}.{builder.settings.names.output}")
-        if builder.settings.code.names_all:  # as ``CausalSelfAttention.forward`` names them
+        if code.names_all:  # as ``CausalSelfAttention.forward`` names them
             others = [x for x in (*heads.tensors, *named) if x.storage != value.storage]
             builder.tape.touch(value, *others, out)
         return result
