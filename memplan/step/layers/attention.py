@@ -23,8 +23,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
     with builder.tape.alive(x):
         one_by_one = code.query_first or code.turns_each
         if one_by_one:
-            formed = _each_turned if code.turns_each else _query_first
-            query, key, value = formed(builder, x, part, prefix)
+            query, key, value = (_each_turned if code.turns_each else _query_first)(builder, x, part, prefix)
             gates: tuple[Value, ...] = ()
         else:
             projected, gates = _projections(builder, x, part, prefix)
