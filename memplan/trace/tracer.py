@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from memplan.model.model import Model
-from memplan.step.kernels.refused_code import refuse_biased_scores
+from memplan.step.kernels.refused_code import refuse_foreign_parts
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.jobs import optimizers
 from memplan.trace.jobs.bundled_optimizer import short_loops
@@ -44,7 +44,7 @@ def trace_training(
         InvalidFileError: A target of the adapters is no projection of the model.
     """
     adapter_tensors(model, setup)  # refuses what the formula refuses, in its words, as the next does
-    refuse_biased_scores(model.spec, setup)
+    refuse_foreign_parts(model.spec, setup)
     if setup.config.parallel.data > 1:
         if is_sharded(setup.config.parallel):
             from memplan.trace.ranks.sharded_trace import trace_sharded  # torch.distributed takes a second to import

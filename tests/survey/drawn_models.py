@@ -22,8 +22,8 @@ DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
-NOT_BUNDLED = (*LINEAR, "bloom")
-"""Families that memplan's own models do not run, ALiBi's among them."""
+NOT_BUNDLED = (*LINEAR, "bloom", "gemma4_text")
+"""Families that memplan's own models do not run, ALiBi's and Gemma 4's among them."""
 
 OWN_HEAD_WIDTH = frozenset(
     {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.model import Model
-from memplan.model.spec import MixtureOfExperts, ModelSpec
+from memplan.model.spec import LatentAttention, MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.own_adapters import refuse_own_adapters
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -28,24 +30,37 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
             "(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or kernels.loss: fp32"
         )
     refuse_unrun_parts(model.spec)
-    refuse_biased_scores(model.spec, setup)
+    refuse_foreign_parts(model.spec, setup)
     refuse_liger(model.spec, setup)
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)
     refuse_linear_attention(model.spec, setup)
 
 
-def refuse_biased_scores(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Raise for ALiBi where the models that a stack trains have none.
+def refuse_foreign_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for parts of a model that those that a stack trains do not have.
 
     Raises:
         CannotAnswerError: They are not transformers' own.
     """
-    if spec.alibi and setup.stack.model_code != "transformers":
+    for what in _foreign_parts(spec) if setup.stack.model_code != "transformers" else ():
         raise CannotAnswerError(
-            f"{spec.name} has ALiBi, a bias of its scores, which models of transformers add and those of stack "
-            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+            f"{spec.name} has {what}, as models of transformers have and those of stack {setup.stack.name} do not: "
+            "use a stack of transformers, such as --stack trl"
         )
+
+
+def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
+    """Yield what models of transformers alone have."""
+    parts = [run.layer.attention for run in spec.runs]
+    if spec.alibi:
+        yield "ALiBi, a bias of its scores"
+    if any(getattr(part, "value_norm", False) for part in parts):
+        yield "normalised values"
+    if any(isinstance(part, LatentAttention) and part.scales_query for part in parts):
+        yield "latent attention whose queries are scaled by their position"
+    if getattr(parts[0], "query_key_norm_scope", "head") == "each":
+        yield "a norm of each head by a scale of its own"
 
 
 def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -172,12 +187,6 @@ def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:
         CannotAnswerError: Its layers are no ``nn.Linear`` (transformers 5.23.0, ``replace_with_bnb_linear``).
     """
     code = family_code(setup.stack, spec.architecture)
-    apart = getattr(spec.runs[0].layer.attention, "query_key_norm_scope", "head") == "each"
-    if apart and setup.stack.model_code != "transformers":
-        raise CannotAnswerError(
-            f"{spec.name} normalises each head by a scale of its own, which models of transformers do and those of stack "
-            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
-        )
     quantised = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
     if (
         quantised

@@ -108,7 +108,13 @@ def gemma4_text(config: ConfigValues) -> ModelSpec:
     kinds = layer_windows({**config.keys, "model_type": "gemma4_text"}, common.num_hidden_layers)
     as_values = config.flag("attention_k_eq_v")
     wide = _full_heads(config, common, [index for index, window in enumerate(kinds) if not window], as_values)
-    options: dict[str, Any] = {"qkv_bias": bias, "output_bias": bias, "query_key_norm": norm, "scale": 1.0, "value_norm": True}
+    options: dict[str, Any] = {
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "query_key_norm": norm,
+        "scale": 1.0,
+        "value_norm": True,
+    }
     within = Layer(attention(config, common, **options), _gemma_mlp(config), norm, placement="sandwich")
     full = replace(within, attention=attention(config, wide, keys_as_values=as_values, **options))
     return model(
