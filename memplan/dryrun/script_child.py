@@ -72,7 +72,9 @@ def run_here(request: Request) -> Outcome:
             files.sandbox(),
             pretended_machine(recorder, values, kernels=request.kernels, ranks=request.ranks),
             data_loaders(request.synthetic),
-            known_libraries(request.card.compute_capability, files, values, notes, calls, watched.computing_again),
+            known_libraries(
+                request.card.compute_capability, files, values, notes, calls, watched.computing_again, request.kernels
+            ),
             watched.watching(),
             CompiledModules(request.card.compute_capability, values, notes).compiling(),
         ),

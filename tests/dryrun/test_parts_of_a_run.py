@@ -99,6 +99,38 @@ def test_what_nobody_has_set_is_not_known():
         assert values.of(bare) is None
 
 
+def test_one_operand_that_is_known_may_decide():
+    values = KnownValues(LINES)
+    with pretended_machine(recorder_of(GIB), values, kernels="cpu"):
+        scores = torch.nn.Linear(8, 1).cuda()(torch.ones(4, 8, device="cuda"))
+        unknown, full = (scores > 0.5).any(), torch.full((4, 1), True, device="cuda")
+        assert values.of(unknown) is None
+        assert values.of(unknown & ~full.all()).tolist() is False
+        assert values.of((scores > 0.5) | full).tolist() == [[True]] * 4
+        assert values.of(unknown & full.all()) is None
+        assert values.of(unknown | ~full.all()) is None
+
+
+def test_what_a_script_asks_of_the_card_itself_is_answered():
+    with pretended_runtime(recorder_of(8 * GIB)):
+        assert torch.cuda.memory.get_allocator_backend() == "native"
+        assert torch.cuda.device_memory_used() == 0 == torch.cuda.temperature() == torch.cuda.get_sync_debug_mode()
+        assert torch.cuda.default_generators[0].initial_seed() >= 0
+        assert not torch.cuda.get_device_properties(0).is_integrated
+
+
+def test_attention_of_grouped_queries_is_fused_on_a_cpu_too():
+    def attended(device: str) -> torch.Tensor:
+        query, key, value = (torch.ones(2, heads, 64, 32, device=device, requires_grad=True) for heads in (4, 2, 2))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    assert "FlashAttentionForCpu" in type(attended("cpu").grad_fn).__name__
+    recorder = recorder_of(GIB)
+    with pretended_machine(recorder, KnownValues(LINES), kernels="cpu"):
+        assert attended("cuda").shape == (2, 4, 64, 32)
+    assert not any("softmax" in record.operation for record in recorder.records)
+
+
 def test_what_comes_to_the_cpu_has_the_values_that_are_known():
     with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
         assert torch.arange(5).cuda().cpu().tolist() == list(range(5))

@@ -45,6 +45,7 @@ def known_libraries(
     notes: list[str],
     calls: TrainerCalls,
     computing_again: Callable[[Any], Any],
+    kernels: str = "cuda",
 ) -> Iterator[None]:
     """Change the libraries that a script imports inside.
 
@@ -53,6 +54,7 @@ def known_libraries(
         notes: Is told what stands for a library.
         calls: Is told which job a trainer runs.
         computing_again: Watches a function that runs layers again in backward.
+        kernels: ``cpu`` where TRL is to find no Triton, as without a GPU.
     """
     parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
@@ -67,7 +69,7 @@ def known_libraries(
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
-            "trl.kernels.chunked_logprob": lambda module: _silent(module, stack),
+            "trl.kernels.chunked_logprob": lambda module: _silent(module, stack, kernels == "cuda"),
             "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
                 replaced(module, {"fix_untrained_tokens": lambda *_, **__: None})
             ),
@@ -76,7 +78,9 @@ def known_libraries(
                     module.UnslothCheckpointFunction, {"apply": computing_again(module.UnslothCheckpointFunction.apply)}
                 )
             ),
-            "trl.trainer.utils": lambda module: stack.enter_context(replaced(module, {"_use_triton": lambda _: True})),
+            "trl.trainer.utils": lambda module: stack.enter_context(
+                replaced(module, {"_use_triton": lambda _: kernels == "cuda"})
+            ),
         }
         stack.enter_context(replaced(torch.backends.mha, {"get_fastpath_enabled": _slow_path(notes)}))
         stack.enter_context(flash_attn_installed(compute_capability, notes))
@@ -206,8 +210,11 @@ class _IdleKernel:
         """Launch nothing."""
 
 
-def _silent(module: Any, stack: ExitStack) -> None:
-    """Launch no Triton kernel: each writes into what it is given."""
+def _silent(module: Any, stack: ExitStack, has_triton: bool) -> None:
+    """Launch no Triton kernel: each writes into what it is given; where there is no Triton, all runs in torch's operators."""
+    if not has_triton:
+        stack.enter_context(replaced(module, {"_use_triton": lambda _: False}))
+        return
     names = ("_forward_tile", "_backward_tile", "_addmm_fp32")
     idle: Any = lambda *_, **__: None  # noqa: E731
     stack.enter_context(replaced(module, dict.fromkeys([name for name in names if hasattr(module, name)], idle)))

@@ -20,7 +20,6 @@ GENERATOR_STATE_BYTES = 16
 """Seed and offset of CUDA's generator, 8 bytes each (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``get_state``)."""
 CUDA_VERSION = "13.0"
 """CUDA of torch 2.13's default wheels (https://pytorch.org/get-started)."""
-
 NATIVE = ("bitsandbytes",)
 """Packages that load kernels of their own where there is a GPU, and know how to do without."""
 
@@ -112,6 +111,7 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
         yield from ((owner, name, value) for name, value in answers.items())
     yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
     yield torch.version, "cuda", CUDA_VERSION
+    yield cuda, "default_generators", tuple(_GENERATOR() for _ in range((ranks or Ranks(1)).per_node))
     yield torch, "Generator", _Generator
     yield torch, "Stream", streams.stream_class
     yield torch, "Event", Nothing
@@ -158,6 +158,9 @@ def _device_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
         total_memory=card.total_bytes,
         multi_processor_count=MULTIPROCESSORS,
         warp_size=32,
+        regs_per_multiprocessor=65536,  # of every architecture since Maxwell (CUDA C++ Programming Guide, compute capabilities)
+        is_integrated=0,
+        is_multi_gpu_board=0,
     )
     return {
         "is_available": _is_available,
@@ -209,8 +212,9 @@ def _memory_answers(recorder: LiveRecorder) -> dict[str, Any]:
         "mem_get_info": free,
         "empty_cache": recorder.release_cached,
         "set_per_process_memory_fraction": fraction,
-        "memory_usage": lambda *_: 0,
-        "utilization": lambda *_: 0,
+        "get_allocator_backend": lambda: "native",
+        "device_memory_used": lambda *_: recorder.card.total_bytes - free()[0],
+        **dict.fromkeys(("memory_usage", "utilization", "temperature", "power_draw", "clock_rate"), lambda *_: 0),
         "list_gpu_processes": lambda *_: "GPU:0\nno processes are running",
         "memory_snapshot": lambda *_, **__: allocator.segments(),
         "_snapshot": lambda *_, **__: {"segments": allocator.segments(), "device_traces": [[]]},
@@ -232,6 +236,7 @@ def _idle_answers() -> dict[str, Any]:
     return {
         **idle,
         "initial_seed": lambda: 0,
+        "get_sync_debug_mode": lambda: 0,
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
         "Event": Nothing,

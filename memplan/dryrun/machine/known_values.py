@@ -33,6 +33,13 @@ aten = torch.ops.aten
 _ALL_FINITE: dict[Any, bool] = {aten.isnan.default: False, aten.isinf.default: False}
 _AMONG = frozenset({aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor})
 """What asks which elements are one of some, such as tokens that end a sequence: none is where the elements are not known."""
+_DECIDES: dict[Any, bool] = {
+    aten.bitwise_and.Tensor: False,
+    aten.logical_and.default: False,
+    aten.bitwise_or.Tensor: True,
+    aten.logical_or.default: True,
+}
+"""What one operand decides by itself, whatever the other is, where it is this everywhere: a limit of length, say."""
 _UNSET = frozenset(
     {
         aten.empty.memory_format,
@@ -118,6 +125,9 @@ class KnownValues:
         real = [self.of(tensor) for tensor in given]
         if func in _AMONG and results and any(one is None for one in real):
             results[0]._known = Known(torch.tensor(False).expand(results[0].shape))  # type: ignore[attr-defined]
+            return
+        if func in _DECIDES and results and _is_everywhere(_DECIDES[func], real, results[0]):
+            results[0]._known = Known(torch.tensor(_DECIDES[func]).expand(results[0].shape))  # type: ignore[attr-defined]
             return
         small = all(tensor.numel() <= _most(tensor) for tensor in (*results, *changed))
         if small and (results or changed) and all(one is not None for one in real):
@@ -215,6 +225,11 @@ class KnownValues:
 def _known(tensor: Tensor) -> Known | None:
     known: Known | None = getattr(tensor, "_known", None)
     return known
+
+
+def _is_everywhere(value: bool, operands: list[Tensor | None], result: Tensor) -> bool:
+    known = (one for one in operands if one is not None and result.dtype == one.dtype == torch.bool)
+    return any(one.numel() > 0 and bool((one == value).all()) for one in known)
 
 
 def _most(tensor: Tensor) -> int:

@@ -56,13 +56,13 @@ def cpu_kernels() -> Iterator[None]:
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False,
         *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        # aten/src/ATen/native/transformers/sdp_utils_cpp.cpp (v2.13.0), ``use_flash_attention_cpp``
+        # aten/src/ATen/native/transformers/sdp_utils_cpp.cpp (v2.13.0), ``use_flash_attention_cpp``, which takes grouped queries
         parts = (query, key, value)
         fits = all(part.dim() == 4 and part.shape[-1] == query.shape[-1] and part.stride(-1) == 1 for part in parts)
         trained = mask is not None and mask.requires_grad
         allowed: Any = torch.backends.cuda.flash_sdp_enabled
         out: Tensor
-        if fits and not trained and not dropout and not enable_gqa and allowed():
+        if fits and not trained and not dropout and (enable_gqa or key.shape[1] == query.shape[1]) and allowed():
             fused = aten._scaled_dot_product_flash_attention_for_cpu
             out = fused(*parts, dropout, causal, attn_mask=_additive(mask, query.dtype), scale=scale)[0]
         else:
