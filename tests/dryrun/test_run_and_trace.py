@@ -10,7 +10,8 @@ import pytest
 
 import memplan
 
-SCRIPT = Path(__file__).parent / "scripts" / "drawn_trainer.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+PROGRAMS = {"transformers": "drawn_trainer.py", "plain-loop": "drawn_loop.py", "trl": "drawn_sft.py"}
 SEED = 30
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -21,8 +22,8 @@ FAMILIES = {
 OPTIMIZERS = {"adamw_torch": "foreach", "adamw_torch_fused": "fused"}
 
 
-def drawn(number):
-    """Return a model's keys, a training config and the arguments of Trainer that ask for the same."""
+def drawn(number, stack="transformers"):
+    """Return a model's keys, a training config and the arguments of Trainer, or of a loop, that ask for the same."""
     rng = Random(f"run and trace {SEED} {number}")
     family, heads, width = rng.choice(sorted(FAMILIES)), rng.choice((2, 4, 8)), rng.choice((32, 64))
     model = {
@@ -37,7 +38,7 @@ def drawn(number):
     clips, steps = rng.random() < 0.5, rng.choice((1, 1, 2))
     checkpointing = rng.choice(("none", "none", "full"))
     training = {
-        "description": "drawn", "stack": "transformers", "weights": {"default": plain}, "compute_dtype": compute,
+        "description": "drawn", "stack": stack, "weights": {"default": plain}, "compute_dtype": compute,
         "optimizer": {"default": f"adamw-{plain}"}, "kernels": {"optimizer": OPTIMIZERS[optimizer]}, "clip_gradients": clips,
         "gradient_accumulation_steps": steps, "activation_checkpointing": checkpointing,
         "micro_batch_size": rng.choice((1, 2, 3)), "sequence_length": rng.choice((64, 200, 512)),
@@ -46,24 +47,24 @@ def drawn(number):
         "optim": optimizer, "bf16": dtype == "autocast", "max_grad_norm": float(clips), "save_strategy": "no",
         "gradient_accumulation_steps": steps, "gradient_checkpointing": checkpointing == "full",
     }  # fmt: skip
+    if stack == "trl" and rng.random() < 0.6:
+        arguments["rank"] = rng.choice((4, 8))
+        training["adapter"] = {"kind": "lora", "rank": arguments["rank"], "targets": ["all-linear"]}
     return model, training, arguments
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(6))
-def test_a_drawn_job_peaks_at_the_byte_of_its_trace(number, tmp_path):
-    pytest.importorskip("transformers")
-    model, training, arguments = drawn(number)
+@pytest.mark.parametrize("stack", PROGRAMS)
+def test_a_drawn_job_peaks_at_the_byte_of_its_trace(stack, number, tmp_path):
+    for package in ("transformers", *(("trl", "peft") if stack == "trl" else ())):
+        pytest.importorskip(package)
+    model, training, arguments = drawn(number, stack)
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in model.items() if value is not None}))
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[training["weights"]["default"]]
-    words = [
-        str(tmp_path),
-        str(training["micro_batch_size"]),
-        str(training["sequence_length"]),
-        dtype,
-        json.dumps(arguments),
-    ]
-    ran = memplan.run(SCRIPT, words, gpu="h100", quiet=True)
+    shape = [str(training["micro_batch_size"]), str(training["sequence_length"])]
+    words = [str(tmp_path), *shape, dtype, json.dumps(arguments)]
+    ran = memplan.run(SCRIPTS / PROGRAMS[stack], words, gpu="h100", quiet=True)
     traced = memplan.trace(str(tmp_path), config=training, gpu="h100")
     assert ran.outcome.persistent_bytes == traced.step.trace.persistent_bytes
     assert ran.requested_bytes == traced.requested_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
 from math import prod
@@ -116,12 +116,12 @@ class CompiledModules:
     def _compiler(self) -> Callable[..., Any]:
         """Return torch's own function, which compiles for the card."""
         if self._compile is None:
-            with replaced(torch.backends.cuda, {"is_built": lambda: False}):  # this build has no CUDA to import from
-                import_module("torch._inductor.cudagraph_trees")
-            from torch._dynamo import config
-            from torch._dynamo.variables.builder import VariableBuilder
+            with _own_tensors():
+                with replaced(torch.backends.cuda, {"is_built": lambda: False}):  # this build has no CUDA to import from
+                    import_module("torch._inductor.cudagraph_trees")
+                from torch._dynamo import config
+                from torch._dynamo.variables.builder import VariableBuilder
 
-            with replaced(torch._subclasses, {"FakeTensor": FakeTensor}):
                 VariableBuilder._type_dispatch()  # keeps the classes that it takes for tensors
             enter = self._stack.enter_context
             enter(_with_torch_compile())
@@ -179,6 +179,11 @@ def _with_torch_compile() -> Iterator[None]:
         yield
 
 
+def _own_tensors() -> AbstractContextManager[None]:
+    """Let the compiler take fake tensors for such: what it writes into is one where it makes a graph of buffers that change."""
+    return replaced(torch._subclasses, {"FakeTensor": FakeTensor})
+
+
 @contextmanager
 def _without_watching_hooks() -> Iterator[None]:
     """Run what Dynamo has compiled, or compiles when it is called, without hooks of all modules."""
@@ -193,7 +198,7 @@ def _without_watching_hooks() -> Iterator[None]:
 
         @wraps(made)
         def without(*args: Any, **options: Any) -> Any:
-            with _no_hooks(), own_names():
+            with _no_hooks(), own_names(), _own_tensors():
                 return made(*args, **options)
 
         return without
