@@ -117,7 +117,8 @@ class CompiledModules:
         """Return torch's own function, which compiles for the card."""
         if self._compile is None:
             with _own_tensors():
-                with replaced(torch.backends.cuda, {"is_built": lambda: False}):  # this build has no CUDA to import from
+                # This build has no CUDA to import from.
+                with replaced(torch.backends.cuda, {"is_built": lambda: False}):
                     import_module("torch._inductor.cudagraph_trees")
                 from torch._dynamo import config
                 from torch._dynamo.variables.builder import VariableBuilder

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 folder, rows, tokens, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), getattr(torch, sys.argv[4])
 config = AutoConfig.from_pretrained(folder, use_cache=False)
-model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(dtype)
+model = AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 class Rows(torch.utils.data.Dataset):
