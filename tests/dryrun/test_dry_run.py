@@ -296,6 +296,16 @@ def test_compiled_layers_keep_less_and_are_told_apart():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--evaluate"]])
+def test_a_compiled_module_may_change_its_buffers(words):
+    ran = memplan.run(SCRIPTS / "compiled_buffers.py", words, gpu="h100", quiet=True)
+    assert ran.outcome.steps == 3
+    assert ("evaluation" in ran.trace.instants) is bool(words)
+    buffers = sum(storage.bytes for storage in ran.trace.storages if storage.component == "buffers")
+    assert buffers == 4 * (2 * 128 + 64 + 256 * 64) + 8  # running statistics, and how many there were
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
@@ -345,6 +355,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
     [
         ("actor_critic", 3),
         ("attention_accumulated", 3),
+        ("autoencoder", 3),
         ("averaged_weights", 3),
         ("custom_function", 3),
         ("adversarial", 6),
@@ -357,14 +368,22 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("distilled", 3),
         ("evaluated_epochs", 3),
         ("gradient_penalty", 3),
+        ("hooked_gradients", 3),
+        ("images_and_text", 3),
         ("learning_to_learn", 3),
+        ("message_passing", 3),
         ("packed_rows", 3),
+        ("policy_rollouts", 3),
         ("recipe_class", 3),
+        ("reloaded_states", 3),
         ("resumed_training", 3),
         ("second_order", 3),
+        ("sharpness_aware", 6),  # the optimizer within steps, too
+        ("speech_to_text", 3),
         ("stepped_in_backward", 18),  # one optimizer for each of six weights
         ("two_networks", 5),  # the generator's third, and the critic's second
         ("vision_language", 3),
+        ("weighed_losses", 3),
     ],
 )
 def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp_path):
