@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from memplan.catalog.stacks import Stack
+from memplan.catalog.stacks import OlderVersions, Stack
 from memplan.documents.schemas import build
 from memplan.errors import CannotAnswerError, InvalidFileError, printable
 
@@ -41,16 +41,30 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
         raise CannotAnswerError(f"stack: {name}@{version} was not read, only {newest}")
     if given > _parts(newest, name):
         raise CannotAnswerError(f"stack: {name}@{version} is newer than {newest}, the newest version that was read")
-    for older in stack.history:
-        if _parts(older.since, name) <= given and _within(given, _parts(older.until, name)):
-            data = _merged({k: v for k, v in asdict(stack).items() if k != "history"}, older.changes)
-            stack = replace(build(Stack, data), history=stack.history)
-            break
+    older = _older(stack, name, given)
+    if older is not None:
+        data = _merged({k: v for k, v in asdict(stack).items() if k != "history"}, _changes(stacks, older))
+        stack = replace(build(Stack, data), history=stack.history)
     else:
         first = min((older.since for older in stack.history), key=lambda text: _parts(text, name), default=newest)
         if given < _parts(first, name):
             raise CannotAnswerError(f"stack: {name}@{version} is older than {first}, the oldest version that was read")
     return replace(stack, name=name, version=version, versions={**stack.versions, package: version})
+
+
+def _older(stack: Stack, name: str, given: tuple[int, ...]) -> OlderVersions | None:
+    """Return what a stack did otherwise at a version, or None where it did nothing so."""
+    spans = ((_parts(older.since, name), _parts(older.until, name), older) for older in stack.history)
+    return next((older for since, until, older in spans if since <= given and _within(given, until)), None)
+
+
+def _changes(stacks: Mapping[str, Stack], older: OlderVersions) -> Mapping[str, Any]:
+    """Return what older versions did otherwise, with what another stack did then that they are like."""
+    if not older.like:
+        return older.changes
+    name, version = split_name(older.like)
+    beneath = _older(stacks[name], name, _parts(version, name))
+    return older.changes if beneath is None else _merged(_changes(stacks, beneath), older.changes)
 
 
 def _within(given: tuple[int, ...], until: tuple[int, ...]) -> bool:

@@ -16,7 +16,7 @@ AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
 KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-embedding"]
 Level = Literal["traced", "read"]
-Metrics = Literal["none", "accuracy", "both", "entropy", "fused", "softmax", "rows"]
+Metrics = Literal["none", "accuracy", "accuracy-alone", "both", "entropy", "fused", "softmax", "rows"]
 PairKernel = Literal["fused", "rows", "softmax"]
 InputGradients = Literal[
     "never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant", "prepared-reentrant"
@@ -60,6 +60,7 @@ class StackModels:
     # within none, which then make masks of their own: ``mixed``.
     windows: Literal["released", "mixed"] = "released"
     adapted: bool = False  # Whether its own adapters on these models are modelled
+    dora: bool = True  # Whether DoRA among these is: PEFT 0.11 forms its norms and products otherwise
     dropout: bool = True  # Whether its models have the dropout that a model or a config says
     # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
     experts: Literal["released", "apart"] = "released"
@@ -71,6 +72,12 @@ class StackModels:
     scales_embedded: tuple[
         str, ...
     ] = ()  # Families that scale what their embedding returns, and now scale inside of that
+    formed_tables: tuple[
+        str, ...
+    ] = ()  # Families whose layers each form cosines and sines, in the dtype of what they turn
+    kept_tables: tuple[
+        str, ...
+    ] = ()  # Families whose layers each keep those of all positions, and gather a sequence's rows
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
     narrow_losses: tuple[str, ...] = ()  # Families that form the loss of logits as they are, and not in fp32
     # Where parameters of an adapter are among the model's: ``behind`` all others, or in their module, ``before`` its weight or
@@ -86,8 +93,8 @@ class RotaryTables:
     """The tables of cosines and sines that a stack's models keep from step to step."""
 
     each: Literal["model", "layer"]  # Whether the ``model`` has one for all its layers, or each ``layer`` its own
-    # That of products (``compute``), that of the ``residual`` stream, or fp32 always.
-    dtype: Literal["compute", "residual", "fp32", "fp32-unless-whole"]
+    # That of products (``compute``), that of the ``residual`` stream, that which weights are ``loaded`` in, or fp32 always.
+    dtype: Literal["compute", "residual", "loaded", "fp32", "fp32-unless-whole"]
     halved: bool  # Whether a pair of dimensions that turn together shares its entries
     # Positions that there are entries for: those of a ``sequence``, or of each sequence of a ``batch``, which says
     # them; or all that the ``model`` is made for; or the first of these, which are ``grown`` where sequences are
@@ -141,7 +148,7 @@ class Loop:
     # in the dtype of its products (``compute``), whatever the loss is formed in.
     logits: Literal["compute", "fp32"] = "compute"
     # What the metrics of a loss over whole logits copy of these, without each row's last token: nothing (``none``);
-    # once for the ``accuracy``, after the entropy; once for the ``entropy``, let go then; or for ``both``. A loss over
+    # once for the ``accuracy``, after the entropy, or for the ``accuracy-alone``; once for the ``entropy``, let go then; or for ``both``. A loss over
     # preferences copies them itself, but under ``entropy``, and under ``fused``, where one kernel looks at them where
     # they are; ``softmax`` makes no metrics, and takes the log-softmax of whole logits to compare them; ``rows`` looks
     # at those of all tokens where they are, by a sum of exponentials for each row in turn.
@@ -185,6 +192,7 @@ class OlderVersions:
     since: str  # The first version that it is about
     until: str  # The last
     changes: Mapping[str, Any]  # Keys of the stack with the values that they had, sections by the keys within them
+    like: str = ""  # ``NAME@VERSION`` of another stack whose changes of that time are its own too, but for the above
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,10 @@ def _stack_tables(stack: Stack) -> Iterator[Block]:
         yield Table(("key", "there", "values there"), tuple(rows), "Settings in its own words")
     if stack.history:
         older = tuple(
-            (item.since if item.since == item.until else f"{item.since} to {item.until}", _cell("", item.changes, ""))
+            (
+                item.since if item.since == item.until else f"{item.since} to {item.until}",
+                ", ".join(filter(None, (item.like and f"as {item.like}", _cell("", item.changes, "")))),
+            )
             for item in stack.history
         )
         yield Table(("version", "what was otherwise"), older, "Older versions")

@@ -217,7 +217,7 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
     """Yield what is there while metrics are made of whole logits: copies of these, and a piece for the entropy.
 
     Source:
-        ``compute_loss`` in trl/trainer/sft_trainer.py (0.29.0, 1.3.0, 1.6.0), ``_compute_loss`` in
+        ``compute_loss`` in trl/trainer/sft_trainer.py (0.19.1, 0.29.0, 1.3.0, 1.6.0), ``_compute_loss`` in
         trl/trainer/dpo_trainer.py (0.29.0, lines 1345 to 1365) and ``entropy_from_logits`` in trl/trainer/utils.py.
     """
     metrics, compares = taped.settings.metrics, inputs.setup.profile.loss == "log-probabilities"
@@ -243,5 +243,6 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
         yield around + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, own)
         return
     around += whole + single_form(Part.TEMPORARIES, Quantity.PREDICTED_TOKENS, ENTROPY_BYTES)
-    yield around + piece + (ZERO if metrics == "accuracy" else copy)
+    if metrics != "accuracy-alone":
+        yield around + piece + (ZERO if metrics == "accuracy" else copy)
     yield around + (copy * 2 if metrics == "both" else copy)

@@ -6,7 +6,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.fused_adapters import run_together
-from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.family_code import family_code, tables_in_layers
 from memplan.step.kernels.image_rows import image_batch
 from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
 from memplan.step.playing.recomputation import Recomputation
@@ -279,7 +279,7 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
 def tables_of_graph(inputs: StepInputs) -> Form:
     """Return rotary tables that each forward forms anew, which go with its graph."""
     spec, setup = inputs.spec, inputs.setup
-    forms = family_code(setup.stack, spec.architecture).forms_tables
+    forms = family_code(setup.stack, spec.architecture).forms_tables and not tables_in_layers(spec, setup)
     return rotary_tables(spec, setup, wide=inputs.regime.wide_tables) if forms else ZERO
 
 

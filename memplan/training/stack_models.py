@@ -52,6 +52,10 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
     """
     if untied(released, setup) is not released:
         setup = replace(setup, untied_ends=True)
+    models, tables = setup.stack.models, setup.stack.rotary_tables
+    if (kept := model.spec.architecture in models.kept_tables) or model.spec.architecture in models.formed_tables:
+        tables = replace(tables, each="layer", rows="model" if kept else "sequence", dtype="loaded")
+        setup = replace(setup, stack=replace(setup.stack, rotary_tables=tables))
     if model.spec.embedding_norm is not None:
         setup = replace(setup, widens_stream=True)
     setup = with_saved_cast(setup, model)
@@ -81,6 +85,8 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
     alone = setup.autocast and not setup.config.parallel.zero_stage
     if setup.config.adapter is not None and stack.models.families and not stack.models.adapted:
         yield f"adapter: adapters on models of {stack.label} are not modelled yet"
+    if setup.config.adapter is not None and setup.config.adapter.kind == "dora" and not stack.models.dora:
+        yield f"adapter.kind: DoRA of the time of {stack.label}, as PEFT 0.11 ran it, is not modelled; use lora"
     if alone and stack.shards_alone:
         yield (
             f"compute_dtype: {narrow} over fp32 weights is not modelled for {stack.label}, which wraps a model on one GPU in "

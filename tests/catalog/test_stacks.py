@@ -141,7 +141,7 @@ def test_a_version_changes_nothing_else():
     [
         ("tlr", UnknownNameError, "unknown stack 'tlr'; did you mean 'trl'?"),
         ("trl@2.0", CannotAnswerError, "trl@2.0 is newer than 1.16.0"),
-        ("trl@0.7", CannotAnswerError, "trl@0.7 is older than 0.26"),
+        ("trl@0.7", CannotAnswerError, "trl@0.7 is older than 0.8"),
         ("trl@latest", InvalidFileError, "expected a version such as trl@1.14"),
         ("nanogpt@1.0", CannotAnswerError, "nanogpt@1.0 was not read, only 3adf61e1"),
     ],

@@ -32,7 +32,32 @@ def test_what_ran_otherwise_then_is_refused_by_name():
     with pytest.raises(CannotAnswerError, match="models of family mixtral are not modelled for transformers"):
         planned("transformers@4.57", "mixtral-8x7b")
     with pytest.raises(CannotAnswerError, match="is older than"):
-        planned("transformers@4.44")
+        planned("transformers@4.40")
+    with pytest.raises(CannotAnswerError, match=r"DoRA of the time of transformers 4\.42"):
+        instants_of("transformers@4.42", config="lora", set={"adapter.kind": "dora"})
+
+
+def test_layers_of_mistral_kept_tables_of_all_positions_up_to_4_41():
+    kept, formed = (planned(f"transformers@{at}", "mistral-7b").memory.allocated_bytes for at in ("4.41", "4.43"))
+    assert kept - formed == 32 * 2 * 32_768 * 128 * 2
+
+
+def test_trainer_steps_over_all_parameters_at_once_before_4_54():
+    older, newer = (instants_of(f"transformers@{at}", config="bf16-adamw") for at in ("4.53", "4.54"))
+    assert older["optimizer step"] - newer["optimizer step"] > 2**30  # the root of every second moment
+
+
+def test_trl_prepared_weights_beside_codes_up_to_0_25():
+    job = {"gpu": "h100", "config": "qlora", "set": {"adapter.dtype": "bf16"}}
+    older, newer = (memplan.plan("llama-3.2-1b", stack=f"trl@{at}", **job) for at in ("0.25", "0.26"))
+    norms = 2 * 16 + 1
+    assert older.components["weights"] - newer.components["weights"] == norms * 2048 * 2
+
+
+def test_trl_copied_logits_for_the_accuracy_from_0_15_on():
+    job = {"config": "lora", "set": {"activation_checkpointing": "full"}}
+    older = instants_of("trl@0.15", **job)["forward"]
+    assert older > instants_of("transformers@4.51", **job)["forward"]
 
 
 def held_bytes(length):

@@ -338,11 +338,10 @@ def _stack(job: ImportedJob, catalog: Catalog) -> str:
     if not version:
         return name
     newest = catalog.stack(name)
-    history = newest.history
-    whole = [older.since for older in history if "families" not in older.changes.get("models", {})]
+    history, every = newest.history, newest.models.families
+    whole = [older.since for older in history if catalog.stack(f"{name}@{older.since}").models.families == every]
     try:
-        families = catalog.stack(f"{name}@{version}").models.families
-        restricted = families != newest.models.families and bool(whole)
+        restricted = catalog.stack(f"{name}@{version}").models.families != every and bool(whole)
     except CannotAnswerError:
         restricted = True
     if restricted:

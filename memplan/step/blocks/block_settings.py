@@ -8,7 +8,7 @@ from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.stacks import Cache, StackProjections
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec, TensorNames
-from memplan.step.kernels.family_code import dropouts, family_code
+from memplan.step.kernels.family_code import dropouts, family_code, tables_in_layers
 from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import is_partitioned
@@ -70,6 +70,7 @@ class BlockSettings:
     computes_fp16: bool  # The same whatever attention is; only where codes are multiplied as integers
     code: FamilyCode  # What the model's code does otherwise than the bundled models
     regime: Regime  # What batch and length decide
+    own_tables: bool  # Whether each layer has cosines and sines of its own, formed or gathered where it turns heads
     gathered_rows: bool  # Whether each layer gathers the rows of rotary tables that it needs
     copies_fused: bool  # Whether query, key and value are copied out of the result of one projection
     # Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed puts in
@@ -124,6 +125,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         flash_attn=setup.runs_flash_attn,
         code=family_code(setup.stack, spec.architecture),
         regime=regime,
+        own_tables=tables_in_layers(spec, setup),
         gathered_rows=setup.stack.rotary_tables.gathered,
         copies_fused=setup.stack.models.fused_qkv == "copies",
         divided=setup.config.parallel.tensor > 1,

@@ -267,6 +267,15 @@ def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:
     return residual, 0.0 if off in ("both", "attention") else attention
 
 
+def tables_in_layers(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether layers of a model that forms tables in each forward otherwise have cosines and sines of their own.
+
+    Source:
+        ``MistralRotaryEmbedding`` and ``apply_rotary_pos_emb`` in transformers/models/mistral/modeling_mistral.py (4.41.2, 4.44.2).
+    """
+    return setup.stack.rotary_tables.each == "layer" and family_code(setup.stack, spec.architecture).forms_tables
+
+
 def tables_apart(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """Tell whether each layer has rotary tables of its own: torchtune's ``lora_*`` builders but those with scaled ones make them so."""
     code = family_code(setup.stack, spec.architecture)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
-from memplan.step.kernels.family_code import family_code, tables_apart
+from memplan.step.kernels.family_code import family_code, tables_apart, tables_in_layers
 from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.training.resolved import TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
 
 POSITION_BYTES = 8
@@ -144,11 +144,11 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False, 
         bases, or once for each layer.
     """
     tables, code = setup.stack.rotary_tables, family_code(setup.stack, spec.architecture)
-    if code.interleaved == "looked-up":
-        return ZERO  # in tables that layers keep
+    if code.interleaved == "looked-up" or (tables_in_layers(spec, setup) and tables.rows == "sequence"):
+        return ZERO  # in tables that layers keep, or form
     widths = [_rotary_width(run.layer.attention) for run in spec.runs for _ in range(run.count)]
     widths_by_dtype = {"fp32": 4, "compute": setup.compute_bytes, "residual": setup.residual_bytes}
-    widths_by_dtype["fp32-unless-whole"] = setup.residual_bytes
+    widths_by_dtype |= {"fp32-unless-whole": setup.residual_bytes, "loaded": FLOAT_BYTES.get(setup.loaded_float, 0)}
     element_bytes = 4 if wide or code.wide_rotary or code.complex_rotary else widths_by_dtype[tables.dtype]
     bases = 1 if spec.num_hidden_layers < code.masks_from else spec.rotary_tables
     if entries is None:  # each base has a width of its own, or all are alike

@@ -26,9 +26,25 @@ def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Va
             return (*turned_complex(builder, query, key, part.head_dim), ())
         if code.rotates_together:
             return _turned_together(builder, query, key, part)
+        if builder.settings.own_tables:
+            return _by_own_tables(builder, heads, part)
         query = rotary(builder, query, part.head_dim, part.rotary_dim)
     with tape.alive(query, key, value):
         return query, rotary(builder, key, part.head_dim, part.rotary_dim), ()
+
+
+def _by_own_tables(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return query and key rotated by cosines and sines that the layer has formed or gathered, and has names for."""
+    query, key, value = heads
+    tables: list[Value] = []
+    for name in ("cos", "sin"):
+        with builder.tape.alive(*tables):
+            row = builder.tape.value(Quantity.POSITIONS, part.head_dim, value.element_bytes, needs_gradient=False)
+            tables.append(builder.tape.make(name, row))
+    with builder.tape.alive(key, value, *tables):
+        query = turned_whole(builder, query, tables)
+        with builder.tape.alive(query):
+            return query, turned_whole(builder, key, tables), tuple(tables)
 
 
 def _turned_together(

@@ -166,23 +166,23 @@ INSTALLED_CHECKS = ("_flash_attn_import_error", "_flash_attn_2_can_dispatch")
 @contextmanager
 def flash_attention_2() -> Iterator[None]:
     """Let transformers find flash-attn 2, from 5.0 on, with the allocations of its kernels on a card; rows are full."""
-    from transformers import PreTrainedModel, modeling_flash_attention_utils
+    import transformers
     from transformers.models.falcon import modeling_falcon
 
-    own: Any = modeling_flash_attention_utils
+    own: Any = getattr(transformers, "modeling_flash_attention_utils", None)  # since 4.43
     if not hasattr(own, "_loaded_implementation"):
         yield
         return
     from transformers import masking_utils
 
     functions = flash_attn_func, _of_lengths, None, own._pad_input, own._unpad_input
-    check = next(name for name in INSTALLED_CHECKS if hasattr(PreTrainedModel, name))
+    check = next(name for name in INSTALLED_CHECKS if hasattr(transformers.PreTrainedModel, name))
     register: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     with (
         mock.patch.multiple(own, _lazy_imports=lambda *_, **__: functions, _loaded_implementation=None,
                             _is_packed_sequence=lambda *_: False),
         mock.patch.object(modeling_falcon, "_flash_attention_forward", own._flash_attention_forward, create=True),
-        mock.patch.object(PreTrainedModel, check, return_value=None),
+        mock.patch.object(transformers.PreTrainedModel, check, return_value=None),
         mock.patch.dict(register._global_mapping, {"flash_attention_2": lambda *_, **__: None}),
     ):  # fmt: skip
         yield

@@ -78,15 +78,15 @@ def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageForma
     """Return a stack as a config's method has it: without a key for the length of a prompt and its completion, its floats cast otherwise.
 
     Source:
-        ``ORPOTrainer.__init__`` and ``peft_module_casting_to_bf16`` in trl/experimental (1.16.0): norms alone stay in fp32
-        beside weights of four bits under bf16.
+        ``ORPOTrainer.__init__`` and ``peft_module_casting_to_bf16`` in trl/experimental (1.16.0), ``SFTTrainer.__init__`` in
+        trl/trainer/sft_trainer.py (0.9.6): norms alone stay in fp32 beside weights of four bits under bf16.
     """
     if config.method.stage in GENERATING:
         return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
-    if config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None:
-        alike = hidden.product == "integers" or config.compute_dtype != "bf16"
-        return replace(stack, kbit_floats="fp32" if alike else stack.pair_kbit_floats)
-    return stack
+    unreferred = config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None
+    floats = stack.pair_kbit_floats if unreferred else stack.kbit_floats
+    alike = floats == "fp32-norms" and (hidden.product == "integers" or config.compute_dtype != "bf16")
+    return replace(stack, kbit_floats="fp32" if alike else floats) if unreferred or alike else stack
 
 
 def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:

@@ -61,14 +61,19 @@ def base_dtype(setup: TrainingSetup) -> torch.dtype:
     return TORCH_DTYPES[names.pop()]
 
 
+def text_config(config: Any) -> Any:
+    """Return what of a config is of the text model: all of it before transformers 4.45, which cannot be asked."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
     """Return transformers' config of the model that has ``keys`` in its ``config.json``."""
     given = {name: value for name, value in keys.items() if name not in ("model_type", "architectures", "dtype")}
     padded = {**IDS, "pad_token_id": 0}  # which Gemma 4 puts in the place of images
     nested = {name: {**value, **padded} for name, value in given.items() if name == "text_config"}
     config: Any = AutoConfig.for_model(str(keys["model_type"]), **{**given, **(nested or IDS)})
-    config = config if "vision_config" in keys else config.get_text_config()
-    text = config.get_text_config()
+    config = config if "vision_config" in keys else text_config(config)
+    text = text_config(config)
     if setup.config.dropout is not None:
         for name in DROPOUT_KEYS:
             if hasattr(text, name):

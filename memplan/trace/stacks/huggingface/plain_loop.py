@@ -20,7 +20,7 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.adapted_model import adapted
-from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.built_model import loaded_model, text_config
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import watch_states
@@ -49,7 +49,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         optimizer = optimizer_of(model, inputs.setup)
         with watched_by(recorder):
             _loop(model, optimizer, inputs, recorder)
-    return StackRun(f"a plain loop over {type(model).__name__}", int(model.config.get_text_config().vocab_size))
+    return StackRun(f"a plain loop over {type(model).__name__}", int(text_config(model.config).vocab_size))
 
 
 @contextmanager

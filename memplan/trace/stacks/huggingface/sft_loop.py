@@ -42,14 +42,8 @@ PACKAGES = ("trl", "transformers", "peft", "accelerate", "bitsandbytes")
 ASSUMED = "every token of a row has a label, as in packed rows"
 
 
-TRAINERS: dict[str, tuple[Any, Any]] = {
-    "sft": (trl.SFTTrainer, trl.SFTConfig),
-    "dpo": (trl.DPOTrainer, trl.DPOConfig),
-    "kto": (trl.KTOTrainer, trl.KTOConfig),
-    "reward": (trl.RewardTrainer, trl.RewardConfig),
-    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-}
-"""Stage -> its trainer, and that one's arguments."""
+TRAINERS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
+"""Stage -> what its trainer and that one's arguments are named by."""
 
 PAIRS = {"orpo": "ORPO", "cpo": "CPO", "simpo": "CPO"}
 """Stage -> what the trainer and its arguments in ``trl.experimental`` are named by."""
@@ -57,10 +51,8 @@ PAIRS = {"orpo": "ORPO", "cpo": "CPO", "simpo": "CPO"}
 
 def trainer_of(stage: str) -> tuple[Any, Any]:
     """Return a stage's trainer, and that one's arguments."""
-    if stage not in PAIRS:
-        return TRAINERS[stage]
-    name = PAIRS[stage]
-    module = import_module(f"trl.experimental.{name.lower()}")
+    name = {**TRAINERS, **PAIRS}[stage]
+    module = import_module(f"trl.experimental.{name.lower()}") if stage in PAIRS else trl
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
 
@@ -93,7 +85,8 @@ def run_on(
         if stage in GENERATING:
             more, beside = rollout_arguments(inputs.setup), {"reward_funcs": len}
         else:
-            more["max_length"] = config.sequence_length
+            longest = "max_length" if hasattr(arguments_class, "max_length") else "max_seq_length"  # up to 0.15
+            more[longest] = config.sequence_length
             more |= pair_arguments(inputs.setup)
         arguments: Any = arguments_class(**keywords, **more)
         with made_on(inputs.device), loaded_reference(load, inputs):

@@ -33,7 +33,7 @@ from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.built_model import loaded_model, text_config
 from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
@@ -227,7 +227,7 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     _announce(*clips, lambda: recorder.instant("gradient clipping"))
     with several_gpus(recorder, setup, trainer), watched_by(recorder):
         trainer.train()
-    config = trainer.model.config.get_text_config()
+    config = text_config(trainer.model.config)
     return StackRun(f"{title} on {type(model).__name__}", int(config.vocab_size))
 
 
