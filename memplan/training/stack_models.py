@@ -53,8 +53,11 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
     if untied(released, setup) is not released:
         setup = replace(setup, untied_ends=True)
     models, tables = setup.stack.models, setup.stack.rotary_tables
-    if (kept := model.spec.architecture in models.kept_tables) or model.spec.architecture in models.formed_tables:
-        tables = replace(tables, each="layer", rows="model" if kept else "sequence", dtype="loaded")
+    family = model.spec.architecture
+    if family in (*models.kept_tables, *models.formed_tables):
+        tables = replace(
+            tables, each="layer", rows="model" if family in models.kept_tables else "sequence", dtype="loaded"
+        )
         setup = replace(setup, stack=replace(setup.stack, rotary_tables=tables))
     if model.spec.embedding_norm is not None:
         setup = replace(setup, widens_stream=True)
