@@ -36,7 +36,7 @@ def devices_for(setup: TrainingSetup, devices: Sequence[Device]) -> list[Device]
     return suited
 
 
-def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0) -> Allowances:
+def allowances_of(setup: TrainingSetup, device: Device, stream_bytes: int) -> Allowances:
     """Return the allowances for a setup on a device, or on one of the several that it is for.
 
     Args:

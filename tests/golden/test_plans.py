@@ -38,7 +38,7 @@ def planned(job: dict[str, object], catalog) -> MemoryPlan:
     setup = resolve(config, catalog, "job")
     checkpointing = replace(setup.stack.checkpointing, reentrant=job["reentrant"])
     setup = replace(setup, stack=replace(setup.stack, checkpointing=checkpointing))
-    card = replace(catalog.gpus[GPU], compute_capability=job["card"])
+    card = replace(catalog.gpus[job.get("gpu", GPU)], compute_capability=job["card"])
     model = Model.from_spec(model_spec(job["model"], "drawn", "job"), "job")
     return CompiledPlan(model, setup).evaluate(Device(card, GPU))
 

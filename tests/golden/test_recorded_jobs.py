@@ -1,7 +1,9 @@
 """Thousands of plans, each as its peak and a digest of all its figures: a change of the formula that moves any of them is noticed.
 
-The jobs are those of the stack records, and some of memplan's own loop that were drawn once by tests/survey and kept. That
-the figures are right is held by the records and by traces; ``pytest tests/golden --update-golden`` rewrites the digests.
+The jobs are those of the stack records, some of memplan's own loop that were drawn once by tests/survey and kept, and further
+ones that reach what these do not: refusals, cards of other vendors, what no record has. The last line of each file is a digest
+of what its plans say in words. That figures are right is held by the records and by traces; ``pytest tests/golden
+--update-golden`` rewrites the digests.
 """
 
 from __future__ import annotations
@@ -13,27 +15,46 @@ from pathlib import Path
 import pytest
 
 from memplan.documents.escaping import json_text
+from memplan.errors import MemplanError
+from memplan.plan.memory_plan import MemoryPlan
+from memplan.plan.model_notes import notes_on_models
 from tests.golden.test_plans import figures, planned
 
 RECORDS = Path(__file__).parents[1] / "stacks" / "records"
-JOBS = Path(__file__).with_name("bundled_jobs.json")
+OWN = [Path(__file__).with_name(f"{name}_jobs.json") for name in ("bundled", "further")]
 DIGESTS = Path(__file__).with_name("digests.json")
-FILES = {path.stem: path for path in (JOBS, *sorted(RECORDS.glob("*.json")))}
+FILES = {path.stem: path for path in (*OWN, *sorted(RECORDS.glob("*.json")))}
 TOLD_EVERY = 3
 """Of so many jobs one has its events told too, which takes as long as the plan."""
 
 
-def line_of(job: dict[str, object], number: int, catalog) -> str:
-    """Return the requested peak of a job's plan in bytes and a digest of what else the plan says."""
-    plan = planned(job, catalog)
-    found = figures(plan, played=False, told=not number % TOLD_EVERY)
-    return f"{plan.requested_bytes} {sha256(json.dumps(found).encode()).hexdigest()[:12]}"
+def digest(value: object) -> str:
+    """Return what tells a value from others."""
+    return sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def line_of(plan: MemoryPlan, number: int) -> str:
+    """Return the requested peak of a plan in bytes and a digest of what else it says in figures."""
+    return f"{plan.requested_bytes} {digest(figures(plan, played=False, told=not number % TOLD_EVERY))}"
+
+
+def sentences_of(plan: MemoryPlan) -> tuple[str, ...]:
+    """Return what a plan says in words."""
+    return *plan.assumptions, *plan.not_modelled, *notes_on_models([plan]), str(plan.bytes_per_parameter)
 
 
 @pytest.mark.parametrize("stem", FILES)
 def test_plans_of_recorded_jobs_say_what_they_said(stem, catalog, request):
-    jobs = [json.loads(record["job"]) for record in json.loads(FILES[stem].read_text(encoding="utf-8"))["records"]]
-    lines = [line_of(job, number, catalog) for number, job in enumerate(jobs)]
+    lines, sentences = [], []
+    for number, record in enumerate(json.loads(FILES[stem].read_text(encoding="utf-8"))["records"]):
+        try:
+            plan = planned(json.loads(record["job"]), catalog)
+        except MemplanError as error:
+            lines.append(f"refused: {error}")
+        else:
+            lines.append(line_of(plan, number))
+            sentences.append(sentences_of(plan))
+    lines.append(f"in words: {digest(sentences)}")
     expected = json.loads(DIGESTS.read_text(encoding="utf-8"))
     if request.config.getoption("--update-golden"):
         expected = {name: expected.get(name) for name in FILES} | {stem: lines}

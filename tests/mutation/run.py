@@ -6,7 +6,9 @@ Works on a copy of the tracked files, so that the working tree is never touched.
 folder or module, and which of cosmic-ray's operators mutate it, stands in ``[tool.memplan-mutation]`` of
 pyproject.toml; without a name, all that stands there is mutated. A sample of each module is drawn with a
 seed, the same one every time. Each mutant is tried in a forked process, in which third-party packages and
-the catalog are loaded already. The exit code is 1 where a mutant survived, 3 where not all could be tried in time.
+the catalog are loaded already. ``--again results.json`` tries those that survived an earlier run. A survivor that changed
+what ``explained`` there names is told apart, with the reason. The exit code is 1 where another mutant survived, 3 where
+not all could be tried in time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,10 @@ def main() -> int:
         _copy_into(Path(name))
         os.chdir(name)
         _load(name, list(settings["tests"]))
-        drawn = _drawn(_modules(given.names or list(settings["tests"])), settings["operators"], given)
+        if given.again is not None:
+            drawn = _again(json.loads(given.again.read_text(encoding="utf-8")))
+        else:
+            drawn = _drawn(_modules(given.names or list(settings["tests"])), settings["operators"], given)
         limits: dict[tuple[str, ...], int] = {}
         for module, mutants in drawn.items():
             tests = tuple(settings["tests"][max((p for p in settings["tests"] if module.startswith(p)), key=len)])
@@ -56,15 +61,15 @@ def main() -> int:
                 if not _passes(tests, 0):
                     raise SystemExit(f"{module}: its tests fail before anything is mutated: {' '.join(tests)}")
                 limits[tests] = max(SECONDS_PER_MUTANT, TIMES_UNCHANGED * int(time.monotonic() - began))
-            results.append(_mutated(module, mutants, (tests, limits[tests]), until))
+            results.append(_mutated(module, mutants, (tests, limits[tests]), until, settings["explained"]))
             if given.json is not None:
                 given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     total = sum((Counter(result["outcomes"]) for result in results), Counter())
-    tried = total["killed"] + total["survived"]
+    tried = total["killed"] + total["survived"] + total["explained"]
     share, (least, most) = total["killed"] / max(1, tried), interval(total["killed"], tried)
     sys.stdout.write(
         f"{total['killed']} of {tried} killed, {share:.1%} ({least:.0%} to {most:.0%} at 95 % confidence); "
-        f"{total['untried']} untried\n"
+        f"{total['explained']} of the others explained, {total['untried']} untried\n"
     )
     return 1 if total["survived"] else 3 if total["untried"] else 0
 
@@ -91,6 +96,7 @@ def _arguments() -> argparse.Namespace:
         "--total", type=int, default=0, help="mutants of all these modules together, drawn at random (all)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
+    parser.add_argument("--again", type=lambda text: Path(text).absolute(), help="try survivors of results once more")
     parser.add_argument("--json", type=lambda text: Path(text).absolute(), help="write the results to a file")
     return parser.parse_args()
 
@@ -160,28 +166,61 @@ def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
                 yield start[0], name, occurrence
 
 
-def _mutated(module: str, mutants: Sequence[Mutant], tests: tuple[Sequence[str], int], until: float) -> dict[str, Any]:
-    """Run mutants of a module, each under tests for so many seconds at most, until time is up, and say how they fared."""
+def _again(results: Sequence[dict[str, Any]]) -> dict[str, list[Mutant]]:
+    """Return the mutants that survived an earlier run, by what they change; their lines may have moved, or be gone."""
+    found: dict[str, list[Mutant]] = {}
+    for result in results:
+        module, survivors = Path(result["module"]), {(one["operator"], one["change"]) for one in result["survivors"]}
+        source = module.read_text(encoding="utf-8") if module.is_file() else ""
+        mutants = _mutants(source, sorted({operator for operator, _ in survivors}))
+        there = {(mutant[1], _changed(source, mutant)[1]): mutant for mutant in mutants}
+        for operator, change in sorted(survivors - set(there)):
+            sys.stdout.write(f"{module}: gone: {operator}: {change}\n")
+        found |= {str(module): [there[one] for one in there if one in survivors]}
+    return {module: mutants for module, mutants in found.items() if mutants}
+
+
+def _changed(source: str, mutant: Mutant) -> tuple[str, str]:
+    """Return a mutated source, and the line before and after."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
+    line, operator, occurrence = mutant
+    changed = mutate_code(source, get_operator(f"core/{operator}")(), occurrence)
+    before, after = (text.splitlines()[line - 1].strip() for text in (source, changed))
+    return changed, f"{before}  ->  {after}"
+
+
+def _mutated(
+    module: str,
+    mutants: Sequence[Mutant],
+    tests: tuple[Sequence[str], int],
+    until: float,
+    explained: Mapping[str, str],
+) -> dict[str, Any]:
+    """Run mutants of a module, each under tests for so many seconds at most, until time is up, and say how they fared.
+
+    Args:
+        explained: Code whose change no test can notice -> why that is so.
+    """
     path, outcomes, survivors = Path(module), Counter[str](), []
     source = path.read_text(encoding="utf-8")
-    for line, operator, occurrence in mutants:
+    for mutant in mutants:
         if time.monotonic() > until:
             outcomes["untried"] += 1
             continue
-        changed = mutate_code(source, get_operator(f"core/{operator}")(), occurrence)
-        path.write_text(changed, encoding="utf-8")
-        outcome = "survived" if _passes(*tests) else "killed"
+        text, change = _changed(source, mutant)
+        path.write_text(text, encoding="utf-8")
+        survived = _passes(*tests)
         path.write_text(source, encoding="utf-8")
-        outcomes[outcome] += 1
-        if outcome == "survived":
-            before, after = (text.splitlines()[line - 1].strip() for text in (source, changed))
-            survivors.append({"line": line, "operator": operator, "change": f"{before}  ->  {after}"})
+        before, _, after = change.partition("  ->  ")
+        why = next((why for part, why in explained.items() if survived and before.count(part) > after.count(part)), "")
+        outcomes["explained" if why else "survived" if survived else "killed"] += 1
+        if survived:
+            survivors.append({"line": mutant[0], "operator": mutant[1], "change": change, "explained": why})
     sys.stdout.write(f"{module}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(outcomes.items()))}\n")
     for one in survivors:
-        sys.stdout.write(f"  {module}:{one['line']}: {one['operator']}: {one['change']}\n")
+        sys.stdout.write(f"  {module}:{one['line']}: {one['operator']}: {one['change']}  {one['explained']}\n")
     sys.stdout.flush()
     return {"module": module, "outcomes": dict(outcomes), "survivors": survivors}
 

@@ -49,7 +49,7 @@ def _norm_in_place(builder: Builder, x: Value, norm: Norm, name: str, used: list
     """
     statistics = builder.tape.value(x.quantity, rows, 4)
     way = NEW if norm.unit_offset else SAME
-    traits = Traits(packs=True, custom=True)
+    traits = Traits(custom=True)
     return builder.tape.apply(f"norm {name}", [(x, way)], builder.fresh(x), [x, statistics], used, traits=traits)
 
 
@@ -60,9 +60,7 @@ def _fused_norm(
     rms = norm.kind == "rms"
     statistics = [builder.tape.value(x.quantity, rows, 4) for _ in range(1 if rms else 2)]
     saves = [x, *statistics, *casts]
-    return builder.tape.apply(
-        f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=Traits(packs=True, custom=rms)
-    )
+    return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=Traits(custom=rms))
 
 
 def _composite_norm(
@@ -195,7 +193,7 @@ def _times_weight(
         out := builder.fresh(x, element_bytes=width),
         saves,
         used,
-        traits=Traits(workspace=scratch, packs=True, reduces=reduces),
+        traits=Traits(workspace=scratch, reduces=reduces),
     )
     builder.tape.touch(*shifted)
     return out

@@ -89,7 +89,7 @@ def _convolved(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> 
         whole = builder.fresh(x)
         beyond = tape.value(Quantity.SEQUENCES, (part.kernel_size - 1) * part.convolved_size, x.element_bytes)
         with tape.alive(x, *copies):
-            tape.apply("conv1d", [(x, NEW)], (whole, beyond), [x, *copies], [weight], traits=Traits(packs=True))
+            tape.apply("conv1d", [(x, NEW)], (whole, beyond), [x, *copies], [weight])
         cut = tape.apply("slice", [(whole, NEW)], tape.view(whole), traits=SAVES_NOTHING)
         out = builder.pointwise("activation", cut, (cut, beyond))
         return builder.cast(out, own)
@@ -148,7 +148,7 @@ def _gated_norm(builder: Builder, x: Value, gate: Value, part: GatedDeltaNet, pr
             scaled = builder.fresh(normal, element_bytes=max(own, weight.element_bytes))
             scratch = [(normal.quantity, scaled.coefficient)] if weight.trainable else []
             reduces = Reduction(normal.quantity, rows, part.value_head_dim)
-            traits = Traits(workspace=scratch, packs=True, reduces=reduces)
+            traits = Traits(workspace=scratch, reduces=reduces)
             tape.apply(
                 "mul weight", [(normal, NEW)], scaled, [normal] if weight.trainable else [], [weight], traits=traits
             )
@@ -167,7 +167,7 @@ def fused_convolution(builder: Builder, x: Value, weight: Weight) -> Value:
     """Return the convolution and its activation by one kernel, which saves its input; the weight's gradient is summed in fp32."""
     out = builder.fresh(x)
     wide = [(Quantity.ONE, weight.rows * weight.columns * 4)] if weight.element_bytes < 4 and weight.trainable else []
-    traits = Traits(packs=True, custom=True, workspace=wide)
+    traits = Traits(custom=True, workspace=wide)
     with builder.tape.alive(x):
         return builder.tape.apply("conv1d", [(x, NEW)], out, [x], [weight], traits=traits)
 
@@ -192,7 +192,6 @@ def fused_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> Val
     traits = Traits(
         scratch=[(TOKENS, forward), state],
         workspace=[(TOKENS, _backward_bytes(given, part, keys)), state, state],
-        packs=True,
         custom=True,
     )
     with tape.alive(*given):

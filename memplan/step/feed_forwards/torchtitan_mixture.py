@@ -10,17 +10,17 @@ Source:
 
 from __future__ import annotations
 
-from memplan.model.spec import MixtureOfExperts, Mlp
+from memplan.model.spec import MixtureOfExperts
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.divided.exchanged_rows import dispatched, returned
-from memplan.step.feed_forwards.feed_forward import activated, mlp
+from memplan.step.feed_forwards.feed_forward import activated
 from memplan.step.feed_forwards.mixture_of_experts import aligned, normalised, row_bytes
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, VIEW, Traits, Value
 
 
 def torchtitan_mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
-    """Return what routed and shared experts add to the residual stream, as ``MoE.forward`` does."""
+    """Return what routed experts add to the residual stream, as ``MoE.forward`` does."""
     names, tape = builder.settings.names, builder.tape
     with tape.alive(x):
         scores, share, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
@@ -28,12 +28,7 @@ def torchtitan_mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefi
             places = tape.make("routing map", tape.value(builder.settings.stream, part.num_experts, 1), scores, chosen)
             counts = tape.make("tokens per expert", builder.constant(part.num_experts, 8), places)
             with tape.alive(places, counts):
-                out = _experts(builder, x, share, chosen, counts, part, f"{prefix}.{names.experts}")
-                if not part.shared_intermediate_size:
-                    return out
-                with tape.alive(out):
-                    dense = Mlp(part.shared_intermediate_size, part.activation)
-                    return builder.add(out, mlp(builder, x, dense, f"{prefix}.{names.shared_experts}"))
+                return _experts(builder, x, share, chosen, counts, part, f"{prefix}.{names.experts}")
 
 
 def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value, Value]:
@@ -46,8 +41,6 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
         choice = tape.make(
             "add bias", tape.value(builder.settings.stream, part.num_experts, 4, part=Part.TEMPORARIES), scores
         )
-        if part.groups > 1:
-            choice = _limited(builder, choice, part)
         best, chosen = tape.value(builder.settings.stream, used, 4, part=Part.TEMPORARIES), _indices(builder, used)
         tape.make("topk", best, choice, product=True)
         tape.make("topk", chosen, choice, product=True)
@@ -66,33 +59,9 @@ def _logits(builder: Builder, x: Value, experts: int, name: str) -> Value:
     if weight.element_bytes < 4:
         copies = [tape.make("cast weight", builder.constant(experts * builder.settings.hidden_size, 4))]
     out = tape.value(builder.settings.stream, experts, 4)
-    tape.apply(f"linear {name}", [(wide, VIEW)], out, [wide, *copies], [weight], traits=Traits(packs=True))
+    tape.apply(f"linear {name}", [(wide, VIEW)], out, [wide, *copies], [weight])
     tape.touch(*copies)
     return out
-
-
-def _limited(builder: Builder, choice: Value, part: MixtureOfExperts) -> Value:
-    """Return scores with those of groups masked that take no part."""
-    tape = builder.tape
-
-    def topk(rows: int, of: Value) -> tuple[Value, Value]:
-        values, indices = tape.value(builder.settings.stream, rows, 4, part=Part.TEMPORARIES), _indices(builder, rows)
-        tape.make("topk of groups", values, of, product=True)
-        tape.make("topk of groups", indices, of, product=True)
-        return values, indices
-
-    with tape.alive(choice):
-        best, numbers = topk(2 * part.groups, choice)
-        with tape.alive(best, numbers):
-            total = tape.make("sum", tape.value(builder.settings.stream, part.groups, 4, part=Part.TEMPORARIES), best)
-            with tape.alive(total):
-                _, taking = topk(part.groups_per_token, total)
-                mask = tape.make(
-                    "mask of groups", tape.value(builder.settings.stream, part.groups, 1, part=Part.TEMPORARIES), taking
-                )
-                masked = tape.value(builder.settings.stream, part.num_experts, 4, part=Part.TEMPORARIES)
-                with tape.alive(taking, mask):
-                    return tape.make("groups that take part", masked, choice, mask)
 
 
 def _indices(builder: Builder, width: int) -> Value:

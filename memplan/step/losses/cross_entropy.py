@@ -133,7 +133,7 @@ def losses_of_rows(builder: Builder, rows: Value, labels: Sequence[Value], vocab
     tape = builder.tape
     logs, losses = tape.value(rows.quantity, vocab_size, 4, part=Part.LOGITS), tape.value(rows.quantity, 1, 4)
     tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
-    return tape.apply("nll_loss", [(logs, NEW)], losses, [logs, *labels], traits=Traits(packs=True))
+    return tape.apply("nll_loss", [(logs, NEW)], losses, [logs, *labels])
 
 
 def tiled_cross_entropy(

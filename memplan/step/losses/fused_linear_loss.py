@@ -143,7 +143,7 @@ def tiled_linear_cross_entropy(builder: Builder, x: Value, vocab_size: int) -> V
         formed = builder.fresh(x)
         total = tape.value(Quantity.ONE, 1, 4, part=Part.LOGITS)
         sizes = _pieces(x, vocab_size, whole=builder.settings.regime.all_words)
-        traits = Traits(packs=True, scratch=sizes, custom=True)
+        traits = Traits(scratch=sizes, custom=True)
         tape.apply("tiled linear loss", [(x, NEW)], (total, formed), [formed], traits=traits)
     loss = tape.value(Quantity.ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("mean", [(total, SAME)], loss, traits=SAVES_NOTHING)

@@ -64,9 +64,7 @@ def _compared(tape: Tape, result: Value, sums: Value | None = None, prompts: Val
     """Record a loss of a few numbers over log-probabilities, which saves what of them is of prompts; return it."""
     inputs = [(value, NEW) for value in (result, sums) if value is not None]
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
-    return tape.apply(
-        "compare", inputs, loss, [] if prompts is None else [prompts], traits=Traits(packs=prompts is not None)
-    )
+    return tape.apply("compare", inputs, loss, [] if prompts is None else [prompts])
 
 
 def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, *, nll: bool) -> Value:

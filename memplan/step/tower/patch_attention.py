@@ -41,9 +41,7 @@ def _one_by_one(builder: Builder, settings: TowerSettings, heads: Heads, lengths
     traits = Traits(workspace=(*scratch, *unused), product=True)
     ways = [(x, NEW) for x in parts]
     tape.apply("attention", ways, (out, statistics, random), parts, traits=traits)
-    retained = tape.apply(
-        "results", [(out, SAME)], tape.view(out), [out, statistics, random], traits=Traits(packs=True)
-    )
+    retained = tape.apply("results", [(out, SAME)], tape.view(out), [out, statistics, random])
     with tape.alive(*apart, retained):
         return tape.apply("cat", [(retained, SAME)], builder.fresh(retained), traits=SAVES_NOTHING)
 

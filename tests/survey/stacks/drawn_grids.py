@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED
+from memplan.step.pipelines.pipeline_schedules import ONE_STAGE
 from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT
 from memplan.training.parallelism import PROVEN
 from tests.survey.drawn_jobs import Job
@@ -154,9 +154,9 @@ def piped_job(job: StackJob, seed: int, number: int) -> StackJob:
     if rng.random() < 0.4:
         job = divided_job(job, seed, number)
     order, ranks = rng.choice(PROVEN), rng.choice((2, 2, 3, 4, 4, 6, 8))
-    virtual = 1 if order in ONE_STAGE else 2 if order in V_SHAPED else rng.choice((2, 2, 3))
+    virtual = 1 if order in ONE_STAGE else rng.choice((2, 2, 3))
     together = rng.choice((ranks, ranks + 1, 2 * ranks, 2 * ranks + 1, 3 * ranks))
-    while order in IN_ROUNDS and together % max(1, together // ranks):
+    while order == "interleaved" and together % max(1, together // ranks):
         together += 1
     model, training = dict(job.job.model), dict(job.job.training)
     shared = {"tensor": 1, "sequence": False, **training.get("parallel", {})}
@@ -172,7 +172,7 @@ def piped_job(job: StackJob, seed: int, number: int) -> StackJob:
         "pipeline": ranks,
         "virtual": virtual,
         "schedule": order,
-        "micro_batches": max(together, 2 * ranks) if order == "dualpipev" else together,
+        "micro_batches": together,
         "stage": rng.randrange(ranks),
         "zero_stage": 3,
     }
