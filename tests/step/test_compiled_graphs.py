@@ -5,6 +5,7 @@ torchtitan's Llama or Qwen3: digests of what each node allocates, frees and read
 """
 
 import json
+import random
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from memplan.step.compiled_layers.layer_programs import layer_programs
 from memplan.step.compiled_layers.layer_sizes import LayerShape
 from memplan.step.tapes.kernel_order import _Graph, orders
 from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.reduction_workspaces import Sums, row_sums
+from memplan.step.tapes.reduction_workspaces import Sums, column_sum_bytes, row_sums
 
 ROWS = json.loads((Path(__file__).parent / "compiled_graphs.json").read_text(encoding="utf-8"))
 
@@ -76,3 +77,15 @@ def test_nodes_and_their_order_are_inductors(row):
 )
 def test_sums_over_rows_are_split_as_inductor_splits_them(columns, rows, sums):
     assert row_sums(columns, rows) == sums
+
+
+def test_sums_of_drawn_shapes_are_what_they_were():
+    """What holds them to torch are the shapes above and the memory history of an H200; this notices what happens between those."""
+    rng = random.Random(7)
+    shapes = [
+        (rng.choice((rng.randrange(1, 200), 64 * rng.randrange(1, 300))), rng.randrange(1, 40_000)) for _ in range(4000)
+    ]
+    shapes += [(columns, rows) for columns in (1, 2, 3, 64, 128, 768, 16384, 16448) for rows in range(1, 1100)]
+    shapes += [(columns, 2**power) for columns in (1, 6, 64, 4096, 16384) for power in range(20)]
+    found = [(column_sum_bytes(rows, columns), row_sums(columns, rows)) for columns, rows in shapes]
+    assert digest(map(str, found)) == "657c9157e6f3e8bd"
