@@ -18,7 +18,7 @@ from memplan.allocator.segments import Driver
 from memplan.allocator.settings import MINIMUM_BLOCK_BYTES, SMALL_BYTES, AllocatorSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 _NEVER = 2**63
 
@@ -246,6 +246,7 @@ def replay(
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
     turns: Sequence[Turn] = (),
+    streams: Mapping[Hashable, int] | None = None,
 ) -> AllocatorResult:
     """Return what a stream of allocations and frees does to the allocator, until it ends or fails.
 
@@ -256,6 +257,7 @@ def replay(
             on a card need not survive on every larger one: where the smaller card forces a release,
             the larger one splits what it kept (24, free, 30, 20, free 30, 32 MiB: 52 do, 54 do not).
         turns: What the program asks between events, in order.
+        streams: The stream that storages are asked for on, where that is another than the program's current one.
 
     Example:
         >>> replay([(+1, "a", 600), (-1, "a", 600)]).allocated_peak_bytes
@@ -263,13 +265,13 @@ def replay(
     """
     allocator = CachingAllocator(settings, capacity_bytes)
     failure = None
-    waiting = [*reversed(turns)]
+    waiting, streams = [*reversed(turns)], streams or {}
     try:
         for number, (sign, storage, size_bytes) in enumerate(events):
             while waiting and waiting[-1].event <= number:
                 allocator.turn(waiting.pop())
             if sign > 0:
-                allocator.malloc(storage, size_bytes)
+                allocator.malloc(storage, size_bytes, streams.get(storage))
             else:
                 allocator.free(storage)
     except AllocationError as error:

@@ -46,7 +46,12 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
     stream, shards = plan.allowances.stream_bytes, _shards_apart(plan)
     apart = f"{format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
     yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{f', and {apart}' if stream else ''}"
-    if shards:
+    if is_sharded(parallel) and not plan.reserve_by_share:
+        yield (
+            "streams that gather and reduce have memory of their own, which is simulated apart; what is freed is taken to be free "
+            "at once, though a block that another stream still reads is not, where GPUs fall behind"
+        )
+    elif shards:
         yield (
             "shards of gradients come from the memory of the reductions' stream, which serves nothing else while there is memory to "
             f"spare: nvidia-smi may then show up to {format_bytes(shards)} more, which the allocator gives back where it runs short"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
@@ -144,11 +144,23 @@ def reserved(plan: MemoryPlan, trace: Trace, steps: int) -> tuple[int, int]:
     """Return what the allocator reserves with memory to spare: fed by the formula's events of so many steps, and by the trace."""
     if shares_reason(plan):
         return 0, 0
-    codes = [2 * event.storage + (not event.allocates) for event in trace.events]
+    early = next((place for place, event in enumerate(trace.events) if event.instant != "setup"), 0)
+    loaded = {
+        event.storage for event in trace.events[:early] if not event.allocates
+    }  # on a device only where there is none
+    parallel = plan.setup.config.parallel
+    loaded = loaded if parallel.gpus > 1 and parallel.engine != "fsdp1" else set()
+    codes = [2 * event.storage + (not event.allocates) for event in trace.events if event.storage not in loaded]
     sizes = [storage.bytes for storage in trace.storages]
     events = events_of(plan, steps)
-    own = Stream(events.sizes, events.codes).peaks()
-    return own.reserved_bytes, Stream(sizes, codes).peaks().reserved_bytes
+    own = events.sizes, events.codes, events.stream.streams
+    return on_all_streams(*own), on_all_streams(sizes, codes, trace.streams)
+
+
+def on_all_streams(sizes: Sequence[int], codes: Sequence[int], streams: Mapping[int, int]) -> int:
+    """Return what the allocator reserves for the storages of each CUDA stream, all together."""
+    parts = ([code for code in codes if streams.get(code >> 1, 0) == number] for number in {0, *streams.values()})
+    return sum(Stream(sizes, part).peaks().reserved_bytes for part in parts)
 
 
 def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:

@@ -304,4 +304,4 @@ def replayed(run: Trace, alloc_conf: str, capacity: int | None) -> AllocatorResu
     from memplan.allocator.settings import parse_alloc_conf
 
     events = ((1 if event.allocates else -1, event.storage, event.bytes) for event in run.events)
-    return replay(events, parse_alloc_conf(alloc_conf), capacity, run.turns)
+    return replay(events, parse_alloc_conf(alloc_conf), capacity, run.turns, run.streams)

@@ -6,14 +6,21 @@ Searches use shares of the allocated bytes instead (configs/allocator_reserve.ya
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from memplan.allocator.settings import MINIMUM_BLOCK_BYTES
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
+from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
-from memplan.step.events.step_events import STEPS, RunEvents, run_events
+from memplan.step.events.event_stream import RunEvents
+from memplan.step.events.gathered_events import COMPUTES
+from memplan.step.events.step_events import STEPS, run_events
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
+from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.states.optimizer_scratch import step_temporaries
+from memplan.step.states.parallel_shards import is_accelerated, is_sharded
 from memplan.step.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -52,16 +59,22 @@ class Simulation:
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 
-    __slots__ = ("_expandable", "_peaks", "_stream")
+    __slots__ = ("_allocated", "_beside", "_expandable", "_peaks", "_stream")
 
     def __init__(self, events: RunEvents, *, expandable: bool) -> None:
         self._expandable = expandable
-        self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes)
+        others = sorted({*events.stream.streams.values()})
+        computing = events.on_stream(COMPUTES) if others else events
+        self._stream = Stream(computing.sizes, computing.codes, computing.steps[1:], computing.passes)
+        beside = [Stream(events.sizes, events.on_stream(number).codes) for number in others]
+        self._beside = sum(stream.peaks(expandable=expandable).reserved_bytes for stream in beside)
+        self._allocated = allocated_bytes(events) if others else 0
         ways = PLACEMENTS[:1] if expandable else PLACEMENTS
         self._peaks = [self._played(downwards=downwards) for downwards in ways]
 
     def runs_in(self, capacity_bytes: int) -> bool:
         """Whether the run survives in so many bytes of segments, wherever the driver puts them."""
+        capacity_bytes -= self._beside  # whose segments are always taken again
         if max(peaks.reserved_bytes for peaks in self._peaks) <= capacity_bytes:
             return True
         if min(peaks.allocated_bytes for peaks in self._peaks) > capacity_bytes:
@@ -78,22 +91,29 @@ class Simulation:
             least: Whether that is looked for; else the run is known to need what its segments take, and no less than
                 its blocks.
         """
-        spare, reserved = self._peaks[0], [peaks.reserved_bytes for peaks in self._peaks]
+        reserved = [peaks.reserved_bytes + self._beside for peaks in self._peaks]
+        spare, allocated = reserved[0], self._allocated or self._peaks[0].allocated_bytes
         if not least:
-            sizes = spare.allocated_bytes, spare.reserved_bytes, max(reserved), spare.reserved_bytes
-            return Simulated(*sizes, below_bytes=spare.allocated_bytes)
-        middle = (spare.allocated_bytes + min(reserved)) // 2
+            return Simulated(allocated, spare, max(reserved), spare, below_bytes=allocated)
+        middle = (allocated + min(reserved)) // 2
         runs = self.runs_in(middle)
         return Simulated(
-            allocated_bytes=spare.allocated_bytes,
-            spare_bytes=spare.reserved_bytes,
+            allocated_bytes=allocated,
+            spare_bytes=spare,
             most_bytes=max(reserved),
-            least_bytes=middle if runs else spare.reserved_bytes,
-            below_bytes=spare.allocated_bytes if runs else middle,
+            least_bytes=middle if runs else spare,
+            below_bytes=allocated if runs else middle,
         )
 
     def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
         return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
+
+
+def allocated_bytes(events: RunEvents) -> int:
+    """Return the most bytes in blocks of all streams at a time, each rounded up as the allocator does."""
+    blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in events.sizes]
+    changes = (blocks[code >> 1] * (-1 if code & 1 else 1) for code in events.codes)
+    return max(accumulate(changes), default=0) * MINIMUM_BLOCK_BYTES
 
 
 def shares_reason(plan: MemoryPlan) -> str:
@@ -101,8 +121,8 @@ def shares_reason(plan: MemoryPlan) -> str:
     config = plan.setup.config
     if plan.device.count > 1:
         return "memory of several GPUs is pooled"
-    if config.parallel.gpus > 1:
-        return "the events of several GPUs' collectives are not told"
+    if config.parallel.gpus > 1 and (reason := _untold_units(plan)):
+        return reason
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
     if plan.setup.profile.loss == "chunked-backward":
@@ -127,6 +147,28 @@ def shares_reason(plan: MemoryPlan) -> str:
     return ""
 
 
+def _untold_units(plan: MemoryPlan) -> str:
+    """Return why the events of a job on several GPUs are not told, or nothing."""
+    setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
+    if not is_sharded(parallel):
+        return "the events of several GPUs' collectives are told where units of FSDP gather the model"
+    if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
+        return "the events of GPUs that share layers, stages, experts or sequences are not told"
+    if setup.offloads_weights or parallel.staged_codes:
+        return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
+    if parallel.engine == "fsdp1" and config.adapter is not None:
+        return "the events of adapters that are units of their own are not told"
+    if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):
+        return "the events of a loss that gathers the head itself are not told"
+    if config.evaluation or config.zero_gradients == "fill":
+        return "the events of evaluation, or of gradients filled with zeros, are not told over shards"
+    if plan.model.spec.tower is not None or setup.profile.loss in ("weighted-tokens", "chunked-backward"):
+        return "the events of towers, and of losses that gather units themselves, are not told"
+    if any(entry.stepper == BUNDLED for entry in plan.states.tensors):
+        return "the exchanges of the bundled optimizer over shards are not told as events"
+    return ""
+
+
 def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     """Return the events of a plan's run: what is made first, and so many steps."""
     setup, states = plan.setup, plan.states
@@ -135,7 +177,9 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     inputs = StepInputs(plan.model.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
     library_bytes = plan.allowances.library_bytes // HANDLES
     sizes = plan.values, plan.evaluated_values
-    return run_events(inputs, model_on_tape(inputs), sizes, plan.forms.buffers, library_bytes, steps)
+    sharded = sharded_step(plan.model, setup, states, regime) if is_sharded(setup.config.parallel) else None
+    taped = sharded.taped if sharded else model_on_tape(inputs)
+    return run_events(inputs, taped, sizes, plan.forms.buffers, library_bytes, steps, sharded)
 
 
 class Runs:
@@ -179,6 +223,10 @@ def simulated(
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     allowances = plan.allowances
+    if allowances.stream_bytes:  # which are simulated
+        upper = allowances.upper_context_bytes - allowances.stream_bytes
+        allowances = replace(allowances, upper_context_bytes=upper, stream_bytes=0)
+        plan = replace(plan, allowances=allowances)
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     if (
         least is None

@@ -15,7 +15,7 @@ from memplan.step.tapes.taped_operations import Reduction
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
-    from memplan.step.events.step_events import RunEvents
+    from memplan.step.events.event_stream import RunEvents
     from memplan.step.tapes.linear_forms import Storage
     from memplan.step.tapes.moments import Instant
 

@@ -53,6 +53,9 @@ class Unit:
     reordered_bytes: int = 0
     # The groups that it is gathered and reduced in, in that order and in the other, where experts lie on a mesh of their own.
     groups: tuple[Unit, ...] = ()
+    tensor_bytes: tuple[
+        int, ...
+    ] = ()  # Each of them whole, as it is copied out of the buffer, or as a flat one is made of them
 
     @property
     def left_bytes(self) -> int:
@@ -125,7 +128,8 @@ def _group(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
     trained = sum(elements for elements, _, trains in shards if trains)
     own = max((width for _, width, trains in shards if trains), default=compute)
     reduced = reduced_width(setup)
-    gathered = ranks * sum(elements * width for (elements, _, _), width in zip(shards, widths, strict=True))
+    whole = [ranks * elements * width for (elements, _, _), width in zip(shards, widths, strict=True)]
+    gathered = sum(whole)
     return Unit(
         gathered_bytes=gathered,
         buffer_bytes=gathered if ranks > 1 else 0,
@@ -146,6 +150,7 @@ def _group(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         leaves=offloads,
         formed_bytes=sum(t.elements for t, (_, _, trains) in zip(tensors, shards, strict=True) if trains) * compute,
         reordered_bytes=reordered[-1] * compute if reordered else 0,
+        tensor_bytes=tuple(whole),
     )
 
 
@@ -179,6 +184,7 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
         narrow_bytes=narrow + (padded if padded != elements * compute else 0),
         cast_bytes=narrow,
         last_bytes=0,
+        tensor_bytes=tuple([tensor.elements * own for tensor in frozen]),
     )
 
 

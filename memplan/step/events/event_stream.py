@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 
@@ -36,6 +37,7 @@ class EventStream:
     sections: list[tuple[int, SectionEvents]] = field(default_factory=list)
     # What the step does, from the place among codes that is given on.
     phases: list[tuple[int, str]] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)  # Storages of other CUDA streams than that which computes
 
     def of(self, component: str) -> None:
         """Say what the next storages are of."""
@@ -45,8 +47,10 @@ class EventStream:
         """Say what the step does from here on."""
         self.phases.append((len(self.codes), phase))
 
-    def allocate(self, size: int) -> int:
-        """Allocate so many bytes; return the storage's name."""
+    def allocate(self, size: int, stream: int = 0) -> int:
+        """Allocate so many bytes, on a CUDA stream; return the storage's name."""
+        if stream:
+            self.streams[len(self.sizes)] = stream
         self.sizes.append(size)
         self.codes.append(2 * len(self.sizes) - 2)
         return len(self.sizes) - 1
@@ -81,6 +85,39 @@ class EventStream:
     def passing(self, *sizes: int) -> None:
         """Allocate storages one after the other, then free them, the last first."""
         self.free_all(reversed(self.allocate_all(sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvents:
+    """A training run from the first weight on."""
+
+    sizes: Sequence[int]  # Bytes of each storage
+    codes: Sequence[int]  # ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it
+    libraries: frozenset[int]  # Storages that are workspaces of libraries
+    steps: tuple[int, ...]  # Place of the first event of each step
+    # For each step, where every micro-step but its first begins and the last ends: the place of the event, and the
+    # number of storages by then.
+    passes: tuple[tuple[tuple[int, int], ...], ...]
+    stream: EventStream  # What they were written to, which tells what each storage is of, and what the step does when
+
+    @property
+    def steady_from(self) -> int:
+        """Place of the first event of the last step."""
+        return self.steps[-1]
+
+    def on_stream(self, number: int) -> RunEvents:
+        """Return the same with the storages of one CUDA stream alone."""
+        streams = self.stream.streams
+        places = [place for place, code in enumerate(self.codes) if streams.get(code >> 1, 0) == number]
+        steps = tuple(bisect_left(places, place) for place in self.steps)
+        passes = tuple(tuple((bisect_left(places, place), named) for place, named in one) for one in self.passes)
+        return replace(self, codes=[self.codes[place] for place in places], steps=steps, passes=passes)
+
+    def libraries_first(self) -> RunEvents:
+        """Return the same where libraries have made their workspaces before anything else, as a warmed-up process has."""
+        early = {2 * storage for storage in self.libraries}
+        codes = [*sorted(early), *[code for code in self.codes if code not in early]]
+        return replace(self, codes=codes)
 
 
 class PlayedSection:
@@ -144,25 +181,31 @@ class PlayedSection:
         """What the model has names for until all layers have run, by quantity."""
         return [(quantity, self.own_name(storage)) for quantity, storage in self._events.named]
 
-    def returns(self, libraries: Libraries, before: int) -> int:
+    def returns(self, libraries: Libraries, before: int, behind_product: Callable[[], None] | None = None) -> int:
         """Write the events of forward, whose function returns another result besides the output; return that, which stays, or ``NO_STORAGE``.
 
         Args:
             before: What the function of the part before has returned, which goes now; ``NO_STORAGE`` for nothing.
+            behind_product: Writes what comes behind the first product.
         """
         own = self._events.returned
         if own == NO_STORAGE:
             self._stream.free_all([] if before == NO_STORAGE else [before])
-            self.forward(libraries)
+            self.forward(libraries, behind_product)
             return NO_STORAGE
         self.frees_instead(own, before)
-        self.forward(libraries)
+        self.forward(libraries, behind_product)
         del self._aliases[own]
         return self.own_name(own)
 
-    def forward(self, libraries: Libraries) -> None:
+    def forward(self, libraries: Libraries, behind_product: Callable[[], None] | None = None) -> None:
         """Write the events of forward, and the workspaces that libraries make at their first product."""
-        self._with_libraries(self._events.forward, self._events.products[0], libraries)
+        more = [(self._first_product(0), behind_product)] if behind_product else []
+        self._with_libraries(self._events.forward, self._events.products[0], libraries, more=more)
+
+    def _first_product(self, way: int) -> int:
+        """Return the place of the first product in forward (0), or in backward (1)."""
+        return min((place for _, place in self._events.products[way]), default=0)
 
     def region_end(self) -> None:
         """Write the events at the end of the whole forward."""
@@ -174,31 +217,42 @@ class PlayedSection:
         own = self._events.leaving
         return NO_STORAGE if own == NO_STORAGE else self.name(own)
 
-    def backward(self, arriving: int, libraries: Libraries, use_up: UseUp) -> None:
+    def backward(
+        self, arriving: int, libraries: Libraries, use_up: UseUp, at_product: Callable[[], None] | None = None
+    ) -> None:
         """Write the events of backward, of updates within it, and of workspaces that libraries make.
 
         Args:
             arriving: The storage of the gradient of what the part hands on.
             libraries: Those that have made none in this thread.
             use_up: Writes the events of an update inside backward.
+            at_product: Writes what comes before the first product.
         """
         events = self._events
         if events.waits:
             self._aliases.pop(events.entry)
         if events.arriving != NO_STORAGE:
             self._aliases[events.arriving] = arriving
-        self._with_libraries(events.backward, events.products[1], libraries, events.used_up, use_up)
+        more = [(max(self._first_product(1) - 1, 0), at_product)] if at_product else []  # before its result
+        self._with_libraries(events.backward, events.products[1], libraries, events.used_up, use_up, more)
 
     def _with_libraries(
-        self, codes: Codes, places: Places, libraries: Libraries, used_up: UsedUp = (), use_up: UseUp = _none
+        self,
+        codes: Codes,
+        places: Places,
+        libraries: Libraries,
+        used_up: UsedUp = (),
+        use_up: UseUp = _none,
+        more: Sequence[tuple[int, Callable[[], None]]] = (),
     ) -> None:
-        """Write events with what comes between them: workspaces of libraries, and updates."""
+        """Write events with what comes between them: workspaces of libraries, updates, and more."""
         between: list[tuple[int, Callable[[], None]]] = [
             (place, partial(self._stream.make_workspace, libraries, library))
             for library, place in places
             if library in libraries
         ]
         between += [(place, partial(use_up, name, self.name(storage))) for place, name, storage in used_up]
+        between += more
         start = 0
         for place, write in sorted(between, key=itemgetter(0)):
             self._write(codes[start:place])

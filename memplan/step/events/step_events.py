@@ -7,13 +7,12 @@ events under other names, so that a step of a large model takes a few millisecon
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
-from memplan.documents.frozen_values import dataclass
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
-from memplan.step.events.event_stream import EventStream, PlayedSection
+from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents
+from memplan.step.events.gathered_events import Units, WholeModel
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
@@ -21,6 +20,7 @@ from memplan.step.events.update_events import Updates
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape, evaluated_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
+from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
@@ -42,31 +42,6 @@ Values = tuple[Sequence[int], Sequence[int]]
 """Values of quantities: of a step, and of a forward that evaluates."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunEvents:
-    """A training run from the first weight on."""
-
-    sizes: Sequence[int]  # Bytes of each storage
-    codes: Sequence[int]  # ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it
-    libraries: frozenset[int]  # Storages that are workspaces of libraries
-    steps: tuple[int, ...]  # Place of the first event of each step
-    # For each step, where every micro-step but its first begins and the last ends: the place of the event, and the
-    # number of storages by then.
-    passes: tuple[tuple[tuple[int, int], ...], ...]
-    stream: EventStream  # What they were written to, which tells what each storage is of, and what the step does when
-
-    @property
-    def steady_from(self) -> int:
-        """Place of the first event of the last step."""
-        return self.steps[-1]
-
-    def libraries_first(self) -> RunEvents:
-        """Return the same where libraries have made their workspaces before anything else, as a warmed-up process has."""
-        early = {2 * storage for storage in self.libraries}
-        codes = [*sorted(early), *[code for code in self.codes if code not in early]]
-        return replace(self, codes=codes)
-
-
 class StepPlayer:
     """Plays a training run.
 
@@ -74,14 +49,23 @@ class StepPlayer:
         values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
+        sharded: The units that a rank gathers its model in, whose tapes are played; None where it is whole.
     """
 
     def __init__(
-        self, inputs: StepInputs, taped: ModelOnTape, values: Values, buffers: Form, library_bytes: int
+        self,
+        inputs: StepInputs,
+        taped: ModelOnTape,
+        values: Values,
+        buffers: Form,
+        library_bytes: int,
+        sharded: ShardedStep | None = None,
     ) -> None:
-        self.inputs, self.taped, (self.values, self._evaluated_values) = inputs, taped, values
+        self.taped, (self.values, self._evaluated_values) = taped, values
+        self.inputs = inputs if sharded is None else sharded.inputs
         self.config = inputs.setup.config
         self.stream = EventStream()
+        self.around = WholeModel() if sharded is None else Units(self.stream, sharded)
         self.tensors = ModelTensors(inputs)
         self.updates = Updates(self.stream, inputs, self.tensors)
         self.gradients: dict[str, int] = {}
@@ -118,7 +102,7 @@ class StepPlayer:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
         stream, masters, copies = self.stream, len(self.tensors.trained), self.tensors.copy_sizes()
         stream.of("weights")
-        stream.allocate_all(self.tensors.weight_sizes())
+        self.around.make_weights(self.tensors.weight_sizes(), stream)
         stream.of("buffers")
         replaced = stream.allocate_all(self.tensors.replaced_sizes(self._buffers, self.values))
         stream.allocate_all(self.tensors.buffer_sizes(self._buffers, self.values))
@@ -134,7 +118,7 @@ class StepPlayer:
         fills, leaves = config.zero_gradients == "fill", self.inputs.setup.leaves_gradients
         mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
         for micro_step in range(config.gradient_accumulation_steps):
-            self._pass("again" if micro_step else mode)
+            self._pass(self.around.mode(mode, micro_step), micro_step)
             ends.append((len(self.stream.codes), len(self.stream.sizes)))
         if config.gradients.lifetime == "step":
             self.stream.of("temporaries")
@@ -150,15 +134,17 @@ class StepPlayer:
                 self.stream.free_all(self.gradients[name] for name in order if name not in left)
                 self.gradients = left
             self.updates.average()
+            self.around.stepped()
         if config.evaluation:
             self._evaluate(EVALUATED if self._in_time else 1)
         return tuple(ends)
 
     # ---------------------------------------------------------------- forward and backward
-    def _pass(self, mode: Mode) -> None:
+    def _pass(self, mode: Mode, micro_step: int) -> None:
         """Play one forward and backward."""
         taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
         self.stream.begin("forward")
+        self.around.begin(micro_step)
         self.stream.of("activations")
         arguments = ModelArguments(self.stream, self.inputs, taped, self.values)
         parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
@@ -172,6 +158,7 @@ class StepPlayer:
         for _, part in parts:
             part.region_end()
         self._hold(parts[-1][1])
+        self.around.turn()
         lowest = taped.lowest_turned
         if lowest is None and not self._called_again:
             self.stream.free_all(arguments.staying)
@@ -189,8 +176,11 @@ class StepPlayer:
         for place, (number, part) in enumerate(reversed(parts)):
             if place == 1:
                 self.stream.begin("layers backward")
-            part.backward(gradient, self._libraries["backward"], partial(self._use_up, number))
+            self.around.enter_backward(len(parts) - place - 1)
+            reached = self.around.reach_head if place == 0 else None
+            part.backward(gradient, self._libraries["backward"], partial(self._use_up, number), reached)
             self._keep(part.gradient_storages, number, waiting, mode)
+            self.around.leave_backward(len(parts) - place - 1, self.gradients)
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
             if len(parts) - place - 2 == lowest and not self._called_again:
                 self.stream.free_all(arguments.staying)
@@ -251,7 +241,10 @@ class StepPlayer:
                     part.frees_instead(storage, other)
             if arguments is not None and not number and played:
                 arguments.named_by(part)
-            returned = part.returns(self._libraries["forward"], returned)
+            self.around.enter(len(played))
+            behind = self.around.leave_head if played and not number else None
+            returned = part.returns(self._libraries["forward"], returned, behind)
+            self.around.leave(len(played))
             if arguments is not None and not played:
                 arguments.make(part)
             played.append((number, part))
@@ -336,11 +329,17 @@ def _part_before_leaf(taped: ModelOnTape) -> int | None:
 
 
 def run_events(
-    inputs: StepInputs, taped: ModelOnTape, values: Values, buffers: Form, library_bytes: int, steps: int = STEPS
+    inputs: StepInputs,
+    taped: ModelOnTape,
+    values: Values,
+    buffers: Form,
+    library_bytes: int,
+    steps: int = STEPS,
+    sharded: ShardedStep | None = None,
 ) -> RunEvents:
     """Return the events of a training run: what is made first, and so many steps, of which the first also makes what stays.
 
     Args:
-        values: As :class:`StepPlayer` takes them, with buffers and library_bytes.
+        values: As :class:`StepPlayer` takes them, with buffers, library_bytes and sharded.
     """
-    return StepPlayer(inputs, taped, values, buffers, library_bytes).run(steps)
+    return StepPlayer(inputs, taped, values, buffers, library_bytes, sharded).run(steps)

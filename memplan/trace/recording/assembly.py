@@ -49,7 +49,7 @@ def _storage(recorder: Recorder, record: Record, outlives: bool, vocab_size: int
     instant = recorder.marks[record.mark][1]
     component = record.component or _component(record, outlives, vocab_size)
     return TracedStorage(
-        record.bytes, component, record.operation, instant, _text(record.line), record.shape, record.name
+        record.bytes, component, record.operation, instant, _text(record.line), record.shape, record.name, record.stream
     )
 
 

@@ -41,6 +41,7 @@ class Record:
     shape: tuple[int, ...]
     component: Component | None = None
     name: str = ""
+    stream: int = 0
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -205,7 +206,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _born(self, size: int, operation: str, shape: tuple[int, ...], component: Component | None = None) -> int:
         index = len(self.records)
-        self.records.append(Record(size, operation, len(self.marks) - 1, self._line(), shape, component))
+        mark, stream = len(self.marks) - 1, self._stream()
+        self.records.append(Record(size, operation, mark, self._line(), shape, component, stream=stream))
         self.events.append((True, index))
         return index
 

@@ -52,6 +52,7 @@ class TracedStorage:
     line: str  # ``file:line`` of the model's code that made it; empty for what backward and optimizers make
     shape: tuple[int, ...]  # Shape of the first tensor in it
     name: str = ""  # Name of the parameter that it belongs to, or empty
+    stream: int = 0  # CUDA stream that it was asked for on, whose memory serves no other; 0 computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,11 @@ class Trace:
     def peak_bytes(self) -> int:
         """Requested bytes at the peak."""
         return self.peak.bytes
+
+    @property
+    def streams(self) -> dict[int, int]:
+        """The stream of each storage that was not asked for on the one that computes."""
+        return {index: storage.stream for index, storage in enumerate(self.storages) if storage.stream}
 
     @property
     def instant_bytes(self) -> dict[str, int]:

@@ -103,8 +103,9 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
 def _watch_checkpointing(model: Any, layers: list[nn.Module], recorder: Recorder) -> None:
     """Do for layers that their model checkpoints, as before transformers 4.53, what is done for those that do it themselves."""
     numbers = {id(layer): number for number, layer in enumerate(layers, start=1)}
+    watched = {id(part) for layer in layers for part in layer.modules()}  # with layers that FSDP1 has wrapped
     for part in model.modules():
-        if id(part) in numbers or (inner := _checkpoints(part)) is None:
+        if id(part) in watched or (inner := _checkpoints(part)) is None:
             continue
 
         def checkpointed(function: Any, *args: Any, _inner: Any = inner, **options: Any) -> Any:

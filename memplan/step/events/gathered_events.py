@@ -1,0 +1,326 @@
+"""The events of units around the parts of a step: gathered before they run, let go of behind, their gradients reduced.
+
+Each CUDA stream has memory of its own, which no other stream's requests are served from; what is gathered and reduced comes
+from streams beside the one that computes.
+
+Source:
+    ``FSDPParamGroup`` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``foreach_all_gather`` and
+    ``foreach_reduce`` in _fsdp_collectives.py; ``_unshard``, ``_post_backward_hook`` and ``_reduce_grad`` in
+    torch/distributed/fsdp/_runtime_utils.py (v2.13.0); ``DeviceCachingAllocator::get_free_block`` in
+    c10/cuda/CUDACachingAllocator.cpp, which compares streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memplan.step.collectives.gathered_units import Unit
+from memplan.step.events.event_stream import EventStream
+from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.states.single_tensors import numbered
+from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tower.tower_settings import is_of_tower
+
+COMPUTES, GATHERS, CASTS, REDUCES = range(4)
+"""Streams: that of all operators; of gathered weights, or the buffers they come in; of shards that are cast; of reductions."""
+
+
+class WholeModel:
+    """Parts of a step that nothing lies around: the model is whole on each device."""
+
+    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
+        """Allocate what a rank stores of the weights, given the bytes of each."""
+        stream.allocate_all(sizes)
+
+    def mode(self, mode: Mode, micro_step: int) -> Mode:
+        """Return what becomes of weight gradients in a micro-step, given what does in the first one."""
+        return "again" if micro_step else mode
+
+    def begin(self, micro_step: int) -> None:
+        """Write what comes before a forward."""
+
+    def enter(self, place: int) -> None:
+        """Write what comes before the forward of a part: 0 is the embedding, the last one norm and head."""
+
+    def leave(self, place: int) -> None:
+        """Write what comes behind it."""
+
+    def leave_head(self) -> None:
+        """Write what comes behind the head's product."""
+
+    def turn(self) -> None:
+        """Write what comes before backward."""
+
+    def reach_head(self) -> None:
+        """Write what comes when backward has the gradient of the logits, before the head's product."""
+
+    def enter_backward(self, place: int) -> None:
+        """Write what comes before the backward of a part."""
+
+    def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
+        """Write what comes behind it, and take what is reduced out of the gradients: names of weights, and their storages."""
+
+    def stepped(self) -> None:
+        """Write what comes behind the update."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What there is of a unit."""
+
+    unit: Unit
+    whole: list[int] = field(default_factory=list)  # Its weights, gathered
+    buffer: list[int] = field(
+        default_factory=list
+    )  # What they have been gathered into, until they are copied out of it
+    flat: int = -1  # Its gradients in one tensor, which wait for those of later micro-steps; -1 for none
+    kept: int = -1  # The rank's share of its gradients; -1 for none
+
+
+class Units:
+    """Units of a rank's step.
+
+    Args:
+        stream: Where events are written to.
+        step: The rank's step.
+    """
+
+    def __init__(self, stream: EventStream, step: ShardedStep) -> None:
+        self._stream, self._step, self._flat = stream, step, step.flat is not None
+        self._first = _Held(step.first)
+        self._tail = _Held(step.tail) if step.apart else self._first
+        runs = zip(step.units, step.taped.runs, strict=True)
+        layers = [_Held(unit) for unit, run in runs for _ in range(run.count)]
+        self._parts = [self._first, *layers, self._tail]
+        self._rest = _Held(step.rest) if step.rest else None
+        self._last_buffer: list[int] = []  # In forward it lives until the next unit has been copied out of its own
+        self._reducing: list[int] = []  # What a reduction reads, until the next one
+        self._waiting: list[int] = []  # What groups reduce among them, until the end of backward
+        self._micro_step, self._backward = 0, False
+
+    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
+        """Allocate the rank's shards; a flat tensor is put together on the device, of what is moved there, before it is cut.
+
+        Source:
+            ``_init_param_handle_from_module`` in torch/distributed/fsdp/_init_utils.py, ``flatten_tensors`` and ``shard`` in
+            _flat_param.py (v2.13.0).
+        """
+        shards = [held.unit.kept_bytes for held in self._parts[:-1]]
+        if not self._flat or sum(shards) != sum(sizes):
+            stream.allocate_all(sizes)
+            return
+        for held in (*self._parts[1:-1], self._first):
+            moved = stream.allocate_all(held.unit.tensor_bytes)
+            whole = stream.allocate(sum(held.unit.tensor_bytes))
+            stream.allocate(held.unit.kept_bytes)
+            stream.free_all([whole, *moved])
+
+    # ---------------------------------------------------------------- forward
+    def mode(self, mode: Mode, micro_step: int) -> Mode:
+        """Return ``again`` where micro-steps add to whole gradients; what is reduced, or put together, is formed anew."""
+        return "again" if micro_step and self._step.reduces_last and not self._flat else mode
+
+    def begin(self, micro_step: int) -> None:
+        """Gather what the model itself has, which stays to the end of backward."""
+        self._micro_step, self._backward = micro_step, False
+        for held in [*([self._rest] if self._rest else []), *([] if self._step.apart else [self._first])]:
+            self._gather(held)
+            self._copy_out(held)
+
+    def enter(self, place: int) -> None:
+        """Gather a layer, or an end that is a unit of its own."""
+        held = self._parts[place]
+        self._gather(held)
+        self._copy_out(held)
+
+    def leave(self, place: int) -> None:
+        """Let go of it, if it does not stay."""
+        if not self._is_root(place) and not self._step.stays and place < len(self._parts) - 1:
+            self._let_go(self._parts[place])
+
+    def leave_head(self) -> None:
+        """Let go of the last buffer, where the loss is formed outside the model."""
+        if not self._step.loss_inside:
+            self._free_last_buffer()
+
+    def _free_last_buffer(self) -> None:
+        self._stream.free_all(self._last_buffer)
+        self._last_buffer = []
+
+    # ---------------------------------------------------------------- backward
+    def turn(self) -> None:
+        """Let go of the last buffer, and gather the last layer ahead."""
+        self._backward = True
+        self._free_last_buffer()
+        if self._step.root_again:  # let go of behind forward
+            self._let_go(self._first)
+            self._gather(self._first)
+            self._copy_out(self._first)
+        if self._at_once and self._prefetches("pre"):
+            self._gather(self._parts[-2])
+
+    def reach_head(self) -> None:
+        """Gather the last layer ahead, where backward reaches the model only now."""
+        if self._prefetches("pre"):
+            self._gather(self._parts[-2])
+
+    def enter_backward(self, place: int) -> None:
+        """Gather a unit that is not there yet, and the next one ahead."""
+        held = self._parts[place]
+        if place < len(self._parts) - 1:
+            self._gather(held)
+            self._copy_out(held)
+        if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
+            self._gather(self._parts[place - 1])
+
+    def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
+        """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""
+        held, last = self._parts[place], self._is_last_micro_step
+        if self._is_root(place) and place:
+            return
+        own = [gradients.pop(name) for name in self._names(place, gradients)] if last or self._flat else []
+        added = self._together(held, own) if self._flat else []
+        own = [held.flat] if self._flat else own
+        resident = self._step.stays and not last
+        if not resident:
+            self._let_go(held)
+        if self._prefetches("post") and place > 1:
+            self._gather(self._parts[place - 1])
+        if last and own:
+            self._reduce(held, own)
+        self._stream.free_all(added)
+        if place == 0:
+            self._end(gradients, last=last)
+
+    def stepped(self) -> None:
+        """Let go of the rank's share of all gradients."""
+        for held in self._held():
+            self._stream.free_all([] if held.kept < 0 else [held.kept])
+            held.kept = -1
+
+    def _end(self, gradients: dict[str, int], *, last: bool) -> None:
+        """End a backward: what the root has besides is reduced, and all that is gathered goes."""
+        if self._rest is not None:
+            self._let_go(self._rest)
+            if last and gradients:
+                self._reduce(self._rest, [gradients.pop(name) for name in [*gradients]])
+        self._stream.free_all([*self._reducing, *self._waiting])
+        self._reducing, self._waiting = [], []
+        for held in self._held():
+            self._let_go(held)
+
+    # ---------------------------------------------------------------- units
+    @property
+    def _at_once(self) -> bool:
+        """Whether backward reaches what the root returns, and gathers the last layer, as it begins."""
+        step = self._step
+        if step.flat:
+            return not step.begins_behind_loss
+        return (step.root_again and not step.loss_on_both_sides) or step.taped.head.logits is None or step.stays
+
+    @property
+    def _is_last_micro_step(self) -> bool:
+        """Whether gradients of this micro-step are reduced."""
+        steps = self._step.inputs.setup.config.gradient_accumulation_steps
+        return not self._step.reduces_last or self._micro_step == steps - 1
+
+    def _is_root(self, place: int) -> bool:
+        return self._parts[place] is self._first and not self._step.apart
+
+    def _held(self) -> Iterable[_Held]:
+        """Return all units, each once."""
+        return {id(held): held for held in (*self._parts, *([self._rest] if self._rest else []))}.values()
+
+    def _prefetches(self, when: str) -> bool:
+        """Tell whether the next unit is gathered before, or behind, the backward of one."""
+        if self._step.stays:
+            return False
+        return when == "pre" if self._step.flat is None else self._step.flat.backward_prefetch == when
+
+    def _names(self, place: int, gradients: dict[str, int]) -> list[str]:
+        """Return the weights of a part that have gradients: all that are left, for the root."""
+        if self._is_root(place) or (self._step.apart and place == 0):
+            return [name for name in gradients if self._rest is None or not self._of_rest(name)]
+        names = self._step.inputs.spec.names
+        if place == len(self._parts) - 1:
+            others = names.embedding, names.layer.partition("{}")[0]
+            return [name for name in gradients if not name.startswith(others)]
+        prefix = f"{numbered(names.layer, place - 1)}."
+        return [name for name in gradients if name.startswith(prefix)]
+
+    def _of_rest(self, name: str) -> bool:
+        """Tell whether a weight is in the root's own unit beside those of the ends."""
+        return name.startswith(f"{self._step.inputs.spec.names.positions}.") or is_of_tower(name)
+
+    def _gather(self, held: _Held) -> None:
+        """Gather a unit into its buffer, or in place; nothing where it is there."""
+        if held.whole or held.buffer:
+            return
+        stream, unit = self._stream, held.unit
+        if self._flat:
+            cast = [stream.allocate(unit.copying_bytes, CASTS)] if unit.copying_bytes else []
+            held.whole = [stream.allocate(unit.gathered_bytes, GATHERS)]
+        else:
+            cast = [stream.allocate(unit.cast_bytes, GATHERS)] if unit.cast_bytes else []
+            held.buffer = [stream.allocate(unit.buffer_bytes, GATHERS)]
+        stream.free_all(cast)
+
+    def _copy_out(self, held: _Held) -> None:
+        """Copy a unit out of its buffer, tensor by tensor."""
+        if self._flat or held.whole:
+            return
+        held.whole = self._stream.allocate_all(held.unit.tensor_bytes)
+        if self._backward:
+            self._stream.free_all(held.buffer)
+        else:
+            self._free_last_buffer()
+            self._last_buffer = held.buffer
+        held.buffer = []
+
+    def _let_go(self, held: _Held) -> None:
+        self._stream.free_all(held.whole)
+        held.whole = []
+
+    # ---------------------------------------------------------------- gradients
+    def _together(self, held: _Held, gradients: Sequence[int]) -> list[int]:
+        """Put a flat tensor's gradients together in one; return it where it is added to that of micro-steps before, which autograd holds it through."""
+        stream = self._stream
+        stream.of("gradients")
+        flat = stream.allocate(held.unit.reduced_bytes)
+        stream.free_all(gradients)
+        stream.of("temporaries")
+        if held.flat < 0:
+            held.flat = flat
+            return []
+        return [flat]
+
+    def _reduce(self, held: _Held, gradients: Sequence[int]) -> None:
+        """Reduce a unit's gradients to the rank's share of them."""
+        stream, unit = self._stream, held.unit
+        stream.of("communication")
+        if self._flat:
+            given = [stream.allocate(unit.narrow_bytes - unit.cast_bytes, REDUCES)] * (
+                unit.narrow_bytes > unit.cast_bytes
+            )
+            reduced = unit.cast_bytes or unit.kept_bytes
+        else:
+            stream.free_all(self._reducing)
+            self._reducing = [stream.allocate(unit.reduced_bytes)]
+            given = [one for one in gradients if stream.sizes[one] == unit.last_bytes][-1:]  # which a variable holds
+            stream.free_all(one for one in gradients if one not in given)
+            reduced = unit.narrow_bytes or unit.kept_bytes
+        stream.of("gradients")
+        shard = stream.allocate(reduced, REDUCES)
+        wait = self._waiting.append if unit.waiting_bytes(new=held.kept < 0) else stream.free  # for other groups
+        if reduced != unit.kept_bytes:
+            wide = stream.allocate(unit.kept_bytes, REDUCES)
+            wait(shard)
+            shard, wait = wide, stream.free
+        stream.free_all([*given, *(gradients if self._flat else ())])
+        held.flat = -1
+        stream.of("temporaries")
+        if held.kept >= 0:
+            wait(shard)  # added to what micro-steps before have left
+        else:
+            held.kept = shard
