@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.allocator.caching_allocator import replay
+from memplan.allocator.streams.stream_replay import Stream
 from memplan.catalog.config_keys.parallel_keys import FlatShards, Parallel
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
@@ -66,13 +67,20 @@ def test_the_fullest_moment_of_a_ranks_events_is_the_peak_of_the_formula(layout,
 def test_what_is_gathered_cast_and_reduced_comes_from_streams_of_their_own():
     events = events_of(plan_of("mixed-adamw", LAYOUTS["fsdp1 pre, True"]))
     assert {*events.stream.streams.values()} == {GATHERS, CASTS, REDUCES}
-    parts = [events.on_stream(number).codes for number in range(4)]
-    assert sum(map(len, parts)) == len(events.codes)
-    assert all({code >> 1 for code in part}.isdisjoint(code >> 1 for code in parts[0]) for part in parts[1:])
-    own = events.on_stream(0)
-    assert [own.codes[place] for place in own.steps] == [
-        next(code for code in events.codes[place:] if code >> 1 not in events.stream.streams) for place in events.steps
-    ]
+    apart = sum(
+        Stream(events.sizes, [code for code in events.codes if events.stream.streams.get(code >> 1, 0) == number])
+        .peaks()
+        .reserved_bytes
+        for number in (0, GATHERS, CASTS, REDUCES)
+    )
+    together = Stream(events.sizes, events.codes, streams=events.stream.streams)
+    assert together.peaks().reserved_bytes == apart > Stream(events.sizes, events.codes).peaks().reserved_bytes
+    replayed = ((-1 if code & 1 else 1, code >> 1, events.sizes[code >> 1]) for code in events.codes)
+    assert replay(replayed, streams=events.stream.streams).reserved_peak_bytes == apart
+    least = together.peaks().allocated_bytes
+    runs = [together.peaks(least + (apart - least) * share // 8) for share in range(9)]
+    assert runs[-1].survives
+    assert not runs[0].survives or runs[0].retries
 
 
 def test_a_plan_over_shards_has_its_reserve_simulated_and_its_streams_in_it_once():

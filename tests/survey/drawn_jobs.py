@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
@@ -153,14 +153,8 @@ def reserved(plan: MemoryPlan, trace: Trace, steps: int) -> tuple[int, int]:
     codes = [2 * event.storage + (not event.allocates) for event in trace.events if event.storage not in loaded]
     sizes = [storage.bytes for storage in trace.storages]
     events = events_of(plan, steps)
-    own = events.sizes, events.codes, events.stream.streams
-    return on_all_streams(*own), on_all_streams(sizes, codes, trace.streams)
-
-
-def on_all_streams(sizes: Sequence[int], codes: Sequence[int], streams: Mapping[int, int]) -> int:
-    """Return what the allocator reserves for the storages of each CUDA stream, all together."""
-    parts = ([code for code in codes if streams.get(code >> 1, 0) == number] for number in {0, *streams.values()})
-    return sum(Stream(sizes, part).peaks().reserved_bytes for part in parts)
+    own = Stream(events.sizes, events.codes, streams=events.stream.streams)
+    return own.peaks().reserved_bytes, Stream(sizes, codes, streams=trace.streams).peaks().reserved_bytes
 
 
 def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:

@@ -30,7 +30,7 @@ SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
 
 _PAGES = _SMALL_SEGMENT, _LARGE_SEGMENT
 _BASES = _LARGE_SEGMENT, (ADDRESS // 2 // _LARGE_SEGMENT + 1) * _LARGE_SEGMENT
-"""Where expandable segments of each pool begin; both at whole pages."""
+"""Where expandable segments of each pool of a CUDA stream begin; both at whole pages."""
 _UNLIMITED = ADDRESS // 4 // _LARGE_SEGMENT * _LARGE_SEGMENT
 
 _Pool = tuple[list[int], dict[int, int], dict[int, int], int]
@@ -97,12 +97,13 @@ class StreamAllocator:
         capacity_bytes: What the process can get of the card; None for no limit.
         downwards: Whether each new segment lies below those before.
         expandable: Whether segments are expandable.
+        streams: The CUDA stream of each storage that is not of the first, whose pools are its own.
 
     Attributes:
         live: First block of each storage, and the first after it.
-        pools: For small requests, and for large ones: ``blocks << BITS | address`` of all that is free, ascending; where
+        pools: For small requests, and for large ones, of each stream: ``blocks << BITS | address`` of all that is free, ascending; where
             each of them ends, by where it begins; where it begins, by where it ends; and the least worth splitting off.
-        holes: For both pools, where each range of expandable segments without memory ends, by where it begins; empty
+        holes: For each pool, where each range of expandable segments without memory ends, by where it begins; empty
             where segments are no such ones.
         parts: What was taken by each sequence of codes that was played.
     """
@@ -113,6 +114,7 @@ class StreamAllocator:
         "_downwards",
         "_limit",
         "_segments",
+        "_streams",
         "_virtual",
         "allocated",
         "allocated_peak",
@@ -126,17 +128,27 @@ class StreamAllocator:
         "survives",
     )
 
-    def __init__(self, capacity_bytes: int | None, *, downwards: bool, expandable: bool) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int | None,
+        *,
+        downwards: bool,
+        expandable: bool,
+        streams: Mapping[int, int] | None = None,
+    ) -> None:
         self.live: dict[int, tuple[int, int]] = {}
-        self.pools: tuple[_Pool, _Pool] = ([], {}, {}, 1), ([], {}, {}, 1 if expandable else SMALL + 1)
-        self.holes: Sequence[dict[int, int]] = ({}, {}) if expandable else ()
+        self._streams = {name: 2 * stream for name, stream in (streams or {}).items()}  # its first pool
+        several = range(1 + max((streams or {}).values(), default=0))
+        least = 1, 1 if expandable else SMALL + 1
+        self.pools: Sequence[_Pool] = [([], {}, {}, least[large]) for _ in several for large in (0, 1)]
+        self.holes: Sequence[dict[int, int]] = [{} for _ in self.pools] if expandable else ()
         self.parts: list[Part] = []
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
         self.survives = True
         self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
         self._downwards, self._address = downwards, ADDRESS if downwards else 1
-        self._segments: dict[int, tuple[int, bool]] = {}
-        self._bases = [*_BASES]
+        self._segments: dict[int, tuple[int, int]] = {}
+        self._bases = [*_BASES] * len(several)
         wanted = _UNLIMITED * MINIMUM_BLOCK_BYTES if capacity_bytes is None else capacity_bytes + capacity_bytes // 8
         self._virtual = [
             max(ceil_div(wanted, page * MINIMUM_BLOCK_BYTES), 1) * page for page in _PAGES
@@ -144,7 +156,7 @@ class StreamAllocator:
 
     def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
         """Play codes, until a request is not satisfied; none after that."""
-        live, pools, holes = self.live, self.pools, self.holes
+        live, pools, holes, streams = self.live, self.pools, self.holes, self._streams
         allocated, peak = self.allocated, self.allocated_peak
         highest, new = 0, list[tuple[int, int, bool]]()
         for code in codes if self.survives else ():
@@ -152,7 +164,7 @@ class StreamAllocator:
             size = blocks[name]
             if not size:
                 continue
-            keys, ends, starts, least = pools[size > SMALL]
+            keys, ends, starts, least = pools[number := streams.get(name, 0) + (size > SMALL)]
             if code & 1:
                 start, end = live.pop(name)
                 allocated -= end - start
@@ -166,15 +178,15 @@ class StreamAllocator:
                 continue
             place = bisect_left(keys, size << BITS)
             if place == len(keys):
-                made = self._made(size, size > SMALL)
+                made = self._made(size, number)
                 if made is None:
                     break
                 start, end = made
                 key = end - start << BITS | start
                 new += [] if holes else [(key, highest, size > SMALL)]
             else:
-                if holes and ends[keys[place] & ADDRESS] in holes[size > SMALL]:
-                    place = self._least_growable(place, size > SMALL)
+                if holes and ends[keys[place] & ADDRESS] in holes[number]:
+                    place = self._least_growable(place, number)
                 key = keys.pop(place)
                 start = key & ADDRESS
                 end = ends.pop(start)
@@ -203,14 +215,14 @@ class StreamAllocator:
         return Shape(dict(self.live), free, holes, self.retries, self._downwards)
 
     # ---------------------------------------------------------------- memory from the driver
-    def _made(self, size: int, large: bool) -> tuple[int, int] | None:
+    def _made(self, size: int, pool: int) -> tuple[int, int] | None:
         """Return where new memory for a request begins and ends; None where there is none, after all cached was released."""
         new = self._grown if self.holes else self._new_segment
-        made = new(size, large)
+        made = new(size, pool)
         if made is None:
             self._release()
             self.retries += 1
-            made = new(size, large)
+            made = new(size, pool)
             self.survives = made is not None
         return made
 
@@ -222,9 +234,9 @@ class StreamAllocator:
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         return True
 
-    def _new_segment(self, size: int, large: bool) -> tuple[int, int] | None:
+    def _new_segment(self, size: int, pool: int) -> tuple[int, int] | None:
         segment = _SMALL_SEGMENT
-        if large:
+        if pool & 1:
             segment = _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_ROUNDING) * _LARGE_ROUNDING
         if not self._takes(segment):
             return None
@@ -232,30 +244,30 @@ class StreamAllocator:
         self._address -= room if self._downwards else 0
         start = self._address
         self._address += 0 if self._downwards else room
-        self._segments[start] = start + segment, large
+        self._segments[start] = start + segment, pool
         return start, start + segment
 
     def _release(self) -> None:
         """Give every segment back that is free from end to end, and every whole page of a free block of expandable ones."""
         if self.holes:
-            self._unmap(large=True)
-            self._unmap(large=False)
-        for start, (end, large) in [*self._segments.items()]:
-            keys, ends, starts, _ = self.pools[large]
+            for number in reversed(range(len(self.pools))):
+                self._unmap(number)
+        for start, (end, pool) in [*self._segments.items()]:
+            keys, ends, starts, _ = self.pools[pool]
             if ends.get(start) == end:
                 del self._segments[start], ends[start], starts[end]
                 keys.remove(end - start << BITS | start)
                 self.reserved -= end - start
 
     # ---------------------------------------------------------------- expandable segments
-    def _least_growable(self, place: int, large: bool) -> int:
+    def _least_growable(self, place: int, pool: int) -> int:
         """Return the place of the free block from one on that could grow least.
 
         Source:
             ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
         """
-        keys, ends, *_ = self.pools[large]
-        holes, least = self.holes[large], None
+        keys, ends, *_ = self.pools[pool]
+        holes, least = self.holes[pool], None
         for number in range(place, len(keys)):
             start = keys[number] & ADDRESS
             room = holes.get(ends[start], ends[start]) - start
@@ -264,15 +276,15 @@ class StreamAllocator:
             least = room
         return len(keys) - 1
 
-    def _grown(self, size: int, large: bool) -> tuple[int, int] | None:
+    def _grown(self, size: int, pool: int) -> tuple[int, int] | None:
         """Return a block of at least a size, made by mapping pages at the lowest addresses where they have room.
 
         Source:
             try_allocate_expandable_block in c10/cuda/CUDACachingAllocator.cpp.
         """
-        keys, ends, starts, _ = self.pools[large]
-        holes, page = self.holes[large], _PAGES[large]
-        start = self._range(size, large)
+        keys, ends, starts, _ = self.pools[pool]
+        holes, page = self.holes[pool], _PAGES[pool & 1]
+        start = self._range(size, pool)
         end = ends.get(start, start)
         while end - start < size:
             beyond = holes[end]
@@ -287,29 +299,29 @@ class StreamAllocator:
         del keys[bisect_left(keys, end - start << BITS | start)], ends[start], starts[end]
         return start, end
 
-    def _range(self, size: int, large: bool) -> int:
+    def _range(self, size: int, pool: int) -> int:
         """Return the lowest address from which on free blocks and holes in a row have room, in a new segment if need be."""
-        _, ends, starts, _ = self.pools[large]
-        holes = self.holes[large]
+        _, ends, starts, _ = self.pools[pool]
+        holes = self.holes[pool]
         for hole in sorted(holes):
             start = end = starts.get(hole, hole)
             while end - start < size and (end in ends or end in holes):
                 end = ends[end] if end in ends else holes[end]
             if end - start >= size:
                 return start
-        start = self._bases[large]
-        holes[start] = start + self._virtual[large]
-        self._bases[large] = holes[start] + _PAGES[large]  # a page between segments, as nothing free spans two
+        start = self._bases[pool]
+        holes[start] = start + self._virtual[pool & 1]
+        self._bases[pool] = holes[start] + _PAGES[pool & 1]  # a page between segments, as nothing free spans two
         return start
 
-    def _unmap(self, *, large: bool) -> None:
+    def _unmap(self, pool: int) -> None:
         """Give back the whole pages that lie inside free blocks.
 
         Source:
             unmap_block in c10/cuda/CUDACachingAllocator.cpp.
         """
-        keys, ends, starts, _ = self.pools[large]
-        holes, page = self.holes[large], _PAGES[large]
+        keys, ends, starts, _ = self.pools[pool]
+        holes, page = self.holes[pool], _PAGES[pool & 1]
         for key in keys[:]:
             start = key & ADDRESS
             end = ends[start]
@@ -325,5 +337,5 @@ class StreamAllocator:
             beyond = holes.pop(last, last)
             before = next((hole for hole, stop in holes.items() if stop == first), first)
             holes[before] = beyond
-            if beyond - before == self._virtual[large]:
+            if beyond - before == self._virtual[pool & 1]:
                 del holes[before]  # nothing else is left of the segment

@@ -1,12 +1,12 @@
 """A stream of numbered allocations through the caching allocator, in one loop: the same as ``replay``, several times as fast.
 
-It knows torch's defaults and expandable segments, on one stream; a test holds it equal to
+It knows torch's defaults and expandable segments, on one CUDA stream or several; a test holds it equal to
 :mod:`memplan.allocator.caching_allocator` on random streams, and on those of training steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from memplan.allocator.settings import MINIMUM_BLOCK_BYTES
@@ -39,6 +39,7 @@ class Stream:
         rounds: Within the code up to the first of those places, and within each stretch, where a first part ends and each
             of several that are alike in the same way, if there are: the place, and the number of storages by then. They
             too are played until they are known to do what they did; what they leave then has the names of the last.
+        streams: The CUDA stream of each storage that is not of the first; with several, all codes are played.
 
     Example:
         >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
@@ -51,7 +52,10 @@ class Stream:
         codes: Sequence[int],
         alike_from: Sequence[int] = (),
         rounds: Sequence[Sequence[tuple[int, int]]] = (),
+        streams: Mapping[int, int] | None = None,
     ) -> None:
+        self._streams = streams
+        alike_from, rounds = ((), ()) if streams else (alike_from, rounds)
         self._blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in sizes]
         self._codes = codes
         self._stretches = [*pairwise([0, *alike_from, len(codes)])]
@@ -67,7 +71,7 @@ class Stream:
             downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
             expandable: Whether segments are expandable; there is no choice of addresses then.
         """
-        state = StreamAllocator(capacity_bytes, downwards=downwards, expandable=expandable)
+        state = StreamAllocator(capacity_bytes, downwards=downwards, expandable=expandable, streams=self._streams)
         before = None
         for number, ((start, end), rounds) in enumerate(zip(self._stretches, self._rounds, strict=True), 1):
             now, before = state.shape(), before if number > 2 else None  # the first makes what stays

@@ -6,15 +6,12 @@ Searches use shares of the allocated bytes instead (configs/allocator_reserve.ya
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from memplan.allocator.settings import MINIMUM_BLOCK_BYTES
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
 from memplan.step.events.event_stream import RunEvents
-from memplan.step.events.gathered_events import COMPUTES
 from memplan.step.events.step_events import STEPS, run_events
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
@@ -59,22 +56,17 @@ class Simulation:
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 
-    __slots__ = ("_allocated", "_beside", "_expandable", "_peaks", "_stream")
+    __slots__ = ("_expandable", "_peaks", "_stream")
 
     def __init__(self, events: RunEvents, *, expandable: bool) -> None:
         self._expandable = expandable
-        others = sorted({*events.stream.streams.values()})
-        computing = events.on_stream(COMPUTES) if others else events
-        self._stream = Stream(computing.sizes, computing.codes, computing.steps[1:], computing.passes)
-        beside = [Stream(events.sizes, events.on_stream(number).codes) for number in others]
-        self._beside = sum(stream.peaks(expandable=expandable).reserved_bytes for stream in beside)
-        self._allocated = allocated_bytes(events) if others else 0
+        streams = events.stream.streams
+        self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes, streams)
         ways = PLACEMENTS[:1] if expandable else PLACEMENTS
         self._peaks = [self._played(downwards=downwards) for downwards in ways]
 
     def runs_in(self, capacity_bytes: int) -> bool:
         """Whether the run survives in so many bytes of segments, wherever the driver puts them."""
-        capacity_bytes -= self._beside  # whose segments are always taken again
         if max(peaks.reserved_bytes for peaks in self._peaks) <= capacity_bytes:
             return True
         if min(peaks.allocated_bytes for peaks in self._peaks) > capacity_bytes:
@@ -91,8 +83,8 @@ class Simulation:
             least: Whether that is looked for; else the run is known to need what its segments take, and no less than
                 its blocks.
         """
-        reserved = [peaks.reserved_bytes + self._beside for peaks in self._peaks]
-        spare, allocated = reserved[0], self._allocated or self._peaks[0].allocated_bytes
+        reserved = [peaks.reserved_bytes for peaks in self._peaks]
+        spare, allocated = reserved[0], self._peaks[0].allocated_bytes
         if not least:
             return Simulated(allocated, spare, max(reserved), spare, below_bytes=allocated)
         middle = (allocated + min(reserved)) // 2
@@ -107,13 +99,6 @@ class Simulation:
 
     def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
         return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
-
-
-def allocated_bytes(events: RunEvents) -> int:
-    """Return the most bytes in blocks of all streams at a time, each rounded up as the allocator does."""
-    blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in events.sizes]
-    changes = (blocks[code >> 1] * (-1 if code & 1 else 1) for code in events.codes)
-    return max(accumulate(changes), default=0) * MINIMUM_BLOCK_BYTES
 
 
 def shares_reason(plan: MemoryPlan) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,14 +103,6 @@ class RunEvents:
     def steady_from(self) -> int:
         """Place of the first event of the last step."""
         return self.steps[-1]
-
-    def on_stream(self, number: int) -> RunEvents:
-        """Return the same with the storages of one CUDA stream alone."""
-        streams = self.stream.streams
-        places = [place for place, code in enumerate(self.codes) if streams.get(code >> 1, 0) == number]
-        steps = tuple(bisect_left(places, place) for place in self.steps)
-        passes = tuple(tuple((bisect_left(places, place), named) for place, named in one) for one in self.passes)
-        return replace(self, codes=[self.codes[place] for place in places], steps=steps, passes=passes)
 
     def libraries_first(self) -> RunEvents:
         """Return the same where libraries have made their workspaces before anything else, as a warmed-up process has."""

@@ -66,7 +66,7 @@ class WholeModel:
 
 
 @dataclass(slots=True)
-class _Held:
+class _UnitTensors:
     """What there is of a unit."""
 
     unit: Unit
@@ -75,7 +75,7 @@ class _Held:
         default_factory=list
     )  # What they have been gathered into, until they are copied out of it
     flat: int = -1  # Its gradients in one tensor, which wait for those of later micro-steps; -1 for none
-    kept: int = -1  # The rank's share of its gradients; -1 for none
+    share: int = -1  # The rank's share of its gradients; -1 for none
 
 
 class Units:
@@ -88,12 +88,12 @@ class Units:
 
     def __init__(self, stream: EventStream, step: ShardedStep) -> None:
         self._stream, self._step, self._flat = stream, step, step.flat is not None
-        self._first = _Held(step.first)
-        self._tail = _Held(step.tail) if step.apart else self._first
+        self._first = _UnitTensors(step.first)
+        self._tail = _UnitTensors(step.tail) if step.apart else self._first
         runs = zip(step.units, step.taped.runs, strict=True)
-        layers = [_Held(unit) for unit, run in runs for _ in range(run.count)]
+        layers = [_UnitTensors(unit) for unit, run in runs for _ in range(run.count)]
         self._parts = [self._first, *layers, self._tail]
-        self._rest = _Held(step.rest) if step.rest else None
+        self._rest = _UnitTensors(step.rest) if step.rest else None
         self._last_buffer: list[int] = []  # In forward it lives until the next unit has been copied out of its own
         self._reducing: list[int] = []  # What a reduction reads, until the next one
         self._waiting: list[int] = []  # What groups reduce among them, until the end of backward
@@ -106,14 +106,14 @@ class Units:
             ``_init_param_handle_from_module`` in torch/distributed/fsdp/_init_utils.py, ``flatten_tensors`` and ``shard`` in
             _flat_param.py (v2.13.0).
         """
-        shards = [held.unit.kept_bytes for held in self._parts[:-1]]
+        shards = [tensors.unit.kept_bytes for tensors in self._parts[:-1]]
         if not self._flat or sum(shards) != sum(sizes):
             stream.allocate_all(sizes)
             return
-        for held in (*self._parts[1:-1], self._first):
-            moved = stream.allocate_all(held.unit.tensor_bytes)
-            whole = stream.allocate(sum(held.unit.tensor_bytes))
-            stream.allocate(held.unit.kept_bytes)
+        for tensors in (*self._parts[1:-1], self._first):
+            moved = stream.allocate_all(tensors.unit.tensor_bytes)
+            whole = stream.allocate(sum(tensors.unit.tensor_bytes))
+            stream.allocate(tensors.unit.kept_bytes)
             stream.free_all([whole, *moved])
 
     # ---------------------------------------------------------------- forward
@@ -124,15 +124,15 @@ class Units:
     def begin(self, micro_step: int) -> None:
         """Gather what the model itself has, which stays to the end of backward."""
         self._micro_step, self._backward = micro_step, False
-        for held in [*([self._rest] if self._rest else []), *([] if self._step.apart else [self._first])]:
-            self._gather(held)
-            self._copy_out(held)
+        for tensors in [*([self._rest] if self._rest else []), *([] if self._step.apart else [self._first])]:
+            self._gather(tensors)
+            self._copy_out(tensors)
 
     def enter(self, place: int) -> None:
         """Gather a layer, or an end that is a unit of its own."""
-        held = self._parts[place]
-        self._gather(held)
-        self._copy_out(held)
+        tensors = self._parts[place]
+        self._gather(tensors)
+        self._copy_out(tensors)
 
     def leave(self, place: int) -> None:
         """Let go of it, if it does not stay."""
@@ -167,37 +167,37 @@ class Units:
 
     def enter_backward(self, place: int) -> None:
         """Gather a unit that is not there yet, and the next one ahead."""
-        held = self._parts[place]
+        tensors = self._parts[place]
         if place < len(self._parts) - 1:
-            self._gather(held)
-            self._copy_out(held)
+            self._gather(tensors)
+            self._copy_out(tensors)
         if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
             self._gather(self._parts[place - 1])
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""
-        held, last = self._parts[place], self._is_last_micro_step
+        tensors, last = self._parts[place], self._is_last_micro_step
         if self._is_root(place) and place:
             return
         own = [gradients.pop(name) for name in self._names(place, gradients)] if last or self._flat else []
-        added = self._together(held, own) if self._flat else []
-        own = [held.flat] if self._flat else own
+        added = self._together(tensors, own) if self._flat else []
+        own = [tensors.flat] if self._flat else own
         resident = self._step.stays and not last
         if not resident:
-            self._let_go(held)
+            self._let_go(tensors)
         if self._prefetches("post") and place > 1:
             self._gather(self._parts[place - 1])
         if last and own:
-            self._reduce(held, own)
+            self._reduce(tensors, own)
         self._stream.free_all(added)
         if place == 0:
             self._end(gradients, last=last)
 
     def stepped(self) -> None:
         """Let go of the rank's share of all gradients."""
-        for held in self._held():
-            self._stream.free_all([] if held.kept < 0 else [held.kept])
-            held.kept = -1
+        for tensors in self._all():
+            self._stream.free_all([] if tensors.share < 0 else [tensors.share])
+            tensors.share = -1
 
     def _end(self, gradients: dict[str, int], *, last: bool) -> None:
         """End a backward: what the root has besides is reduced, and all that is gathered goes."""
@@ -207,8 +207,8 @@ class Units:
                 self._reduce(self._rest, [gradients.pop(name) for name in [*gradients]])
         self._stream.free_all([*self._reducing, *self._waiting])
         self._reducing, self._waiting = [], []
-        for held in self._held():
-            self._let_go(held)
+        for tensors in self._all():
+            self._let_go(tensors)
 
     # ---------------------------------------------------------------- units
     @property
@@ -228,9 +228,9 @@ class Units:
     def _is_root(self, place: int) -> bool:
         return self._parts[place] is self._first and not self._step.apart
 
-    def _held(self) -> Iterable[_Held]:
+    def _all(self) -> Iterable[_UnitTensors]:
         """Return all units, each once."""
-        return {id(held): held for held in (*self._parts, *([self._rest] if self._rest else []))}.values()
+        return {id(tensors): tensors for tensors in (*self._parts, *([self._rest] if self._rest else []))}.values()
 
     def _prefetches(self, when: str) -> bool:
         """Tell whether the next unit is gathered before, or behind, the backward of one."""
@@ -253,51 +253,51 @@ class Units:
         """Tell whether a weight is in the root's own unit beside those of the ends."""
         return name.startswith(f"{self._step.inputs.spec.names.positions}.") or is_of_tower(name)
 
-    def _gather(self, held: _Held) -> None:
+    def _gather(self, tensors: _UnitTensors) -> None:
         """Gather a unit into its buffer, or in place; nothing where it is there."""
-        if held.whole or held.buffer:
+        if tensors.whole or tensors.buffer:
             return
-        stream, unit = self._stream, held.unit
+        stream, unit = self._stream, tensors.unit
         if self._flat:
             cast = [stream.allocate(unit.copying_bytes, CASTS)] if unit.copying_bytes else []
-            held.whole = [stream.allocate(unit.gathered_bytes, GATHERS)]
+            tensors.whole = [stream.allocate(unit.gathered_bytes, GATHERS)]
         else:
             cast = [stream.allocate(unit.cast_bytes, GATHERS)] if unit.cast_bytes else []
-            held.buffer = [stream.allocate(unit.buffer_bytes, GATHERS)]
+            tensors.buffer = [stream.allocate(unit.buffer_bytes, GATHERS)]
         stream.free_all(cast)
 
-    def _copy_out(self, held: _Held) -> None:
+    def _copy_out(self, tensors: _UnitTensors) -> None:
         """Copy a unit out of its buffer, tensor by tensor."""
-        if self._flat or held.whole:
+        if self._flat or tensors.whole:
             return
-        held.whole = self._stream.allocate_all(held.unit.tensor_bytes)
+        tensors.whole = self._stream.allocate_all(tensors.unit.tensor_bytes)
         if self._backward:
-            self._stream.free_all(held.buffer)
+            self._stream.free_all(tensors.buffer)
         else:
             self._free_last_buffer()
-            self._last_buffer = held.buffer
-        held.buffer = []
+            self._last_buffer = tensors.buffer
+        tensors.buffer = []
 
-    def _let_go(self, held: _Held) -> None:
-        self._stream.free_all(held.whole)
-        held.whole = []
+    def _let_go(self, tensors: _UnitTensors) -> None:
+        self._stream.free_all(tensors.whole)
+        tensors.whole = []
 
     # ---------------------------------------------------------------- gradients
-    def _together(self, held: _Held, gradients: Sequence[int]) -> list[int]:
+    def _together(self, tensors: _UnitTensors, gradients: Sequence[int]) -> list[int]:
         """Put a flat tensor's gradients together in one; return it where it is added to that of micro-steps before, which autograd holds it through."""
         stream = self._stream
         stream.of("gradients")
-        flat = stream.allocate(held.unit.reduced_bytes)
+        flat = stream.allocate(tensors.unit.reduced_bytes)
         stream.free_all(gradients)
         stream.of("temporaries")
-        if held.flat < 0:
-            held.flat = flat
+        if tensors.flat < 0:
+            tensors.flat = flat
             return []
         return [flat]
 
-    def _reduce(self, held: _Held, gradients: Sequence[int]) -> None:
+    def _reduce(self, tensors: _UnitTensors, gradients: Sequence[int]) -> None:
         """Reduce a unit's gradients to the rank's share of them."""
-        stream, unit = self._stream, held.unit
+        stream, unit = self._stream, tensors.unit
         stream.of("communication")
         if self._flat:
             given = [stream.allocate(unit.narrow_bytes - unit.cast_bytes, REDUCES)] * (
@@ -312,15 +312,15 @@ class Units:
             reduced = unit.narrow_bytes or unit.kept_bytes
         stream.of("gradients")
         shard = stream.allocate(reduced, REDUCES)
-        wait = self._waiting.append if unit.waiting_bytes(new=held.kept < 0) else stream.free  # for other groups
+        wait = self._waiting.append if unit.waiting_bytes(new=tensors.share < 0) else stream.free  # for other groups
         if reduced != unit.kept_bytes:
             wide = stream.allocate(unit.kept_bytes, REDUCES)
             wait(shard)
             shard, wait = wide, stream.free
         stream.free_all([*given, *(gradients if self._flat else ())])
-        held.flat = -1
+        tensors.flat = -1
         stream.of("temporaries")
-        if held.kept >= 0:
+        if tensors.share >= 0:
             wait(shard)  # added to what micro-steps before have left
         else:
-            held.kept = shard
+            tensors.share = shard
