@@ -22,7 +22,7 @@ from memplan.training.rules.flat_rules import (
 )
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.offload_rules import offload_refusal, steps_beside
-from memplan.training.rules.shared_rules import shared_refusals
+from memplan.training.rules.shared_rules import shared_refusals, unmodelled_keys
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor, context and expert parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
@@ -237,16 +237,7 @@ def _when_divided(config: TrainingConfig, profile: KernelProfile, stack: Stack) 
             ("kernels", "loss"),
             f"{profile.loss} over a divided vocabulary is not modelled; use fp32 or chunked-backward",
         )
-    said = {
-        ("adapter",): config.adapter is not None,
-        ("evaluation",): config.evaluation,
-        ("weight_average",): config.weight_average != "none",
-        ("compile",): config.compile != "none",
-        ("dropout",): bool(config.dropout),
-    }
-    for path, given in said.items():
-        if given:
-            yield path, "it is not modelled where the model is divided; leave it out"
+    yield from unmodelled_keys(config, "where the model is divided")
 
 
 def _when_parallel(config: TrainingConfig, formats: Mapping[Role, str]) -> Problems:

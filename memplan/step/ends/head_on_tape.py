@@ -72,7 +72,7 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
     """Return final norm, head and loss on tape, the same ones each time.
 
     Args:
-        weights: The parameters that no layer has, by name.
+        weights: Those that no layer has.
         needs_gradient: Whether the last layer's result needs a gradient.
         element_bytes: Bytes of an element of it.
     """
@@ -84,13 +84,12 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         return Head(Section(builder.tape, entry, _valued(builder, settings, normed)), normed, values, None, None)
     own = head_weights(settings, builder.weights)
     if settings.loss in FUSED_LOSSES:
-        loss = _fused_loss(builder, settings, normed, own)
-        return Head(Section(builder.tape, entry, loss), normed, own, None, None)
+        return Head(Section(builder.tape, entry, _fused_loss(builder, settings, normed, own)), normed, own, None, None)
     if settings.loss in ("chunked", "chunked-backward", "chunked-logits"):
         if block.code.returns_logits:
             builder.tape.ends(entry)
-        section = Section(builder.tape, entry, normed)
-        return Head(section, normed, own, _chunk(settings, builder.weights, normed), None)
+        chunk = _chunk(settings, builder.weights, normed)
+        return Head(Section(builder.tape, entry, normed), normed, own, chunk, None)
     if settings.loss == "fp32-stretches":
         parts = stretched_logits(builder, normed, block.names.head, partial(_adapted_logits, builder, settings))
         loss, stretches = stretched_cross_entropy(builder, parts)
@@ -129,15 +128,14 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
 def evaluated_head(settings: EndSettings, weights: Named) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once.
 
-    Source:
-        ``lce_forward`` in liger_kernel/transformers/model/llama.py (0.8.5): without gradients Liger's loss is not taken, as
-        ``skip_logits`` is ``self.training``, and the model forms its logits and its own loss.
+    Liger's is so too: its ``skip_logits`` is ``self.training`` (``lce_forward`` in liger_kernel/transformers/model/llama.py, 0.8.5).
     """
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
     if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":
-        own = head_weights(settings, builder.weights)
-        return Section(builder.tape, entry, _fused_loss(builder, settings, normed, own))
+        return Section(
+            builder.tape, entry, _fused_loss(builder, settings, normed, head_weights(settings, builder.weights))
+        )
     if settings.loss in IN_PIECES:
         has_adapter = f"{settings.block.names.head}.lora_A.weight" in builder.weights
         logits = (_adapted_logits if has_adapter else _logits)(builder, settings, normed)
@@ -339,10 +337,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
 
 def _with_bias(builder: Builder, logits: Value, biases: Sequence[Weight], x: Value) -> Value:
     """Return the sum of coded weights' product and a bias, which is a tensor of its own."""
-    total, reduces = builder.fresh(logits), bias_sum(x, biases[0])
-    return builder.tape.apply(
-        "add bias", [(logits, SAME)], total, weights=biases, traits=Traits(packs=False, reduces=reduces)
-    )
+    total, traits = builder.fresh(logits), Traits(packs=False, reduces=bias_sum(x, biases[0]))
+    return builder.tape.apply("add bias", [(logits, SAME)], total, weights=biases, traits=traits)
 
 
 def _bounded(builder: Builder, logits: Value, *, named: bool = True) -> Value:

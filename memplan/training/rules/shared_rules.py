@@ -20,21 +20,27 @@ def shared_refusals(config: TrainingConfig, stack: Stack) -> Problems:
     if parallel.zero_stage != 3 or parallel.engine != "torch":
         text = f"{parallel.zero_stage} is not how {stack.name} shares {shares}, whose layers are wrapped in fully_shard; use 3, as --gpus N does"
         yield ("parallel", "zero_stage"), text
-    said = {
-        ("parallel", "pipeline"): parallel.pipeline > 1,
-        ("parallel", "reshard_after_forward"): not parallel.reshard_after_forward,
-        ("adapter",): config.adapter is not None,
-        ("evaluation",): config.evaluation,
-        ("weight_average",): config.weight_average != "none",
-        ("compile",): config.compile != "none",
-        ("dropout",): bool(config.dropout),
-    }
-    for path, given in said.items():
-        if given:
-            yield path, f"it is not modelled where GPUs share {shares}; leave it out"
+    where = f"where GPUs share {shares}"
+    said = {"pipeline": parallel.pipeline > 1, "reshard_after_forward": not parallel.reshard_after_forward}
+    for name in (name for name, given in said.items() if given):
+        yield ("parallel", name), f"it is not modelled {where}; leave it out"
+    yield from unmodelled_keys(config, where)
     if parallel.context > 1 and (attention := config.kernels.attention or stack.kernels.attention) != "flex":
         text = f"{attention} over a sequence that GPUs share is torch's ring of keys and values, which is not modelled; use flex, torchtitan's own default"
         yield ("kernels", "attention"), text
+
+
+def unmodelled_keys(config: TrainingConfig, where: str) -> Problems:
+    """Yield what is not modelled beside anything that GPUs share but the data."""
+    said = {
+        "adapter": config.adapter is not None,
+        "evaluation": config.evaluation,
+        "weight_average": config.weight_average != "none",
+        "compile": config.compile != "none",
+        "dropout": bool(config.dropout),
+    }
+    for name in (name for name, given in said.items() if given):
+        yield (name,), f"it is not modelled {where}; leave it out"
 
 
 def _experts(config: TrainingConfig, stack: Stack) -> Problems:
