@@ -9,7 +9,7 @@ for as long as the graph does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memplan.allocator.pools import LARGE_POOL, SMALL_POOL, Block, Pool, Turn
 from memplan.allocator.release import collect_garbage, release_oversize, release_unsplit
@@ -246,7 +246,7 @@ def replay(
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
     turns: Sequence[Turn] = (),
-    streams: Mapping[Hashable, int] | None = None,
+    streams: Mapping[Any, int] | None = None,
 ) -> AllocatorResult:
     """Return what a stream of allocations and frees does to the allocator, until it ends or fails.
 

@@ -123,5 +123,5 @@ def _let_go(*tensors: Tensor) -> Iterator[None]:
 
 
 def _users(tensor: Tensor) -> int:
-    storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return storage + int(tensor._use_count())
+    storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return storage + int(tensor._use_count())  # type: ignore[attr-defined]

@@ -83,10 +83,10 @@ def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageForma
     """
     if config.method.stage in GENERATING:
         return replace(stack, keys={key: own for key, own in stack.keys.items() if key != "sequence_length"})
-    unreferred = config.method.stage in UNREFERRED and stack.pair_kbit_floats is not None
-    floats = stack.pair_kbit_floats if unreferred else stack.kbit_floats
+    own = stack.pair_kbit_floats if config.method.stage in UNREFERRED else None
+    floats = own or stack.kbit_floats
     alike = floats == "fp32-norms" and (hidden.product == "integers" or config.compute_dtype != "bf16")
-    return replace(stack, kbit_floats="fp32" if alike else floats) if unreferred or alike else stack
+    return replace(stack, kbit_floats="fp32" if alike else floats) if own or alike else stack
 
 
 def method_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
