@@ -40,6 +40,7 @@ from tests.survey.stacks.drawn_v1_engine import v1_job
 from tests.survey.stacks.judged_stack_jobs import stack_verdict, with_fullest
 from tests.survey.stacks.stack_records import traced_records, write_records
 from tests.survey.stacks.varied_stack_jobs import (
+    evaluated_job,
     DEEPSPEED_STAGES,
     at_version,
     compiled_job,
@@ -69,6 +70,7 @@ SHARDED: Mapping[str, tuple[str, Draw]] = {
     "towers": ("jobs over shards, and whether blocks of a vision tower are units, which is drawn", towered_job),
     "staged": ("jobs of axolotl with adapters over 4-bit weights that were staged on the CPU", staged_job),
     "offload": ("jobs whose engine keeps what it can in host memory", offloaded_job),
+    "evaluated": ("jobs that evaluate, and with how many rows, which is drawn", evaluated_job),
 }
 """The same, after the ranks are known."""
 

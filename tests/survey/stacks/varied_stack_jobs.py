@@ -130,6 +130,14 @@ def without_autocast(job: StackJob) -> StackJob:
     return replace(job, job=Job(job.job.model, training))
 
 
+def evaluated_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job that evaluates, one of three by twice as many rows as it trains on."""
+    training = {**job.job.training, "evaluation": True}
+    if Random(f"memplan evaluated {seed} {number}").random() < 1 / 3:
+        training["evaluation_batch_size"] = 2 * training["micro_batch_size"]
+    return replace(job, job=Job(job.job.model, training))
+
+
 def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:
     """Return the same job with some other kernels."""
     kernels = {**job.job.training.get("kernels", {}), **chosen}
