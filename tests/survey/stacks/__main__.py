@@ -40,10 +40,10 @@ from tests.survey.stacks.drawn_v1_engine import v1_job
 from tests.survey.stacks.judged_stack_jobs import stack_verdict, with_fullest
 from tests.survey.stacks.stack_records import traced_records, write_records
 from tests.survey.stacks.varied_stack_jobs import (
-    evaluated_job,
     DEEPSPEED_STAGES,
     at_version,
     compiled_job,
+    evaluated_job,
     under_deepspeed,
     with_images,
     with_kernels,
