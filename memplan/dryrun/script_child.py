@@ -194,6 +194,9 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
         return "refused", f"{own}: {FETCHED_NOTHING} ({kind})"
     if any(words in str(error) for words in _OF_CUDA):
         return "refused", f"{own}: {_of_cuda(error)} not known on the pretended GPU; run it without"
+    higher = _HIGHER_ORDER.search(text)
+    if higher:
+        return "refused", f"{own}: {higher[1]} outside of compiled code is not known here; torch.compile what calls it"
     if _NESTED in text:
         return "refused", f"{own}: rows of unequal lengths in one tensor (torch.nested) are not known here"
     if kind in _OF_THE_COMPILER:
@@ -235,8 +238,13 @@ _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "Data
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
 _OF_THE_COMPILER = ("BackendCompilerFailed", "InternalTorchDynamoError", "FailOnRecompileLimitHit")
 """What torch's compiler raises where it is the compiler that fails (torch/_dynamo/exc.py, v2.13.0)."""
-_UNREGISTERED = re.compile(r"no fake impl registered for <CustomOpDef\(([\w:]+)\)>")
-"""What torch's custom operators say (torch/_library/custom_ops.py)."""
+_UNREGISTERED = (
+    re.compile(r"no fake impl registered for <CustomOpDef\(([\w:]+)\)>"),
+    re.compile(r"([\w:]+): attempted to run this operator with Meta tensors, but there was no fake impl"),
+)
+"""What torch says of its custom operators (torch/_library/custom_ops.py), and of its own (torch/_ops.py, v2.13.0)."""
+_HIGHER_ORDER = re.compile(r"There was no rule registered for HigherOrderOperator (\w+) and mode")
+"""What torch says of operators that take functions, where no compiler runs them (torch/_ops.py, v2.13.0)."""
 
 
 def _operator_without_form(error: BaseException) -> str:
@@ -244,8 +252,8 @@ def _operator_without_form(error: BaseException) -> str:
     if type(error).__name__ in _NO_FORM:
         operator = getattr(error, "func", None)
         return "::".join(str(operator).split(".")[:2])
-    unregistered = _UNREGISTERED.search(str(error))
-    return unregistered[1] if unregistered else ""
+    said = (form.search(str(error)) for form in _UNREGISTERED)
+    return next((match[1] for match in said if match), "")
 
 
 def _fullest(

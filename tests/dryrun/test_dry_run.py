@@ -113,6 +113,17 @@ FAILURES = {
         3,
         "script.py:2: it names a model, a tokenizer or rows of the hub",
     ),
+    "faked": (
+        "import torch\ntorch.fake_quantize_per_tensor_affine(torch.ones(3, device='cuda'), 0.1, 0, -128, 127)\n",
+        3,
+        "script.py:2: aten::fake_quantize_per_tensor_affine_cachemask has no form for tensors without memory",
+    ),
+    "higher": (
+        "import torch\nfrom torch.nn.attention.flex_attention import flex_attention\n"
+        "rows = torch.zeros(1, 2, 128, 16, device='cuda')\nflex_attention(rows, rows, rows)\n",
+        3,
+        "script.py:4: flex_attention outside of compiled code is not known here",
+    ),
     "operator": (
         "import torch\n@torch.library.custom_op('mine::double', mutates_args=())\n"
         "def double(x: torch.Tensor) -> torch.Tensor:\n    return x * 2\n"

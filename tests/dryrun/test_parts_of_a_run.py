@@ -111,6 +111,17 @@ def test_one_operand_that_is_known_may_decide():
         assert values.of(unknown | ~full.all()) is None
 
 
+def test_a_sparse_gradient_has_no_storage_to_share_and_closeness_is_asked():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
+        table = torch.nn.Embedding(100, 16, sparse=True).cuda()
+        optimizer = torch.optim.SparseAdam(table.parameters())
+        table(torch.tensor([3, 1, 3], device="cuda")).sum().backward()
+        assert table.weight.grad.is_sparse
+        optimizer.step()
+        assert torch.allclose(table.weight, table.weight + 1)
+        assert not torch.allclose(torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"))
+
+
 def test_what_a_script_asks_of_the_card_itself_is_answered():
     with pretended_runtime(recorder_of(8 * GIB)):
         assert torch.cuda.memory.get_allocator_backend() == "native"

@@ -70,7 +70,7 @@ class CompiledModules:
         """Compile a module at once, and a function when it is called: libraries define some that nobody calls."""
         if what is None:
             return lambda function: self._later(function, **options)
-        if options.get("disable") or options.get("backend") == "eager":
+        if options.get("disable") or getattr(options.get("backend"), "__name__", options.get("backend")) == "eager":
             return what
         if isinstance(what, nn.Module):
             return self._compiled(what, options)

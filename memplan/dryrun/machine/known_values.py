@@ -154,10 +154,10 @@ class KnownValues:
             for tensor in written(func, args, options):
                 _forget(tensor)
             return
-        states = {known.real.untyped_storage()._cdata: known.holds for known in map(_known, given) if known is not None}
+        states = {_place(known.real): known.holds for known in map(_known, given) if known is not None}
         for pretended, value in zip(_tensors(result), _tensors(real), strict=False):
             if isinstance(pretended, FakeTensor) and pretended.shape == value.shape:
-                self.note(pretended, value, states.get(value.untyped_storage()._cdata))
+                self.note(pretended, value, states.get(_place(value)))
 
     def _route(self, args: tuple[Any, ...], result: Any) -> None:
         """Choose the experts of a router: every one as often as any other, or the same for all."""
@@ -230,6 +230,11 @@ def _known(tensor: Tensor) -> Known | None:
 def _is_everywhere(value: bool, operands: list[Tensor | None], result: Tensor) -> bool:
     known = (one for one in operands if one is not None and result.dtype == one.dtype == torch.bool)
     return any(one.numel() > 0 and bool((one == value).all()) for one in known)
+
+
+def _place(tensor: Tensor) -> int:
+    """Return what tells a storage from others; a sparse tensor has none, and shares nothing."""
+    return id(tensor) if tensor.is_sparse else tensor.untyped_storage()._cdata
 
 
 def _most(tensor: Tensor) -> int:

@@ -273,7 +273,14 @@ def _equal(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[
     return bool(values.told("whether two tensors are equal", False))
 
 
+def _close(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Ask as torch does (``allclose`` in aten/src/ATen/native/TensorCompare.cpp, v2.13.0)."""
+    del values, func
+    return bool(torch.isclose(*args, **options).all().item())
+
+
 RULES: dict[Any, Rule] = {
+    aten.allclose.default: _close,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
