@@ -57,7 +57,7 @@ def drawn(number, stack="transformers"):
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("stack", PROGRAMS)
 def test_a_drawn_job_peaks_at_the_byte_of_its_trace(stack, number, tmp_path):
-    for package in ("transformers", *(("trl", "peft") if stack == "trl" else ())):
+    for package in ("transformers", "accelerate", "peft", "bitsandbytes", *(("trl",) if stack == "trl" else ())):
         pytest.importorskip(package)
     model, training, arguments = drawn(number, stack)
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in model.items() if value is not None}))

@@ -9,7 +9,6 @@ config = AutoConfig.from_pretrained(sys.argv[1])
 config.use_cache = False
 attention = "flash_attention_2" if "--flash" in sys.argv else "sdpa"
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-model = model.to(torch.bfloat16)
 
 
 class Rows(torch.utils.data.Dataset):
