@@ -5,6 +5,7 @@ What a rank takes is counted as for one process, less what gloo copies for itsel
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -113,15 +114,16 @@ def _let_go(*tensors: Tensor) -> Iterator[None]:
 
     gloo's thread lets go of what it has sent a moment after the collective has returned, untold where it is the last.
     """
-    before = [_users(tensor) for tensor in tensors]
+    before = _users(tensors)
     yield
     deadline = time.monotonic() + SETTLES_SECONDS
-    while any(_users(tensor) > users for tensor, users in zip(tensors, before, strict=True)):
+    while _users(tensors) > before:
         if time.monotonic() > deadline:
             raise RuntimeError("gloo keeps a buffer that it has sent")
         time.sleep(0)
 
 
-def _users(tensor: Tensor) -> int:
-    storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return storage + int(tensor._use_count())  # type: ignore[attr-defined]
+def _users(tensors: tuple[Any, ...]) -> int:
+    """Count who has the tensors: in C++ themselves and their storages, and in Python, which C++ lets go of last."""
+    storages: int = sum(torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in tensors)
+    return storages + sum(t._use_count() + sys.getrefcount(t) for t in tensors)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore
-from memplan.muon.stores.optimizer_errors import OptimizerError
+from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
 from memplan.muon.weights.weight_codecs import weight_format
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class ScaledGradient(Tensor):
 
 
 DECODE_CHUNK = 1 << 20
+KERNELS = ("torch", "triton")
 
 
 class QuantisedWeight(nn.Module):
@@ -96,6 +97,7 @@ class QuantisedWeight(nn.Module):
         codes: ``(rows, row_bytes)``, uint8, as in a GGUF file.
         format: Name of the format, such as ``q4-0``.
         columns: Elements of a row.
+        kernels: What reads and writes codes: ``torch`` or ``triton``.
 
     Attributes:
         codes: The only parameter; its ``.grad`` is the stored gradient of the matrix.
@@ -104,9 +106,9 @@ class QuantisedWeight(nn.Module):
 
     codes: CodedParameter
 
-    def __init__(self, codes: Tensor, format: str, columns: int) -> None:
+    def __init__(self, codes: Tensor, format: str, columns: int, kernels: str = "torch") -> None:
         super().__init__()
-        self.format: WeightFormat = weight_format(format)
+        self.format: WeightFormat = _format(format, kernels)
         if codes.dtype != torch.uint8 or codes.shape[1:] != (self.format.row_bytes(columns),):
             raise OptimizerError(f"{format}: codes of {codes.dtype} {tuple(codes.shape)} do not hold rows of {columns}")
         self.shape = torch.Size((codes.shape[0], columns))
@@ -117,16 +119,18 @@ class QuantisedWeight(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, matrix: Tensor, format: str, generator: torch.Generator | None = None) -> QuantisedWeight:
+    def of(
+        cls, matrix: Tensor, format: str, generator: torch.Generator | None = None, kernels: str = "torch"
+    ) -> QuantisedWeight:
         """Return the codes of ``matrix``, ``(rows, columns)`` of any float dtype, nearest unless given noise."""
-        chosen = weight_format(format)
+        chosen = _format(format, kernels)
         rows, columns = matrix.shape
         codes = torch.zeros(rows, chosen.row_bytes(columns), dtype=torch.uint8, device=matrix.device)
         step = max(DECODE_CHUNK // columns, 1)
         for first in starts(rows, step):
             part = matrix[first : first + step].detach().float().reshape(-1)
             chosen.encode_(part, codes[first : first + step].view(-1, chosen.block_bytes), generator)
-        return cls(codes, format, columns)
+        return cls(codes, format, columns, kernels)
 
     @torch.no_grad()
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -174,6 +178,17 @@ class QuantisedWeight(nn.Module):
     def extra_repr(self) -> str:
         """Say shape and format."""
         return f"{tuple(self.shape)}, format={self.format.name}"
+
+
+def _format(name: str, kernels: str) -> WeightFormat:
+    """Return a format as ``kernels`` read and write it."""
+    if kernels not in KERNELS:
+        raise unknown_choice("kernels", kernels, KERNELS)
+    if kernels == "torch":
+        return weight_format(name)
+    from memplan.muon.weights.triton_formats import in_kernels
+
+    return in_kernels(weight_format(name))
 
 
 class QuantisedHandle:

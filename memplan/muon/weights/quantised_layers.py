@@ -112,17 +112,20 @@ class QuantisedEmbedding(nn.Module):
         return cast("Tensor", rows)
 
 
-def quantise_(model: nn.Module, choose: str | Callable[[str, nn.Module], str | None]) -> nn.Module:
+def quantise_(
+    model: nn.Module, choose: str | Callable[[str, nn.Module], str | None], *, kernels: str = "torch"
+) -> nn.Module:
     """Replace linear layers and embeddings of ``model`` in place, and return it; tied weights stay tied.
 
     Args:
         model: Any module.
         choose: The format of all of them, such as ``q4-0``; or a function that returns the format for a layer, given
             its name and itself, or None to leave it.
+        kernels: ``torch``, or ``triton`` to read and write codes by a kernel each way where Triton runs, to the same bytes.
 
     Raises:
-        UnknownNameError: If a format is not known.
-        OptimizerError: If a layer cannot be replaced; the message lists all such, and the model is as it was.
+        UnknownNameError: If a format, or ``kernels``, is not known.
+        OptimizerError: If a format has no such kernels, or a layer cannot be replaced; the message lists all such, and the model is as it was.
 
     Example:
         >>> model = quantise_(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), "q4-0")
@@ -142,7 +145,7 @@ def quantise_(model: nn.Module, choose: str | Callable[[str, nn.Module], str | N
     replaced: dict[int, nn.Module] = {}
     for name, module, format in chosen:
         if id(module.weight) not in shared:
-            shared[id(module.weight)] = QuantisedWeight.of(module.weight, format)
+            shared[id(module.weight)] = QuantisedWeight.of(module.weight, format, kernels=kernels)
         if id(module) not in replaced:
             replaced[id(module)] = _replacement(module, shared[id(module.weight)])
         parent, _, leaf = name.rpartition(".")
