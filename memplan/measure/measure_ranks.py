@@ -126,4 +126,4 @@ def _let_go(*tensors: Tensor) -> Iterator[None]:
 def _users(tensors: tuple[Any, ...]) -> int:
     """Count who has the tensors: in C++ themselves and their storages, and in Python, which C++ lets go of last."""
     storages: int = sum(torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in tensors)
-    return storages + sum(t._use_count() + sys.getrefcount(t) for t in tensors)
+    return storages + sum(int(t._use_count()) + sys.getrefcount(t) for t in tensors)
