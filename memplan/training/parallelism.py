@@ -191,7 +191,8 @@ def _misplaced(parallel: Parallel, stack: Stack) -> Problems:
         text = "counts where axolotl's own code, newer than 0.19, shards weights (stack: axolotl, parallel.zero_stage: 3) alone; leave it out"
         yield ("parallel", "staged_codes"), text
     if parallel.unused_parameters is not None and parallel.gpus > 1 and stack.unused_parameters == "never":
-        yield ("parallel", "unused_parameters"), f"{stack.name}'s replicas are not told what to look for; leave it out"
+        text = f"{stack.name}'s replicas are not told what to look for, transformers' Trainer's are; leave it out"
+        yield ("parallel", "unused_parameters"), text
     if parallel.shared_muon and (parallel.zero_stage or not 1 < parallel.data == parallel.gpus):
         yield ("parallel", "shared_muon"), "true is for GPUs that all have the weights (zero_stage: 0); leave it out"
 
