@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import CannotAnswerError
+from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.families import families
+from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.family_code import OWN, family_code
+from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog
 
 
@@ -30,3 +36,31 @@ def test_torchs_attention_was_given_copies_and_before_that_repeated_keys():
     assert [code.contiguous_heads for code in codes.values()] == [True, True, False]
     assert [code.repeats_keys for code in codes.values()] == [True, False, False]
     assert [code.asks_for_groups for code in codes.values()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ("bloom-560m", "ALiBi"),
+        ("gemma-4-31b", "normalised values"),
+        ("mistral-small-4-119b", "latent attention whose queries are scaled by their position"),
+    ],
+)
+def test_what_models_of_transformers_alone_have_is_refused_elsewhere(model, what, refused):
+    line = refused("fit", model, "--stack", "bundled", "--gpu", "b200", code=3)
+    assert f"has {what}" in line
+    assert "--stack trl" in line
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [("8.0", ("flash", "efficient")), ("9.0", ("flash", "efficient")), ("7.5", ("math", "math"))],
+)
+def test_heads_wider_than_flash_takes_have_a_kernel_of_their_own(capability, kernels):
+    catalog = shipped_catalog()
+    model = catalog_model("gemma-4-31b", catalog)
+    setup = resolve(TrainingConfig("test", stack="trl", adapter=Adapter(rank=8)), catalog, "test")
+    card = replace(catalog.gpus["a100-sxm-80gb"], compute_capability=capability)
+    chosen = on_card(setup, model, card)
+    assert (chosen.profile.attention, chosen.wide_attention) == kernels
+    assert on_card(setup, catalog_model("gemma-3-27b", catalog), card).wide_attention is None
