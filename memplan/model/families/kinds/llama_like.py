@@ -245,3 +245,29 @@ def seed_oss(config: ConfigValues) -> ModelSpec:
     )
     layer = Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config))
     return model(config, common, layer, dropout=("attention_dropout", "residual_dropout"), default_dropout=0.1)
+
+
+def starcoder2(config: ConfigValues) -> ModelSpec:
+    """StarCoder2: LayerNorm, biases everywhere, a feed-forward part of two matrices, and dropout behind both parts of a layer.
+
+    Source: ``transformers/models/starcoder2/modeling_starcoder2.py``; https://arxiv.org/abs/2402.19173.
+    """
+    common = shape(config, key_value_heads=2)
+    window = sliding_window(config, common.num_hidden_layers)
+    bias = config.flag("use_bias", default=True)
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    activation = config.activation("hidden_act", default="gelu_pytorch_tanh")
+    mlp = Mlp(config.integer("intermediate_size"), activation, gated=False, bias=bias)
+    for key in ("residual_dropout", "embedding_dropout"):
+        config.only(key, config.number("residual_dropout", "embedding_dropout", default=0.0))
+    config.only("mlp_type", "default")
+    config.only("norm_type", "layer_norm")
+    return model(
+        config,
+        common,
+        Layer(heads, mlp, Norm("layer", bias=True, epsilon=config.number("norm_epsilon", default=1e-5))),
+        tied=True,
+        dropout=("attention_dropout", "residual_dropout", "embedding_dropout"),
+        names=TensorNames(up="c_fc", down="c_proj"),
+        **window,
+    )
