@@ -36,7 +36,9 @@ Source:
     ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`` in peft/utils/constants.py (0.21.2).
 """
 
-TOWER_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+TOWER_PARTS = (
+    "model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.", "model.image_newline"
+)  # fmt: skip
 """What the names of the parameters of a vision tower and its projector begin with."""
 
 REFERENCE = "reference."
