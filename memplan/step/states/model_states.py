@@ -22,7 +22,14 @@ from memplan.step.tensors.tensor_states import (
 from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
 from memplan.training.adapted_ends import SAVED_ROLES, is_saved, module_of, originals, with_saved_alone
-from memplan.training.adapters import TOWER_PARTS, libraries_inventory, reference_tensors, replaced_table, stable_names
+from memplan.training.adapters import (
+    LAST_PARTS,
+    TOWER_PARTS,
+    libraries_inventory,
+    reference_tensors,
+    replaced_table,
+    stable_names,
+)
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.role_names import format_name
 from memplan.units import ceil_div
@@ -218,12 +225,15 @@ def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorState
     """Return the states of a tower's matrices where these stay floats beside codes, by name.
 
     Source:
-        ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0).
+        ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0); ``get_keys_to_not_convert``
+        in transformers/quantizers/base.py (5.23.0) leaves the module of a model's last parameter.
     """
-    if setup.stack.quantised_towers or setup.format_names["hidden_matrix"] in FLOAT_BYTES:
+    if setup.format_names["hidden_matrix"] in FLOAT_BYTES:
         return {}
+    last = () if any(tensor.role == "head" for tensor in own) else LAST_PARTS
+    parts = last if setup.stack.quantised_towers else TOWER_PARTS
     loaded = setup.with_floats({"hidden_matrix": setup.loaded_float})
-    matrices = (tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(TOWER_PARTS))
+    matrices = (tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(parts))
     return {tensor.name: tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
 
 
