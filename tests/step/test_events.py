@@ -29,9 +29,9 @@ VARIANTS = {
 }
 
 
-def plan_of(config, model="small", **keys):
+def plan_of(config, model="small", rows=2, **keys):
     """Return the plan of a small job, or nothing where it is refused."""
-    changed = replace(CATALOG.configs[config], micro_batch_size=2, sequence_length=300, **keys)
+    changed = replace(CATALOG.configs[config], micro_batch_size=rows, sequence_length=300, **keys)
     try:
         return CompiledPlan(SHAPES[model], resolve(changed, CATALOG, config)).evaluate(CARD)
     except MemplanError:
@@ -82,6 +82,15 @@ def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, 
     assert in_step.count(tables) >= 2
     mask = 2 * 2 * 300 * 300
     assert (mask in in_step) == (attention == "eager")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("stack", ["trl@0.11", "trl@0.19", "trl@0.28", "trl@1.4", "trl@1.6"])
+@pytest.mark.parametrize("config", ["lora", "mixed-adamw"])
+def test_metrics_of_whole_logits_are_told_as_events(config, stack, rows):
+    plan = plan_of(config, stack=stack, rows=rows)
+    assert abs(peak_of(events_of(plan)) - plan.requested_bytes) <= plan.requested_bytes // 1000
+    assert not simulated(plan).reserve_by_share
 
 
 @pytest.mark.parametrize("steps", [7, 8])

@@ -120,8 +120,6 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what generates completions and scores them is not told as events"
     if plan.setup.compares_pairs or plan.setup.profile.loss == "log-probabilities":
         return "a loss over pairs of whole logits is not told as events"
-    if plan.setup.copies_logits:
-        return "what metrics copy of whole logits is not told as events"
     if config.method.reference_model in ("resident", "adapter-off"):
         return "a reference model's forward is not told as events"
     if config.compile != "none":

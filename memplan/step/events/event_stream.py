@@ -168,6 +168,11 @@ class PlayedSection:
         return [self.name(storage) for storage in self._events.leaf]
 
     @property
+    def cached(self) -> list[int]:
+        """Keys and values that the model returns."""
+        return [self.own_name(storage) for storage in self._events.cached]
+
+    @property
     def named(self) -> list[tuple[Quantity, int]]:
         """What the model has names for until all layers have run, by quantity."""
         return [(quantity, self.own_name(storage)) for quantity, storage in self._events.named]

@@ -1,4 +1,4 @@
-"""The events of a loss over chunks of tokens, each of which is computed again in backward."""
+"""The events of a loss over chunks of tokens, each of which is computed again in backward, and of metrics of whole logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from memplan.step.ends.head_on_tape import Head
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.events.section_events import section_events
 from memplan.step.head_instants import AGAIN
+from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_weight import Mode
@@ -231,3 +232,25 @@ class LogitsOfChunks:
             stream.free_all([gradient, *self._copies[::-1][number : number + 1]])
             self._gradients.add(formed, sums, first_sum=number == 1)
         return self._gradients.joined(self._rows, rows), self._gradients.stored(sums, use_up)
+
+
+def measure_logits(
+    stream: EventStream, inputs: StepInputs, vocab_size: int, values: Sequence[int], logits: Sequence[int]
+) -> None:
+    """Write metrics of whole logits in fp32, to which Accelerate casts them, before these go.
+
+    Source:
+        ``convert_outputs_to_fp32`` in accelerate/utils/operations.py (1.15.0); ``compute_loss`` in
+        trl/trainer/sft_trainer.py (0.19.1, 0.29.0, 1.3.0, 1.6.0).
+    """
+    metrics, row = inputs.setup.stack.loop.metrics, 4 * vocab_size
+    stream.of("logits")
+    whole = [stream.allocate(row * values[Quantity.TOKENS])] if inputs.setup.compute_bytes != 4 else []
+    stream.free_all(logits if whole else [])
+    copy = [] if inputs.regime.one_sequence else [row * values[Quantity.PREDICTED_TOKENS]]
+    stream.of("temporaries")
+    copies = stream.allocate_all(copy if metrics in ("entropy", "both") else [])
+    if metrics != "accuracy-alone":
+        stream.free_all(stream.allocate_all([row * values[Quantity.CHUNK]] * 3))
+    stream.free_all([*copies, *stream.allocate_all([] if metrics == "entropy" else copy)])
+    stream.free_all(whole or logits)

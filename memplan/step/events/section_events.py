@@ -44,6 +44,9 @@ class SectionEvents:
     # Results that a model has names for until all layers have run, by quantity.
     named: tuple[tuple[Quantity, int], ...] = ()
     waits: bool = False
+    cached: tuple[
+        int, ...
+    ] = ()  # Keys and values that a model returns, and nothing else keeps until its loss is formed
     returned: int = NO_STORAGE  # What its function returns besides its output, and forward alone frees
 
     def holding(self, storage: int) -> SectionEvents:
@@ -88,6 +91,7 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
     escaped = player.escaping_storages()
+    cached = () if tape.cache_stays else tuple(sorted(tape.cached - tape.saved_storages().keys()))
     leaf = _leaf(player)
     backward += recorder.rest([leaving, *recorder.gradient_storages.values(), *escaped, *leaf])
     events = SectionEvents(
@@ -107,9 +111,10 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         leaf=leaf,
         named=tuple([(value.quantity, value.storage) for value in tape.named]),
         waits=tape.waits,
+        cached=cached,
         returned=_returned(tape, forward),
     )
-    for storage in {*leaf, *[value.storage for value in tape.named]}:
+    for storage in {*leaf, *cached, *[value.storage for value in tape.named]}:
         events = events.holding(storage)
     return events
 

@@ -13,7 +13,7 @@ from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents
 from memplan.step.events.gathered_events import Units, WholeModel
-from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
+from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks, measure_logits
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
@@ -71,13 +71,12 @@ class StepPlayer:
         self.gradients: dict[str, int] = {}
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers
-        holds = "logits" in inputs.setup.stack.loop.holds and taped.head.logits is not None
-        self._held_logits = [value.storage for value in taped.head.returned] if holds else []
+        named = "logits" in inputs.setup.stack.loop.holds or inputs.setup.copies_logits
+        named = named and taped.head.logits is not None
+        self._held_logits = [value.storage for value in taped.head.returned] if named else []
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         self._held: list[int] = []
-        self._named: list[
-            int
-        ] = []  # What a head is given, where the model has a name for it until all logits are formed
+        self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
         self._all_at_once = inputs.setup.profile.loss == "chunked-logits"
         self._leaf = _part_before_leaf(taped)
         self._graph: list[int] = []
@@ -159,6 +158,10 @@ class StepPlayer:
             part.region_end()
         self._hold(parts[-1][1])
         self.around.turn()
+        if self.inputs.setup.copies_logits:
+            measure_logits(self.stream, self.inputs, taped.settings.vocab_size, self.values, self._held)
+            self._held = []
+        self.stream.free_all(storage for _, part in parts for storage in part.cached)
         lowest = taped.lowest_turned
         if lowest is None and not self._called_again:
             self.stream.free_all(arguments.staying)
