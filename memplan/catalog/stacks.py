@@ -68,6 +68,7 @@ class StackModels:
     # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now;
     # ``repeated-views`` repeats these and copies nothing else.
     attended: Literal["views", "contiguous", "repeated", "repeated-views"] = "views"
+    repeated_flash: tuple[str, ...] = ()  # Families that repeat these for flash-attn too, where ``repeated-views`` does
     head_first: bool = False  # Whether the head is made before all else
     scales_embedded: tuple[
         str, ...

@@ -38,8 +38,20 @@ def test_what_ran_otherwise_then_is_refused_by_name():
 
 
 def test_layers_of_mistral_kept_tables_of_all_positions_up_to_4_41():
-    kept, formed = (planned(f"transformers@{at}", "mistral-7b").memory.allocated_bytes for at in ("4.41", "4.43"))
+    kept, formed = (planned(f"transformers@{at}", "mistral-7b").components["buffers"] for at in ("4.41", "4.43"))
     assert kept - formed == 32 * 2 * 32_768 * 128 * 2
+
+
+@pytest.mark.parametrize(("model", "times"), [("mistral-7b", 4), ("llama-3-8b", 1)])
+def test_mistral_repeated_keys_and_values_for_flash_attn_and_llama_did_not(model, times):
+    job = {"config": "lora", "set": {"kernels.attention": "flash"}}
+    older, newer = (instants_of(f"transformers@{at}", model, **job)["forward"] for at in ("4.47", "4.48"))
+    layers, heads, width, tokens = 32, 8, 128, ROWS * 1024
+    repeated = (
+        layers * 2 * tokens * heads * width * 2 * times if times > 1 else 0
+    )  # the model returns those as they were
+    formed = (layers - 1) * 2 * 1024 * width * 2 if times > 1 else 0  # cosines and sines of each layer
+    assert abs(older - newer - repeated - formed) < 2**20
 
 
 def test_trainer_steps_over_all_parameters_at_once_before_4_54():

@@ -229,6 +229,9 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
 
     Raises:
         CannotAnswerError: The implementation differs from family to family, and this one's is not described.
+
+    Source:
+        ``MistralFlashAttention2`` and ``LlamaFlashAttention2`` in transformers/models (4.46.3), of which the first repeats.
     """
     code = _newest_code(stack.model_code, architecture)
     if architecture in stack.models.scales_embedded:
@@ -238,7 +241,8 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
     contiguous = stack.models.attended != "repeated-views"
     if stack.models.attended.startswith("repeated") and code.asks_for_groups:
         repeats = replace(code, asks_for_groups=False, repeats_keys=True)
-        return replace(repeats, contiguous_heads=contiguous, expands_alone=not contiguous)
+        flash = architecture in stack.models.repeated_flash
+        return replace(repeats, contiguous_heads=contiguous, expands_alone=not contiguous, repeats_for_flash=flash)
     return replace(code, contiguous_heads=contiguous)
 
 

@@ -46,6 +46,7 @@ class FamilyCode:
     query_first: bool = False  # Whether the query is rotated before key and value are formed
     # Whether keys and values are repeated, one for each head of the query, whatever the kernel takes.
     repeats_keys: bool = False
+    repeats_for_flash: bool = True  # Whether the package flash-attn is given these repeated too
     expands_alone: bool = False  # Whether a single head of them is then looked at, and not copied
     # Whether torch's attention is given contiguous copies of what lies apart, beside which the caller has names for it.
     contiguous_heads: bool = False

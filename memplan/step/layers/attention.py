@@ -50,7 +50,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         with builder.tape.alive(query, *named):
             key, value = cached(builder, key, value)
         heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
-        if code.repeats_keys and not code.contiguous_heads:
+        whole = builder.settings.flash_attn and not code.repeats_for_flash
+        if code.repeats_keys and not code.contiguous_heads and not whole:
             with builder.tape.alive(query):
                 heads = ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
         named = (*named, value) if code.names_all else named

@@ -24,10 +24,10 @@ def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Va
             return (*_by_one_kernel(builder, query, key, part), ())
         if builder.profile.rotary == "complex" and part.rotary_dim:
             return (*turned_complex(builder, query, key, part.head_dim), ())
-        if code.rotates_together:
-            return _turned_together(builder, query, key, part)
         if builder.settings.own_tables:
             return _by_own_tables(builder, heads, part)
+        if code.rotates_together:
+            return _turned_together(builder, query, key, part)
         query = rotary(builder, query, part.head_dim, part.rotary_dim)
     with tape.alive(query, key, value):
         return query, rotary(builder, key, part.head_dim, part.rotary_dim), ()
