@@ -201,7 +201,7 @@ def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:
         ``_sdpa_packed_segments`` and ``_windowed_causal_mask`` in unsloth/utils/attention_dispatch.py (2026.10.9);
         ``_update_causal_mask`` of transformers' models before 4.53, one mask of floats for all layers.
     """
-    differs = setup.stack.model_code == "unsloth" or setup.stack.models.attended == "repeated"
+    differs = setup.stack.model_code == "unsloth" or setup.stack.models.attended.startswith("repeated")
     if differs and 0 < model.spec.window < length:
         raise CannotAnswerError(
             f"sequence_length: {length} is beyond the window of {model.spec.window} tokens of {model.spec.name}, whose mask is not "

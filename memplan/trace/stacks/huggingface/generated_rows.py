@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
 import torch
-import trl.trainer.grpo_trainer as grpo_trainer
 from transformers.generation import utils
 
 from memplan.trace.recording.recorder import Recorder
@@ -88,5 +88,6 @@ def loaded_reference(load: Callable[[StackInputs], Any], inputs: StackInputs) ->
     if inputs.setup.config.method.stage not in GENERATING:
         yield
         return
-    with mock.patch.object(grpo_trainer, "create_model_from_path", side_effect=lambda *_, **__: load(inputs).eval()):
+    module = import_module("trl.trainer.grpo_trainer")
+    with mock.patch.object(module, "create_model_from_path", side_effect=lambda *_, **__: load(inputs).eval()):
         yield
