@@ -1,4 +1,4 @@
-"""Answers that rest on many plans (largest, fewest, suggested, recommended) or on none of a training step, each as a digest.
+"""Answers that rest on many plans (largest, fewest, suggested, what to change) or on none of a training step, each as a digest.
 
 The commands are those of ``commands.txt`` that name a GPU and ask for JSON. ``pytest tests/golden --update-golden`` rewrites
 the digests.
@@ -19,7 +19,15 @@ from tests.golden.test_golden import settled
 pytestmark = pytest.mark.thorough
 
 FILE = Path(__file__).with_name("answers.json")
-ASKED = ("max ", "where ", "suggest ", "recommend ", "fit --rank ", "fit --method inference ")
+ASKED = (
+    "max ",
+    "where ",
+    "suggest ",
+    "recommend ",
+    "fit --rank ",
+    "fit --method inference ",
+    "fit llama-8b --gpu rtx4090 --config ",
+)
 COMMANDS = [
     line
     for line in Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").splitlines()

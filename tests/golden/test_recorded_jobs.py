@@ -2,8 +2,8 @@
 
 The jobs are those of the stack records, some of memplan's own loop that were drawn once by tests/survey and kept, and further
 ones that reach what these do not: refusals, cards of other vendors, what no record has. The last line of each file is a digest
-of what its plans say in words. That figures are right is held by the records and by traces; ``pytest tests/golden
---update-golden`` rewrites the digests.
+of how its plans come to their figures, moment by moment and in words. That figures are right is held by the records and by
+traces; ``pytest tests/golden --update-golden`` rewrites the digests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from memplan.documents.escaping import json_text
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import MemoryPlan
 from memplan.plan.model_notes import notes_on_models
+from memplan.plan.reserve.simulation import shares_reason
 from tests.golden.test_plans import figures, planned
 
 RECORDS = Path(__file__).parents[1] / "stacks" / "records"
@@ -38,14 +39,16 @@ def line_of(plan: MemoryPlan, number: int) -> str:
     return f"{plan.requested_bytes} {digest(figures(plan, played=False, told=not number % TOLD_EVERY))}"
 
 
-def sentences_of(plan: MemoryPlan) -> tuple[str, ...]:
-    """Return what a plan says in words."""
-    return *plan.assumptions, *plan.not_modelled, *notes_on_models([plan]), str(plan.bytes_per_parameter)
+def reasons_of(plan: MemoryPlan) -> tuple[object, ...]:
+    """Return what a plan says in words, how its figures are made, and what every moment takes, the highest or not."""
+    words = *plan.assumptions, *plan.not_modelled, *notes_on_models([plan]), shares_reason(plan)
+    made = map(str, (plan.bytes_per_parameter, plan.components, plan.instant_forms, plan.saved_tensors))
+    return *words, *made, [(one.name, one.form.total_bytes(plan.values)) for one in plan.forms.candidates]
 
 
 @pytest.mark.parametrize("stem", FILES)
 def test_plans_of_recorded_jobs_say_what_they_said(stem, catalog, request):
-    lines, sentences = [], []
+    lines, reasons = [], []
     for number, record in enumerate(json.loads(FILES[stem].read_text(encoding="utf-8"))["records"]):
         try:
             plan = planned(json.loads(record["job"]), catalog)
@@ -53,8 +56,8 @@ def test_plans_of_recorded_jobs_say_what_they_said(stem, catalog, request):
             lines.append(f"refused: {error}")
         else:
             lines.append(line_of(plan, number))
-            sentences.append(sentences_of(plan))
-    lines.append(f"in words: {digest(sentences)}")
+            reasons.append(reasons_of(plan))
+    lines.append(f"reasons: {digest(reasons)}")
     expected = json.loads(DIGESTS.read_text(encoding="utf-8"))
     if request.config.getoption("--update-golden"):
         expected = {name: expected.get(name) for name in FILES} | {stem: lines}

@@ -113,8 +113,8 @@ def test_the_order_is_the_first_of_those_that_need_least():
 
 def test_memory_is_not_kept_for_a_later_tensor_where_that_raised_the_most():
     kernels = (
-        Kernel("first", (), ("a", "z")),
-        Kernel("second", ("a",), ("b",)),
+        Kernel("first", (), ("a",)),
+        Kernel("second", ("a",), ("b", "z")),
         Kernel("wide", ("b",), ("w",)),
         Kernel("narrow", ("w",), ("n",)),
         Kernel("last", ("n",), ("c",)),

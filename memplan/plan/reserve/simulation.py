@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 HANDLES = 2
 """Threads with a cuBLAS workspace each."""
 
-MOST_EVENTS = 400_000
-"""Longer runs are not played: half a second on one core."""
+MOST_LAYERS = 1_000
+"""Layers times micro-steps of a step that is played, at most: some 400,000 events, half a second on one core."""
 
 PLACEMENTS = (False, True)
 """New segments above those before, and below them: which addresses it gives is the driver's choice."""
@@ -125,7 +125,7 @@ def shares_reason(plan: MemoryPlan) -> str:
     if config.compile != "none":
         return "a compiled program's buffers are not told as events"
     layers = sum(run.count for run in plan.model.spec.runs)
-    if layers * config.gradient_accumulation_steps * 400 > MOST_EVENTS:
+    if layers * config.gradient_accumulation_steps > MOST_LAYERS:
         return "layers times micro-steps are too many to be played"
     return ""
 

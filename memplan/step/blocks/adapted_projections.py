@@ -195,8 +195,7 @@ def _norm_of_sum(
     if width != own or base.foreign != x.foreign:
         read = [tape.make("cast", builder.constant(size, own), *frozen)]
     scaled = tape.make("scale", builder.constant(size, product.element_bytes), product)
-    term = Value(-1, ONE, 0, own, foreign=x.foreign)
-    whole = tape.make("add", builder.constant(size, promoted(term, product)), scaled, *read)
+    whole = tape.make("add", builder.constant(size, promoted(x, product)), scaled, *read)
     whole.foreign = product.foreign and x.foreign
     norm = tape.make("norm", builder.fresh(whole, rows), whole)
     # PEFT's function has one name for the base weight, that of its cast in the end.

@@ -62,7 +62,7 @@ class Builder:
 
     def constant(self, elements: int, element_bytes: int) -> Value:
         """Return a new tensor of a size that neither batch nor length changes."""
-        return self.tape.value(ONE, elements, element_bytes, needs_gradient=False, part=Part.TEMPORARIES)
+        return self.tape.value(ONE, elements, element_bytes, part=Part.TEMPORARIES)
 
     def pointwise(
         self,

@@ -72,8 +72,8 @@ _EXCHANGE = Traits(packs=False, product=True)
 
 
 def _counts(builder: Builder, number: int) -> Value:
-    return builder.tape.value(ONE, number, INDEX_BYTES, needs_gradient=False, part=Part.TEMPORARIES)
+    return builder.tape.value(ONE, number, INDEX_BYTES, part=Part.TEMPORARIES)
 
 
 def _indices(builder: Builder, used: int) -> Value:
-    return builder.tape.value(builder.settings.stream, used, INDEX_BYTES, needs_gradient=False)
+    return builder.tape.value(builder.settings.stream, used, INDEX_BYTES)

@@ -69,7 +69,7 @@ def _with_positions(builder: Builder, x: Value) -> Value:
     tape, block, places = builder.tape, builder.settings, position_quantity(builder.settings.code)
     table = builder.weight(f"{block.names.positions}.weight")
     rows = tape.value(places, block.hidden_size, block.residual_bytes)
-    ids = [tape.value(places, 1, 8, needs_gradient=False)] if block.code.forms_tables else []
+    ids = [tape.value(places, 1, 8)] if block.code.forms_tables else []
     with tape.alive(x):
         traits = Traits(workspace=_position_sums(block, 0 if places is Quantity.POSITIONS else table.rows))
         tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)

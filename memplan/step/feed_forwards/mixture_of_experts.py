@@ -66,7 +66,7 @@ def _gated_shared(builder: Builder, x: Value, shared: Value, part: MixtureOfExpe
 def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:
     """Return scores and numbers of the chosen experts, the scores in fp32 or the compute dtype."""
     tape, used = builder.tape, part.experts_per_token
-    indices = tape.value(TOKENS, used, 8, needs_gradient=False)
+    indices = tape.value(TOKENS, used, 8)
     logits = _router_logits(builder, x, part, name)
     with tape.alive(logits, indices):
         if part.softmax_of_chosen:
@@ -211,7 +211,7 @@ def _gathered_biases(builder: Builder, name: str, width: int, experts: Value) ->
 
 
 def _indices(builder: Builder, used: int) -> Value:
-    return builder.tape.value(TOKENS, used, 8, needs_gradient=False)
+    return builder.tape.value(TOKENS, used, 8)
 
 
 def _offsets(builder: Builder, experts: Value, part: MixtureOfExperts) -> Value:
@@ -219,7 +219,7 @@ def _offsets(builder: Builder, experts: Value, part: MixtureOfExperts) -> Value:
     tape = builder.tape
     narrow = tape.make("cast", tape.value(TOKENS, part.experts_per_token, 4, part=Part.TEMPORARIES), experts)
     counts = tape.make("histc", builder.constant(part.num_experts, 4), narrow)
-    return tape.make("cumsum", tape.value(ONE, part.num_experts, 4, needs_gradient=False), counts)
+    return tape.make("cumsum", tape.value(ONE, part.num_experts, 4), counts)
 
 
 def _taken(builder: Builder, weights: Value, order: Value) -> Value:

@@ -65,7 +65,7 @@ def _logits(builder: Builder, x: Value, experts: int, name: str) -> Value:
 
 
 def _indices(builder: Builder, width: int) -> Value:
-    return builder.tape.value(builder.settings.stream, width, 8, needs_gradient=False)
+    return builder.tape.value(builder.settings.stream, width, 8)
 
 
 def _experts(
@@ -93,7 +93,7 @@ def _experts(
 def _inner(builder: Builder, rows: Value, counts: Value, part: MixtureOfExperts, name: str) -> Value:
     """Return what the experts make of their rows, as ``GroupedExperts.forward`` does."""
     tape, used = builder.tape, part.rows_per_token
-    offsets = tape.make("cumsum", tape.value(ONE, part.own_experts, 4, needs_gradient=False), counts)
+    offsets = tape.make("cumsum", tape.value(ONE, part.own_experts, 4), counts)
     with tape.alive(offsets):
         inner = part.intermediate_size * used
         hidden = activated(builder, _grouped(builder, rows, f"{name}.gate_proj", inner, used, offsets))

@@ -204,7 +204,7 @@ def bucketed_attention(builder: Builder, heads: Heads) -> Value:
     padded: list[Value] = []
     for x in heads.tensors:
         with tape.alive(*heads.tensors, *padded):
-            longer = tape.value(bucketed, x.width, x.element_bytes, x.needs_gradient)
+            longer = tape.value(bucketed, x.width, x.element_bytes)
             padded.append(tape.apply("pad", [(x, NEW)], longer, traits=SAVES_NOTHING))
     with tape.alive(*heads.tensors):
         query, key, value = padded

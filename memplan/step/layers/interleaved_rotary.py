@@ -34,7 +34,7 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
 
 def _spread(builder: Builder, part: Attention, element_bytes: int) -> Value:
     """Return half of a table with each entry twice, which every layer makes anew."""
-    table = builder.tape.value(Quantity.POSITIONS, part.rotary_dim, element_bytes, needs_gradient=False)
+    table = builder.tape.value(Quantity.POSITIONS, part.rotary_dim, element_bytes)
     return builder.tape.make("spread table", table)
 
 
@@ -82,8 +82,8 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
     """
     tape, rotated = builder.tape, part.rotary_dim
     table = tape.make("repeat table", builder.constant(part.position_rows * rotated, 4))
-    numbers = tape.make("repeat positions", tape.value(Quantity.POSITIONS, rotated, 8, needs_gradient=False), table)
-    rows = tape.make("gather", tape.value(Quantity.POSITIONS, rotated, 4, needs_gradient=False), table, numbers)
+    numbers = tape.make("repeat positions", tape.value(Quantity.POSITIONS, rotated, 8), table)
+    rows = tape.make("gather", tape.value(Quantity.POSITIONS, rotated, 4), table, numbers)
     with tape.alive(table, numbers):
         rows = rows if key.element_bytes == 4 else _cast_rows(builder, rows, key.element_bytes)
 
@@ -103,7 +103,7 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
 
 
 def _cast_rows(builder: Builder, rows: Value, element_bytes: int) -> Value:
-    narrow = builder.tape.value(rows.quantity, rows.width, element_bytes, needs_gradient=False)
+    narrow = builder.tape.value(rows.quantity, rows.width, element_bytes)
     return builder.tape.make("cast rows", narrow, rows)
 
 

@@ -57,7 +57,7 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
         tape.apply("unbind", [(rows, NEW)], parts, traits=SAVES_NOTHING)
         alone = [(predicted, 2 * 4 * logits.width)] if answers and builder.settings.regime.one_sequence else []
         tape.apply("logsumexp", [(parts, NEW)], sums, [rows, sums], traits=Traits(workspace=alone))
-        return _compared(tape, chosen, sums, tape.value(predicted, 1, 1, needs_gradient=False))
+        return _compared(tape, chosen, sums, tape.value(predicted, 1, 1))
 
 
 def _compared(tape: Tape, result: Value, sums: Value | None = None, prompts: Value | None = None) -> Value:

@@ -59,22 +59,19 @@ class Tape:
     # Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
     waits: bool = False
 
-    def value(
-        self,
-        quantity: Quantity,
-        width: int,
-        element_bytes: int,
-        needs_gradient: bool = True,
-        part: Part = Part.ACTIVATIONS,
-    ) -> Value:
-        """Return a new tensor of ``width`` elements per unit of ``quantity``, with a storage of its own."""
+    def value(self, quantity: Quantity, width: int, element_bytes: int, part: Part = Part.ACTIVATIONS) -> Value:
+        """Return a new tensor of ``width`` elements per unit of ``quantity``, with a storage of its own.
+
+        Whether it needs a gradient is known by the operation that makes it.
+        """
         coefficient = width * element_bytes
         self.storages.append((part, quantity, coefficient))
-        return Value(len(self.storages) - 1, quantity, coefficient, element_bytes, needs_gradient)
+        return Value(len(self.storages) - 1, quantity, coefficient, element_bytes)
 
     def given(self, quantity: Quantity, width: int, element_bytes: int, needs_gradient: bool = True) -> Value:
         """Return a tensor that is there before the first operation, and as long as forward runs."""
-        value = self.value(quantity, width, element_bytes, needs_gradient)
+        value = self.value(quantity, width, element_bytes)
+        value.needs_gradient = needs_gradient
         self.last_use[value.storage] = FOREVER
         return value
 
