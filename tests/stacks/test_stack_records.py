@@ -42,7 +42,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "trl.shards": {14},
     "transformers.shards": {22},
     "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
-    "transformers.fsdp1-adapters.shards": {5, 19, 29, 43},
+    "transformers.fsdp1-adapters.shards": {19},
     "axolotl.fsdp1-adapters.shards": {11, 15, 17, 19, 24, 25, 30},
     "transformers.as-stored.shards": {11},
     "transformers.fsdp1-as-stored.shards": {19, 27, 28, 31},

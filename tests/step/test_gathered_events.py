@@ -46,6 +46,21 @@ def plan_of(config, parallel, stack="transformers", model="small", **keys):
         return None
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("fsdp1")])
+def test_adapters_that_are_units_of_their_own_are_reduced_one_by_one_and_their_frozen_layers_gathered(
+    layout, checkpointing
+):
+    plan = plan_of("lora", LAYOUTS[layout], activation_checkpointing=checkpointing)
+    events = events_of(plan)
+    assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 20
+    step = range(events.steady_from, len(events.codes))
+    reduced = [events.codes[place] for place in step if events.stream.streams.get(events.codes[place] >> 1) == REDUCES]
+    trained = sum(entry.tensor.count for entry in plan.states.tensors if entry.trainable)
+    assert sum(not code & 1 for code in reduced) >= trained  # a share of each gradient
+    assert simulated(plan).allocated_bytes == plan.allocated_bytes
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("config", ["mixed-adamw", "bf16-adamw"])
@@ -97,10 +112,19 @@ def test_a_plan_over_shards_has_its_reserve_simulated_and_its_streams_in_it_once
     assert not any("may not be reusable" in line for line in plan.assumptions)
 
 
+def test_a_rank_fits_where_all_streams_have_what_they_hold_and_is_tight_where_caches_are_to_be_given_back():
+    plan = simulated(plan_of("mixed-adamw", FSDP2))
+    usable = {"fits": plan.upper_bytes, "tight": plan.upper_bytes - 1, "no": plan.lower_bytes - MIB}
+    before = plan.by_share
+    assert {name: simulated(replace(before, usable_bytes=size)).verdict for name, size in usable.items()} == {
+        name: name for name in usable
+    }
+
+
 @pytest.mark.parametrize(
     ("config", "parallel", "keys", "reason"),
     [
-        ("lora", LAYOUTS["fsdp1 pre, True"], {}, "units of their own"),
+        ("muon", FSDP2, {"stack": "bundled"}, "bundled optimizer"),
         ("bf16-adamw", Parallel(data=2), {}, "where units of FSDP"),
         ("bf16-adamw", FSDP2, {"zero_gradients": "fill"}, "filled with zeros"),
     ],

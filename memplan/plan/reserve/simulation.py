@@ -6,6 +6,7 @@ Searches use shares of the allocated bytes instead (configs/allocator_reserve.ya
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
@@ -139,8 +140,6 @@ def _untold_units(plan: MemoryPlan) -> str:
         return "the events of GPUs that share layers, stages, experts or sequences are not told"
     if setup.offloads_weights or parallel.staged_codes:
         return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
-    if parallel.engine == "fsdp1" and config.adapter is not None:
-        return "the events of adapters that are units of their own are not told"
     if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):
         return "the events of a loss that gathers the head itself are not told"
     if config.evaluation or config.zero_gradients == "fill":
@@ -205,11 +204,8 @@ def simulated(
     off = abs(result.allocated_bytes - plan.allocated_bytes)
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
+    by_share, plan = plan, _without_streams(plan)
     allowances = plan.allowances
-    if allowances.stream_bytes:  # which are simulated
-        upper = allowances.upper_context_bytes - allowances.stream_bytes
-        allowances = replace(allowances, upper_context_bytes=upper, stream_bytes=0)
-        plan = replace(plan, allowances=allowances)
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     if (
         least is None
@@ -217,28 +213,47 @@ def simulated(
     ):
         result = simulation.result()
     apart = missing + plan.apart_bytes
-    verdict, needed = _verdict(plan, lambda capacity: simulation.runs_in(capacity - apart), result.least_bytes + apart)
+    survives = partial(_survives, simulation, apart)
+    verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
-        allocated_bytes=result.allocated_bytes + missing,
+        allocated_bytes=plan.allocated_bytes if plan.gpu_count > 1 else result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + apart,
         device_bytes=result.spare_bytes + apart + allowances.context_bytes,
         upper_bytes=result.most_bytes + apart + allowances.upper_context_bytes,
         least_bytes=needed + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
-        by_share=plan,
+        by_share=by_share,
     )
 
 
-def _verdict(plan: MemoryPlan, runs_in: Callable[[int], bool], least: int) -> tuple[Verdict, int]:
-    """Return the verdict, and the least that the run is known to need: less where it runs in what the device has."""
+def _without_streams(plan: MemoryPlan) -> MemoryPlan:
+    """Return a plan whose allowances leave out buffers that no other stream can use, which are simulated."""
+    own = plan.allowances
+    upper = own.upper_context_bytes - own.stream_bytes
+    return (
+        replace(plan, allowances=replace(own, upper_context_bytes=upper, stream_bytes=0)) if own.stream_bytes else plan
+    )
+
+
+def _survives(simulation: Simulation, apart: int, capacity_bytes: int) -> bool:
+    return simulation.runs_in(capacity_bytes - apart)
+
+
+def _verdict(plan: MemoryPlan, runs_in: Callable[[int], bool], least: int, most: int) -> tuple[Verdict, int]:
+    """Return the verdict, and the least that the run is known to need: less where it runs in what the device has.
+
+    A rank fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
+    """
     allowances = plan.allowances
     upper, expected = (
         plan.usable_bytes - context for context in (allowances.upper_context_bytes, allowances.context_bytes)
     )
     for verdict, capacity in (("fits", upper), ("tight", expected)):
+        if verdict == "fits" and plan.gpu_count > 1 and most > capacity:
+            continue
         if capacity > 0 and runs_in(capacity):
             return verdict, min(least, capacity)  # type: ignore[return-value]
     return "no", least

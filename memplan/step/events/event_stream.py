@@ -10,6 +10,7 @@ from operator import itemgetter
 from memplan.step.events.section_events import SectionEvents
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.taped_weight import Mode
 
 Libraries = dict[str, int]
 """Libraries that have made no workspace yet in a thread, and the bytes of one."""
@@ -109,6 +110,45 @@ class RunEvents:
         early = {2 * storage for storage in self.libraries}
         codes = [*sorted(early), *[code for code in self.codes if code not in early]]
         return replace(self, codes=codes)
+
+
+class WholeModel:
+    """Parts of a step that nothing lies around: the model is whole on each device."""
+
+    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
+        """Allocate what a rank stores of the weights, given the bytes of each."""
+        stream.allocate_all(sizes)
+
+    def mode(self, mode: Mode, micro_step: int) -> Mode:
+        """Return what becomes of weight gradients in a micro-step, given what does in the first one."""
+        return "again" if micro_step else mode
+
+    def begin(self, micro_step: int) -> None:
+        """Write what comes before a forward."""
+
+    def enter(self, place: int) -> None:
+        """Write what comes before the forward of a part: 0 is the embedding, the last one norm and head."""
+
+    def leave(self, place: int) -> None:
+        """Write what comes behind it."""
+
+    def leave_head(self) -> None:
+        """Write what comes behind the head's product."""
+
+    def turn(self) -> None:
+        """Write what comes before backward."""
+
+    def reach_head(self) -> None:
+        """Write what comes when backward has the gradient of the logits, before the head's product."""
+
+    def enter_backward(self, place: int) -> None:
+        """Write what comes before the backward of a part."""
+
+    def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
+        """Write what comes behind it, and take what is reduced out of the gradients: names of weights, and their storages."""
+
+    def stepped(self) -> None:
+        """Write what comes behind the update."""
 
 
 class PlayedSection:

@@ -17,52 +17,15 @@ from dataclasses import dataclass, field
 
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.events.event_stream import EventStream
+from memplan.step.ranks.flat_adapters import retained_by_hooks
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
 from memplan.step.tapes.taped_weight import Mode
 from memplan.step.tower.tower_settings import is_of_tower
+from memplan.units import ceil_div
 
 COMPUTES, GATHERS, CASTS, REDUCES = range(4)
 """Streams: that of all operators; of gathered weights, or the buffers they come in; of shards that are cast; of reductions."""
-
-
-class WholeModel:
-    """Parts of a step that nothing lies around: the model is whole on each device."""
-
-    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
-        """Allocate what a rank stores of the weights, given the bytes of each."""
-        stream.allocate_all(sizes)
-
-    def mode(self, mode: Mode, micro_step: int) -> Mode:
-        """Return what becomes of weight gradients in a micro-step, given what does in the first one."""
-        return "again" if micro_step else mode
-
-    def begin(self, micro_step: int) -> None:
-        """Write what comes before a forward."""
-
-    def enter(self, place: int) -> None:
-        """Write what comes before the forward of a part: 0 is the embedding, the last one norm and head."""
-
-    def leave(self, place: int) -> None:
-        """Write what comes behind it."""
-
-    def leave_head(self) -> None:
-        """Write what comes behind the head's product."""
-
-    def turn(self) -> None:
-        """Write what comes before backward."""
-
-    def reach_head(self) -> None:
-        """Write what comes when backward has the gradient of the logits, before the head's product."""
-
-    def enter_backward(self, place: int) -> None:
-        """Write what comes before the backward of a part."""
-
-    def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
-        """Write what comes behind it, and take what is reduced out of the gradients: names of weights, and their storages."""
-
-    def stepped(self) -> None:
-        """Write what comes behind the update."""
 
 
 @dataclass(slots=True)
@@ -83,10 +46,11 @@ class Units:
 
     Args:
         stream: Where events are written to.
-        step: The rank's step.
+        step: The rank's step. Where adapters' matrices are units of their own, the one or two that are whole at a time are left out.
+        values: Values of the quantities that sizes are made of.
     """
 
-    def __init__(self, stream: EventStream, step: ShardedStep) -> None:
+    def __init__(self, stream: EventStream, step: ShardedStep, values: Sequence[int]) -> None:
         self._stream, self._step, self._flat = stream, step, step.flat is not None
         self._first = _UnitTensors(step.first)
         self._tail = _UnitTensors(step.tail) if step.apart else self._first
@@ -97,6 +61,9 @@ class Units:
         self._last_buffer: list[int] = []  # In forward it lives until the next unit has been copied out of its own
         self._reducing: list[int] = []  # What a reduction reads, until the next one
         self._waiting: list[int] = []  # What groups reduce among them, until the end of backward
+        self._adapters = {name: _UnitTensors(unit) for name, unit in step.adapters.items()}
+        self._leaving: _UnitTensors | None = None  # A frozen layer, which goes when backward reaches the next one
+        self._retained = [retained_by_hooks(step).total_bytes(values)] * 2 if self._adapters else []
         self._micro_step, self._backward = 0, False
 
     def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
@@ -106,15 +73,18 @@ class Units:
             ``_init_param_handle_from_module`` in torch/distributed/fsdp/_init_utils.py, ``flatten_tensors`` and ``shard`` in
             _flat_param.py (v2.13.0).
         """
-        shards = [tensors.unit.kept_bytes for tensors in self._parts[:-1]]
-        if not self._flat or sum(shards) != sum(sizes):
+        if not self._flat:
             stream.allocate_all(sizes)
             return
-        for tensors in (*self._parts[1:-1], self._first):
-            moved = stream.allocate_all(tensors.unit.tensor_bytes)
-            whole = stream.allocate(sum(tensors.unit.tensor_bytes))
-            stream.allocate(tensors.unit.kept_bytes)
+        ranks, left = self._step.inputs.setup.config.parallel.shards, sum(sizes)
+        for unit in [*[tensors.unit for tensors in self._parts[1:-1]], self._step.first, *self._step.adapters.values()]:
+            moved = stream.allocate_all(unit.tensor_bytes)
+            whole = stream.allocate(sum(unit.tensor_bytes))
+            shard = min(unit.kept_bytes or ceil_div(sum(unit.tensor_bytes), ranks), left)
+            stream.allocate(shard)
             stream.free_all([whole, *moved])
+            left -= shard
+        stream.allocate(left)  # scales of codes, which no rank shares
 
     # ---------------------------------------------------------------- forward
     def mode(self, mode: Mode, micro_step: int) -> Mode:
@@ -171,13 +141,19 @@ class Units:
         if place < len(self._parts) - 1:
             self._gather(tensors)
             self._copy_out(tensors)
-        if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
+        if self._prefetches("pre") and 0 < place < len(self._parts) - 1 and not self._adapters:
             self._gather(self._parts[place - 1])
+        if self._leaving is not None:
+            self._let_go(self._leaving)
+            self._leaving = None
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""
         tensors, last = self._parts[place], self._is_last_micro_step
         if self._is_root(place) and place:
+            return
+        if self._adapters:
+            self._leave_adapted(place, gradients, last=last)
             return
         own = [gradients.pop(name) for name in self._names(place, gradients)] if last or self._flat else []
         added = self._together(tensors, own) if self._flat else []
@@ -191,6 +167,23 @@ class Units:
             self._reduce(tensors, own)
         self._stream.free_all(added)
         if place == 0:
+            self._end(gradients, last=last)
+
+    def _leave_adapted(self, place: int, gradients: dict[str, int], *, last: bool) -> None:
+        """Reduce an adapter's gradients one by one; frozen weights go when backward has reached the layer before.
+
+        What is gathered ahead of a layer is an adapter in it, and the layer before ahead of its first adapter alone.
+        """
+        for name in self._names(place, gradients):
+            tensors = self._adapters[name]
+            added = self._together(tensors, [gradients.pop(name)])
+            if last:
+                self._reduce(tensors, [tensors.flat])
+            self._stream.free_all(added)
+        if place:
+            self._waiting += self._stream.allocate_all(size for size in self._retained if size)
+            self._leaving = self._parts[place]
+        else:
             self._end(gradients, last=last)
 
     def stepped(self) -> None:
@@ -230,7 +223,8 @@ class Units:
 
     def _all(self) -> Iterable[_UnitTensors]:
         """Return all units, each once."""
-        return {id(tensors): tensors for tensors in (*self._parts, *([self._rest] if self._rest else []))}.values()
+        units = *self._parts, *([self._rest] if self._rest else []), *self._adapters.values()
+        return {id(tensors): tensors for tensors in units}.values()
 
     def _prefetches(self, when: str) -> bool:
         """Tell whether the next unit is gathered before, or behind, the backward of one."""

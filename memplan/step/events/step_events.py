@@ -11,8 +11,8 @@ from functools import partial
 
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
-from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents
-from memplan.step.events.gathered_events import Units, WholeModel
+from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents, WholeModel
+from memplan.step.events.gathered_events import Units
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks, measure_logits
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
@@ -65,7 +65,7 @@ class StepPlayer:
         self.inputs = inputs if sharded is None else sharded.inputs
         self.config = inputs.setup.config
         self.stream = EventStream()
-        self.around = WholeModel() if sharded is None else Units(self.stream, sharded)
+        self.around = WholeModel() if sharded is None else Units(self.stream, sharded, self.values)
         self.tensors = ModelTensors(inputs)
         self.updates = Updates(self.stream, inputs, self.tensors)
         self.gradients: dict[str, int] = {}

@@ -39,7 +39,7 @@ def _by_own_tables(builder: Builder, heads: Rotated, part: Attention) -> tuple[V
     tables: list[Value] = []
     for name in ("cos", "sin"):
         with builder.tape.alive(*tables):
-            row = builder.tape.value(Quantity.POSITIONS, part.head_dim, value.element_bytes, needs_gradient=False)
+            row = builder.tape.value(Quantity.POSITIONS, part.head_dim, value.element_bytes)
             tables.append(builder.tape.make(name, row))
     with builder.tape.alive(key, value, *tables):
         query = turned_whole(builder, query, tables)

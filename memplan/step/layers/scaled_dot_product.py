@@ -156,7 +156,7 @@ def scaled_by_position(builder: Builder, query: Value) -> Value:
     Source:
         ``get_llama_4_attn_scale`` in transformers/models/ministral3/modeling_ministral3.py (5.23.0).
     """
-    factors = builder.tape.value(Quantity.POSITIONS, 1, query.element_bytes, needs_gradient=False)
+    factors = builder.tape.value(Quantity.POSITIONS, 1, query.element_bytes)
     return builder.pointwise("scale query", query, (builder.tape.make("factors", factors),))
 
 

@@ -46,21 +46,24 @@ def adapted_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instan
     )
     ahead = step.flat is not None and step.flat.backward_prefetch == "pre"
     layers = tuple(_without_casts(part) if ahead else part for part in walk.layers)
-    retained = _retained_by_hooks(step)
+    retained = retained_by_hooks(step)
     walk = replace(walk, forward=walked_forward, layers=layers, left=retained * 2, left_gradient=retained)
     if mode != "again":
         passes = [Pass("first", reduces=steps == 1)]
     else:
         passes = [Pass("again", reduces, beside=True) for reduces in ((False, True) if steps > 2 else (True,))]
     for of in passes:
-        gathers = f"layer {sum(run.count for run in step.taped.runs)} backward"
+        before, gathered = step.head_instant, ""
         for instant in walk.instants(FlatGathers(step, of)):
-            if instant.name == gathers and instant.operation == "gather":  # by a hook of what the layer returned
-                instant, gathers = replace(instant, name=step.head_instant), ""
-            yield instant if mode == "again" else instant.around(base)
+            told = [instant]
+            if instant.operation == "gather" and instant.name.startswith("layer ") and instant.name != gathered:
+                top = before == step.head_instant  # by a hook of what the layer returned, while the one above is there
+                told = [replace(instant, name=before), *([] if top else told)]
+                before = gathered = instant.name
+            yield from told if mode == "again" else (one.around(base) for one in told)
 
 
-def _retained_by_hooks(step: ShardedStep) -> Form:
+def retained_by_hooks(step: ShardedStep) -> Form:
     """Return what the hook of a layer's frozen weights keeps twice until backward has ended: the leaf that it ran again from, and the gradient of that.
 
     Source:
