@@ -232,8 +232,10 @@ def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorState
         return {}
     last = () if any(tensor.role == "head" for tensor in own) else LAST_PARTS
     parts = last if setup.stack.quantised_towers else TOWER_PARTS
+    matrices = [tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(parts)]
+    if not matrices:
+        return {}
     loaded = setup.with_floats({"hidden_matrix": setup.loaded_float})
-    matrices = (tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(parts))
     return {tensor.name: tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
 
 
