@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.step.states.muon_batches import MuonBatch, round_phases
 from tests.survey.drawn_jobs import Job, verdict
 
 MOMENTA = ("muon-fp32", "muon-bf16", "muon-int8", "muon-int4", "muon-gauss4", "muon-gauss2", "muon-ternary")
@@ -52,3 +53,14 @@ def test_shards_that_the_library_refuses_are_refused():
     settings = {"optimizer.hidden_matrix": "muon-ternary"}
     with pytest.raises(CannotAnswerError, match="no whole blocks of 256"):
         memplan.plan("qwen2.5-0.5b", gpu="h100", config="muon", gpus=4, set=settings)
+
+
+def test_a_round_has_pieces_of_all_its_matrices_and_some_of_them_whole():
+    plan = memplan.plan("llama-3.2-1b", gpu="h100", config="muon", gpus=4).memory
+    entry = next(entry for entry in plan.states.tensors if entry.tensor.name.endswith("q_proj.weight"))
+    for together, owned in ((3, 1), (4, 1), (5, 2), (8, 2)):
+        phases = round_phases(plan.setup, entry, MuonBatch(together, some_alone=False, ranks=4))
+        pieces, whole = 2 * together * 2048 * 2048 // 4, 2 * owned * 2048 * 2048
+        assert phases.momentum[0] == phases.weights[0] == pieces
+        assert phases.norms == ((whole, pieces) if owned == 1 else (whole, max(pieces, whole)))
+        assert (phases.update, phases.workspace[0]) == (0, whole)
