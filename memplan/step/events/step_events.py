@@ -72,8 +72,8 @@ class StepPlayer:
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers
         named = "logits" in inputs.setup.stack.loop.holds or inputs.setup.copies_logits
-        named = named and taped.head.logits is not None
-        self._held_logits = [value.storage for value in taped.head.returned] if named else []
+        returned = taped.head.returned if named and taped.head.logits is not None else ()
+        self._held_logits = [value.storage for value in returned]
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         self._held: list[int] = []
         self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
@@ -94,8 +94,7 @@ class StepPlayer:
         for step in range(steps):
             starts.append(len(stream.codes))
             passes.append(self._step(first=step == 0))
-        libraries = frozenset(stream.libraries)
-        return RunEvents(stream.sizes, stream.codes, libraries, tuple(starts), tuple(passes), stream)
+        return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), tuple(starts), tuple(passes), stream)
 
     def _make_persistent(self) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
@@ -150,21 +149,10 @@ class StepPlayer:
         chunks = None
         if taped.head.chunk is not None:
             kind = LogitsOfChunks if self._all_at_once else ChunkedLoss
-            chunks = kind(self.stream, taped.head, self.values, mode)
-            normed = parts[-1][1]
+            chunks, normed = kind(self.stream, taped.head, self.values, mode), parts[-1][1]
             chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
             chunks.region_end()
-        for _, part in parts:
-            part.region_end()
-        self._hold(parts[-1][1])
-        self.around.turn()
-        if self.inputs.setup.copies_logits:
-            measure_logits(self.stream, self.inputs, taped.settings.vocab_size, self.values, self._held)
-            self._held = []
-        self.stream.free_all(storage for _, part in parts for storage in part.cached)
-        lowest = taped.lowest_turned
-        if lowest is None and not self._called_again:
-            self.stream.free_all(arguments.staying)
+        lowest = self._leave_forward([part for _, part in parts], arguments)
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
         several = self.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
@@ -193,6 +181,20 @@ class StepPlayer:
         if not self.inputs.setup.stack.loop.holds:
             self._let_go()
         self.stream.free_all(roots)
+
+    def _leave_forward(self, parts: Sequence[SectionEvents], arguments: ModelArguments) -> int | None:
+        """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
+        for part in parts:
+            part.region_end()
+        self._hold(parts[-1])
+        self.around.turn()
+        if self.inputs.setup.copies_logits:
+            measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._held)
+            self._held = []
+        self.stream.free_all(storage for part in parts for storage in part.cached)
+        if (lowest := self.taped.lowest_turned) is None and not self._called_again:
+            self.stream.free_all(arguments.staying)
+        return lowest
 
     def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
         """Yield embedding, layers, and norm and head, with the number that names of their weights carry."""

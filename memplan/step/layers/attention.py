@@ -49,11 +49,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         with builder.tape.alive(query, *named):
             key, value = cached(builder, key, value)
-        heads = Heads(query, key, value, part.num_heads, part.num_key_value_heads)
-        whole = builder.settings.flash_attn and not code.repeats_for_flash
-        if code.repeats_keys and not code.contiguous_heads and not whole:
-            with builder.tape.alive(query):
-                heads = ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
+        heads = _repeated(builder, Heads(query, key, value, part.num_heads, part.num_key_value_heads))
         named = (*named, value) if code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)
@@ -94,6 +90,15 @@ def _moved(builder: Builder, part: Attention) -> int:
     cut = 0 < part.rotary_dim < part.head_dim and builder.profile.rotary == "composite"
     known = part.query_key_norm is not None or builder.settings.code.adapts_parts
     return 2 if cut and not known and not builder.settings.regime.one_token else 0
+
+
+def _repeated(builder: Builder, heads: Heads) -> Heads:
+    """Return heads as attention is given them: with keys and values repeated where a family's code does so before."""
+    code = builder.settings.code
+    if not code.repeats_keys or code.contiguous_heads or (builder.settings.flash_attn and not code.repeats_for_flash):
+        return heads
+    with builder.tape.alive(heads.query):
+        return ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
 
 
 def looked_at(builder: Builder, x: Value) -> Value:
