@@ -182,7 +182,7 @@ class StepPlayer:
             self._let_go()
         self.stream.free_all(roots)
 
-    def _leave_forward(self, parts: Sequence[SectionEvents], arguments: ModelArguments) -> int | None:
+    def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
         """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
         for part in parts:
             part.region_end()
