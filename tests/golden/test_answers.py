@@ -1,7 +1,7 @@
 """Answers that rest on many plans (largest, fewest, suggested, what to change) or on none of a training step, each as a digest.
 
-The commands are those of ``commands.txt`` that name a GPU and ask for JSON. ``pytest tests/golden --update-golden`` rewrites
-the digests.
+The commands are those of ``commands.txt`` that name a GPU and ask for JSON. ``pytest -m thorough tests/golden
+--update-golden`` rewrites the digests.
 """
 
 from __future__ import annotations
