@@ -136,7 +136,7 @@ def _refuse_what_is_not_modelled(setup: TrainingSetup, name: str, entry: Optimiz
 
 def _refuse_formats(setup: TrainingSetup, group: Iterable[Updated]) -> None:
     """Refuse codes that nothing forms again after an update."""
-    for item in group:
+    for item in sorted(group, key=str):
         if item.coded and item.codec is None:
             raise CannotAnswerError(
                 f"{setup.name}: weights in {item.format_name} cannot be trained: nothing codes them again after an "
@@ -147,7 +147,7 @@ def _refuse_formats(setup: TrainingSetup, group: Iterable[Updated]) -> None:
 
 def _refuse_gradients(setup: TrainingSetup, group: Iterable[Updated]) -> None:
     """Refuse gradients that the bundled optimizer neither takes as they are nor stores."""
-    for item in group:
+    for item in sorted(group, key=str):
         stored = item.gradient in STORED_GRADIENTS and {item.gradient, item.format_name} != {"bf16", "fp16"}
         if not stored and (item.coded or item.gradient != item.format_name):
             raise CannotAnswerError(
@@ -157,8 +157,8 @@ def _refuse_gradients(setup: TrainingSetup, group: Iterable[Updated]) -> None:
 
 
 def _not_plain(setup: TrainingSetup, name: str, kind: Stepper, group: Iterable[Updated]) -> str:
-    coded = [item.format_name for item in group if item.coded]
-    other = [item.gradient for item in group if item.gradient != item.format_name]
+    coded = [item.format_name for item in sorted(group, key=str) if item.coded]
+    other = [item.gradient for item in sorted(group, key=str) if item.gradient != item.format_name]
     what = (
         f"weights in {coded[0]}"
         if coded
@@ -181,7 +181,7 @@ def _refuse_torch_muon(setup: TrainingSetup, name: str, entry: Optimizer, group:
             "torch.optim.Muon; use min or fast, or leave it out"
         )
     momentum = next(slot for slot in entry.slots if slot.layout == "elementwise")
-    for item in group:
+    for item in sorted(group, key=str):
         if item.dimensions != 2:
             why = "takes matrices, not stacks of them"
         elif (momentum.block_elements, momentum.block_bytes) != (1, FLOAT_BYTES[item.format_name]):
