@@ -9,17 +9,22 @@ import pytest
 import memplan
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import MemplanError
-from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, actions_of, stages_of
+from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED, actions_of, stages_of
 from memplan.step.pipelines.rank_timeline import most_pairs
 from memplan.step.pipelines.stage_layers import layers_of_stages
 
 NAMES = {
     "gpipe": "GPipe",
     "interleaved": "Interleaved1F1B",
+    "interleaved-zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
 }
 KINDS = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "input",
+    "BACKWARD_WEIGHT": "weight",
     "UNSHARD": "gather",
     "RESHARD": "release",
     "REDUCE_GRAD": "reduce",
@@ -28,11 +33,13 @@ KINDS = {
 
 def grids(order, ranks):
     """Yield pipelines of a schedule over so many ranks, those that it takes."""
-    chunks = (1,) if order in ONE_STAGE else (2, 3, 4)
+    chunks = (1,) if order in ONE_STAGE else (2,) if order in V_SHAPED else (2, 3, 4)
     for virtual, together in product(
         chunks, sorted({ranks, ranks + 1, 2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks})
     ):
-        if order == "interleaved" and together % max(1, together // ranks):
+        if (order in IN_ROUNDS and together % max(1, together // ranks)) or (
+            order == "dualpipev" and together < 2 * ranks
+        ):
             continue
         yield Parallel(pipeline=ranks, virtual=virtual, schedule=order, micro_batches=together)
 
@@ -91,7 +98,7 @@ def test_every_rank_does_what_torchs_own_schedule_says(order):
 
 @pytest.mark.slow
 def test_every_rank_does_what_torchs_own_schedules_say_on_a_thousand_ranks():
-    assert sum(agree(order, ranks) for order in NAMES for ranks in (2, 3, 4, 8, 16, 24)) >= 1000
+    assert sum(agree(order, ranks) for order in NAMES for ranks in (2, 3, 4, 8, 16)) >= 1000
 
 
 class Told:

@@ -7,7 +7,7 @@ Source:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -15,8 +15,12 @@ from memplan.catalog.config_keys.parallel_keys import Parallel, Schedule
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 
-Kind = Literal["forward", "backward", "gather", "release", "reduce"]
+Kind = Literal["forward", "backward", "input", "weight", "gather", "release", "reduce"]
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules that give a rank one stage of the first half and its mirror image of the second."""
 ONE_STAGE = ("gpipe", "1f1b")
+IN_ROUNDS = ("interleaved", "interleaved-zero-bubble")
+"""Schedules that run as many micro-batches as ranks, or nearly, through each stage in turn."""
 MOST_GATHERED = 3
 """Stages of a rank whose weights are gathered at a time: those that it runs next (``max_active_stages``)."""
 
@@ -25,14 +29,19 @@ MOST_GATHERED = 3
 class Action:
     """One thing that a rank does."""
 
-    kind: Kind  # ``gather``, ``release`` and ``reduce`` are of a stage's weights and gradients
+    # ``input`` is the part of backward that forms the gradient of a stage's input, ``weight`` the rest; ``gather``,
+    # ``release`` and ``reduce`` are of a stage's weights and gradients.
+    kind: Kind
     stage: int  # Of the pipeline, from 0
     micro_batch: int = -1  # From 0; -1 where it is of none
 
 
 def stages_of(rank: int, parallel: Parallel) -> tuple[int, ...]:
     """Return the stages that a rank has, the first one first."""
-    return tuple(rank + parallel.pipeline * chunk for chunk in range(parallel.virtual))
+    ranks = parallel.pipeline
+    if parallel.order in V_SHAPED:
+        return rank, 2 * ranks - 1 - rank
+    return tuple(rank + ranks * chunk for chunk in range(parallel.virtual))
 
 
 def actions_of(rank: int, parallel: Parallel) -> tuple[Action, ...]:
@@ -55,12 +64,15 @@ def refuse_numbers(parallel: Parallel) -> None:
         raise InvalidFileError([f"parallel.schedule: {order} gives each rank one stage; use parallel.virtual: 1"])
     if order not in ONE_STAGE and parallel.virtual < 2:
         raise InvalidFileError([f"parallel.schedule: {order} gives each rank several stages; set parallel.virtual: 2"])
-    if order == "1f1b" and together < ranks:
+    if order in V_SHAPED and parallel.virtual != 2:
+        raise InvalidFileError([f"parallel.virtual: {order} gives each rank two stages; use 2"])
+    least = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(order, 1)
+    if together < least:
         raise InvalidFileError(
-            [f"parallel.micro_batches: {order} over {ranks} ranks takes {ranks} at least, got {together}"]
+            [f"parallel.micro_batches: {order} over {ranks} ranks takes {least} at least, got {together}"]
         )
     rounds = max(1, together // ranks)
-    if order == "interleaved" and together % rounds:
+    if order in IN_ROUNDS and together % rounds:
         near = min((n for n in range(1, 2 * together) if n % max(1, n // ranks) == 0), key=lambda n: abs(n - together))
         text = (
             f"{together} do not divide into {rounds} rounds of {order} over {ranks} ranks; the nearest that do: {near}"
@@ -85,11 +97,25 @@ def _one_forward_one_backward(rank: int, parallel: Parallel) -> Iterator[Action]
 
 
 def _interleaved(rank: int, parallel: Parallel) -> Iterator[Action]:
-    """Yield rounds of micro-batches that pass a rank's stages one after another."""
+    yield from _in_rounds(rank, parallel, 2, None)
+
+
+def _interleaved_zero_bubble(rank: int, parallel: Parallel) -> Iterator[Action]:
+    yield from _in_rounds(rank, parallel, 1, rank)
+
+
+def _in_rounds(rank: int, parallel: Parallel, hop: int, late: int | None) -> Iterator[Action]:
+    """Yield rounds of micro-batches that pass a rank's stages one after another.
+
+    Args:
+        hop: Forwards that a rank is ahead of the next one.
+        late: Gradients of weights that wait until later; None where a backward is one.
+    """
     ranks, chunks, together = parallel.pipeline, parallel.virtual, parallel.together
     size = together // max(1, together // ranks)
-    ahead = min((chunks - 1) * size + 2 * (ranks - 1 - rank), together * chunks)
-    done: Counter[tuple[Kind, int]] = Counter()
+    ahead = min((chunks - 1) * size + hop * (ranks - 1 - rank), together * chunks)
+    done: Counter[tuple[str, int]] = Counter()
+    waiting: deque[Action] = deque()
 
     def action(kind: Kind, chunk: int) -> Action:
         stage = chunk * ranks + rank
@@ -100,13 +126,100 @@ def _interleaved(rank: int, parallel: Parallel) -> Iterator[Action]:
         if number < together * chunks:
             yield action("forward", number // size % chunks)
         if number >= ahead:
-            yield action("backward", chunks - 1 - (number - ahead) // size % chunks)
+            chunk = chunks - 1 - (number - ahead) // size % chunks
+            back = action("backward" if late is None else "input", chunk)
+            yield back
+            if late is not None:
+                waiting.append(Action("weight", back.stage, back.micro_batch))
+                if number - ahead >= late:
+                    yield waiting.popleft()
+    yield from waiting
+
+
+def _zbv(rank: int, parallel: Parallel) -> Iterator[Action]:
+    """Yield the V-shaped zero bubble schedule, as if micro-batches filled the pipeline; others than there are are left out."""
+    ranks, (low, high) = parallel.pipeline, stages_of(rank, parallel)
+    done: Counter[tuple[str, int]] = Counter()
+
+    def run(kinds: str, stage: int) -> Iterator[Action]:
+        for kind in ({"F": "forward", "I": "input", "W": "weight"}[letter] for letter in kinds):
+            done[kind, stage] += 1
+            yield Action(kind, stage, done[kind, stage] - 1)  # type: ignore[arg-type]
+
+    def all_of() -> Iterator[Action]:
+        together = max(2 * ranks - 1, parallel.together)
+        for _ in range(2 * (ranks - rank) - 1):
+            yield from run("F", low)
+        for _ in range(rank):
+            yield from (*run("F", high), *run("F", low))
+        for _ in range(ranks - rank):
+            yield from run("FIW", high)
+        while done["forward", high] < done["forward", low] or done["forward", low] < together:
+            if done["forward", low] < together:
+                yield from run("F", low)
+            yield from (*run("IW", low), *run("FIW", high))
+        for _ in range(rank):
+            yield from (*run("I", low), *run("I", high))
+        for _ in range(ranks - rank):
+            yield from run("IW", low)
+        for stage in (high, low):
+            while done["weight", stage] < done["input", stage]:
+                yield from run("W", stage)
+
+    return (action for action in all_of() if action.micro_batch < parallel.together)
+
+
+def _dualpipev(rank: int, parallel: Parallel) -> Iterator[Action]:
+    """Yield the V-shaped schedule that runs a forward beside a backward; here the one before the other."""
+    ranks, (low, high) = parallel.pipeline, stages_of(rank, parallel)
+    behind = ranks - rank - 1
+    done: Counter[tuple[str, int]] = Counter()
+    waiting: deque[Action] = deque()
+
+    def forward(stage: int) -> Action:
+        done["forward", stage] += 1
+        return Action("forward", stage, done["forward", stage] - 1)
+
+    def back(stage: int, *, split: bool = False) -> Action:
+        done["backward", stage] += 1
+        number = done["backward", stage] - 1
+        if split:
+            waiting.append(Action("weight", stage, number))
+        return Action("input" if split else "backward", stage, number)
+
+    def weight() -> Iterator[Action]:
+        if waiting:
+            yield waiting.popleft()
+
+    yield from (forward(low) for _ in range(2 * behind))
+    for _ in range(rank + 1):
+        yield from (forward(low), forward(high))
+    for _ in range(behind):
+        yield from (back(high, split=True), *weight(), forward(high))
+    for _ in range(parallel.together - 2 * ranks + rank + 1):
+        yield from (forward(low), back(high), forward(high), back(low))
+    for _ in range(behind):
+        yield from (back(high), forward(high), back(low))
+    split = False
+    for number in range(rank + 1):
+        middle = number == (rank + 1) // 2
+        split = split or (middle and rank % 2 == 1)
+        yield back(high, split=split)
+        split = split or (middle and rank % 2 == 0)
+        yield back(low, split=split)
+    for _ in range(behind):
+        yield from (*weight(), back(low, split=split))
+    for _ in range(rank + 1):
+        yield from weight()
 
 
 _ORDERS: dict[Schedule, Callable[[int, Parallel], Iterator[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
+    "interleaved-zero-bubble": _interleaved_zero_bubble,
+    "zbv": _zbv,
+    "dualpipev": _dualpipev,
 }
 
 
@@ -133,7 +246,7 @@ def _reducing(actions: Iterator[Action], together: int) -> Iterator[Action]:
     done: Counter[int] = Counter()
     for action in actions:
         yield action
-        if action.kind == "backward":
+        if action.kind in ("backward", "weight"):
             done[action.stage] += 1
             if done[action.stage] == together:
                 yield Action("reduce", action.stage)

@@ -38,6 +38,7 @@ class StageStates:
     """What there is before an action; tuples have one number for each of a rank's stages."""
 
     pairs: tuple[int, ...]  # Micro-batches that have run forward and not backward
+    waiting: tuple[int, ...]  # Those whose gradients of weights are still to be formed
     gathered: tuple[bool, ...]  # Whether the stage's weights are gathered
     summed: tuple[bool, ...]  # Whether it has formed whole gradients
     reduced: tuple[bool, ...]  # Whether these have been reduced
@@ -51,8 +52,8 @@ def moments_of(rank: int, parallel: Parallel) -> tuple[tuple[Action, StageStates
     """Return what a rank does with what there is before: of what is done alike, where no stage has fewer in flight."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], tuple[Action, StageStates]]] = {}
     for action, resident in _all_moments(rank, parallel):
-        rest = (action.kind, action.stage, replace(resident, pairs=()))
-        alike.setdefault(rest, {}).setdefault(resident.pairs, (action, resident))
+        rest = (action.kind, action.stage, replace(resident, pairs=(), waiting=()))
+        alike.setdefault(rest, {}).setdefault((*resident.pairs, *resident.waiting), (action, resident))
     return tuple(result[most] for result in alike.values() for most in _highest(result))
 
 
@@ -69,7 +70,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
     """Yield all that a rank does in a step, each with what there is before."""
     own, named = stages_of(rank, parallel), parallel.order in ONE_STAGE
     place = {stage: index for index, stage in enumerate(own)}
-    pairs = [0] * len(own)
+    pairs, waiting = [0] * len(own), [0] * len(own)
     gathered, summed, reduced = [False] * len(own), [False] * len(own), [False] * len(own)
     newest, sent = -1, 0
     done: set[int] = set()
@@ -78,6 +79,7 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
         index = place[action.stage]
         resident = StageStates(
             pairs=tuple(pairs),
+            waiting=tuple(waiting),
             gathered=tuple(gathered),
             summed=tuple(summed),
             reduced=tuple(reduced),
@@ -91,15 +93,19 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
             gathered[index] = True
             newest = action.micro_batch if named else -1
             tail = tail.behind_loss() if action.stage == last else tail
-        elif action.kind == "backward":
+        elif action.kind in ("backward", "input"):
             pairs[index] -= 1
-            summed[index] = True
+            waiting[index] += action.kind == "input"
+            summed[index] = summed[index] or action.kind == "backward"
             done.add(action.micro_batch)
             if action.stage == last:
                 tail = replace(tail, gathered=True, summed=True)
             sent = int(action.stage > 0 and parallel.order == "1f1b")
             if parallel.order == "gpipe" and action.micro_batch == parallel.together - 1:
                 sent = int(action.stage > 0)
+        elif action.kind == "weight":
+            waiting[index] -= 1
+            summed[index] = True
         elif action.kind in ("gather", "release"):
             gathered[index] = action.kind == "gather"
             if action.stage == last:

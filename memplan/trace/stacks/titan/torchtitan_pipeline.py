@@ -31,6 +31,9 @@ SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
+    "interleaved-zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
 }
 """``parallel.schedule`` -> the name that ``get_schedule_class`` knows."""
 INSTANTS = {"forward": "forward", "backward": "backward", "weight": "weight gradients", "reduce": "gradient reduction"}
