@@ -80,6 +80,7 @@ class StackModels:
         str, ...
     ] = ()  # Families whose layers each keep those of all positions, and gather a sequence's rows
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
+    uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     wide_logits: tuple[
         str, ...
     ] = ()  # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others

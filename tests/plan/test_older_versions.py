@@ -118,7 +118,7 @@ def test_a_config_that_says_so_returns_no_cache(tmp_path):
 
 def instants_of(stack, model="llama-3.2-1b", **options):
     where = {"gpu": "a100-sxm-80gb", "stack": stack, "micro_batch_size": ROWS, "sequence_length": 1024}
-    plan = memplan.plan(model, **where, **options)
+    plan = memplan.plan(model, **{**where, **options})
     return {instant["name"]: instant["requested_bytes"] for instant in plan.to_dict()["instants"]}
 
 
@@ -152,3 +152,10 @@ def test_layers_of_gpt_2_keep_masks_of_all_positions():
         for plan in (older, newer)
     ]
     assert steps[0] - steps[1] >= 12 * (1024**2 + 4)
+
+
+@pytest.mark.parametrize(("model", "layers", "width"), [("gemma-3-1b", 26, 256), ("command-r7b", 32, 8 * 128)])
+def test_gemma_3_and_cohere_2_made_no_cache_where_they_trained(model, layers, width):
+    job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "none"}}
+    older, newer = (instants_of(at, model, **job)["optimizer step"] for at in ("plain-loop@4.57", "plain-loop"))
+    assert newer - older == layers * 2 * width * ROWS * 1024 * 2

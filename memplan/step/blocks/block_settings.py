@@ -121,7 +121,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         computes_fp16=setup.config.compute_dtype == "fp16" and setup.formats["hidden_matrix"].product == "integers",
         fp16=setup.config.compute_dtype == "fp16" and (own.attention == "eager" or steps_through_scores(spec, setup)),
         cache_stays="logits" in setup.stack.loop.holds,
-        cache=setup.stack.loop.cache if setup.checkpointing == "none" and spec.use_cache else "none",
+        cache=_cache(spec, setup),
         flash_attn=setup.runs_flash_attn,
         code=family_code(setup.stack, spec.architecture),
         regime=regime,
@@ -133,3 +133,13 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         context=setup.config.parallel.context,
         keeps_inputs=is_partitioned(setup.config.parallel),
     )
+
+
+def _cache(spec: ModelSpec, setup: TrainingSetup) -> Cache:
+    """Return the form of keys and values that a forward returns.
+
+    Source:
+        ``Gemma3TextModel.forward`` in transformers/models/gemma3/modeling_gemma3.py, line 518 (4.57.6): ``and not self.training``.
+    """
+    uncached = setup.checkpointing != "none" or spec.architecture in setup.stack.models.uncached
+    return setup.stack.loop.cache if spec.use_cache and not uncached else "none"
