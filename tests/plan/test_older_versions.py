@@ -159,3 +159,9 @@ def test_gemma_3_and_cohere_2_made_no_cache_where_they_trained(model, layers, wi
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "none"}}
     older, newer = (instants_of(at, model, **job)["optimizer step"] for at in ("plain-loop@4.57", "plain-loop"))
     assert newer - older == layers * 2 * width * ROWS * 1024 * 2
+
+
+def test_eager_attention_of_gpt_2_was_given_a_mask_of_keys_up_to_4_51():
+    job = {"config": "lora", "set": {"kernels.attention": "eager", "activation_checkpointing": "full"}}
+    older, newer = (instants_of(f"transformers@{at}", "gpt2", **job)["head backward"] for at in ("4.51", "4.53"))
+    assert newer - older == ROWS * 1024 * (1024 - 1) * 2

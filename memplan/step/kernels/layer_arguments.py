@@ -39,12 +39,17 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
 
 
 def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
-    """Return masks of (b, 1, t, t) each, in the dtype of embedded tokens."""
+    """Return masks of (b, 1, t, t) each, or of (b, 1, 1, t), in the dtype of embedded tokens.
+
+    Source:
+        ``GPT2Model.forward`` in transformers/models/gpt2/modeling_gpt2.py, lines 835 to 850 (4.51.3): ``attention_mask[:, None, None, :]``.
+    """
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
     masks = 1 if retained and alike else code.masks or (2 if spec.window else 1)
-    return single_form(Part.ACTIVATIONS, Quantity.SCORES, masks * setup.embedded_bytes)
+    rows = spec.architecture in setup.stack.models.row_masks
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS if rows else Quantity.SCORES, masks * setup.embedded_bytes)
 
 
 def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
