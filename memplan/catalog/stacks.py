@@ -85,7 +85,6 @@ class StackModels:
     wide_logits: tuple[
         str, ...
     ] = ()  # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others
-    narrow_losses: tuple[str, ...] = ()  # Families that form the loss of logits as they are, and not in fp32
     # Where parameters of an adapter are among the model's: ``behind`` all others, or in their module, ``before`` its weight or
     # ``beside`` it, behind that.
     adapter_place: Literal["behind", "before", "beside"] = "behind"

@@ -33,6 +33,8 @@ def test_what_ran_otherwise_then_is_refused_by_name():
         planned("transformers@4.44", "mistral-7b-v0.1", 8192)
     with pytest.raises(CannotAnswerError, match="models of family mixtral are not modelled for transformers"):
         planned("transformers@4.57", "mixtral-8x7b")
+    with pytest.raises(CannotAnswerError, match=r"models of family gpt_neox are not modelled for transformers 4\.48;"):
+        planned("transformers@4.48", "pythia-1b")
     with pytest.raises(CannotAnswerError, match="is older than"):
         planned("transformers@4.40")
     with pytest.raises(CannotAnswerError, match=r"DoRA of the time of transformers 4\.42"):

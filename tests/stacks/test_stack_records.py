@@ -66,7 +66,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.newer": {17, 40},
 }
 """Records that the formula does not follow yet; one that it follows must leave the list. All are drawn at random, and none was left out
-for how it agrees, but for some quantised mixtures and GPT-NeoX in `trl.pairs` and `trl.pairs-0-29`, which did not and are refused since.
+for how it agrees, but for some quantised mixtures and GPT-NeoX in `trl.pairs`, `trl.pairs-0-29` and `plain-loop.4-48`, which did not and are refused since.
 
 Known causes: with `trl.flash-attn` 42 LLM.int8's scales of GPT-2's weights, which lie
 the other way;
@@ -142,7 +142,7 @@ NEAR = {
     "ms-swift.preferences": 1.0,
     "plain-loop": 0.98,
     "plain-loop.4-51": 1.0,
-    "plain-loop.4-48": 0.94,
+    "plain-loop.4-48": 0.97,
     "plain-loop.4-55": 1.0,
     "plain-loop.4-57": 1.0,
     "transformers": 0.98,

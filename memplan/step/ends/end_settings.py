@@ -91,7 +91,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
         scaled_logits=bool(spec.logit_scale),
-        loss="bf16" if setup.scores or _is_narrow(spec, setup) else setup.profile.loss,
+        loss="bf16" if setup.scores else setup.profile.loss,
         names_logits=setup.stack.loop.loss in ("model", "named"),
         loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels in ("shifted", "cut"),
@@ -110,11 +110,6 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         compiled_loss=setup.config.compile == "layers",
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )
-
-
-def _is_narrow(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether the model forms the loss of its logits as they are."""
-    return setup.profile.loss == "fp32" and spec.architecture in setup.stack.models.narrow_losses
 
 
 def _arguments(
