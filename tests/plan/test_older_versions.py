@@ -167,3 +167,9 @@ def test_eager_attention_of_gpt_2_was_given_a_mask_of_keys_up_to_4_51():
     job = {"config": "lora", "set": {"kernels.attention": "eager", "activation_checkpointing": "full"}}
     older, newer = (instants_of(f"transformers@{at}", "gpt2", **job)["head backward"] for at in ("4.51", "4.53"))
     assert newer - older == ROWS * 1024 * (1024 - 1) * 2
+
+
+def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
+    job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
+    older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))
+    assert newer - older == ROWS * 1024 * 1024

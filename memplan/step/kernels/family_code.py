@@ -231,11 +231,14 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
         CannotAnswerError: The implementation differs from family to family, and this one's is not described.
 
     Source:
-        ``MistralFlashAttention2`` and ``LlamaFlashAttention2`` in transformers/models (4.46.3), of which the first repeats.
+        ``MistralFlashAttention2`` and ``LlamaFlashAttention2`` in transformers/models (4.46.3), of which the first repeats;
+        ``FalconModel._update_causal_mask`` in transformers/models/falcon/modeling_falcon.py, lines 871 to 884 (4.57.6).
     """
     code = _newest_code(stack.model_code, architecture)
     if architecture in stack.models.scales_embedded:
         code = replace(code, scales_embedded=True)
+    if architecture in stack.models.unmasked:
+        code = replace(code, masks_always=False)
     if stack.models.attended == "views":
         return code
     contiguous = stack.models.attended != "repeated-views"
