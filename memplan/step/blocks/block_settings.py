@@ -11,7 +11,7 @@ from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import dropouts, family_code, tables_in_layers
 from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import steps_through_scores
-from memplan.step.states.parallel_shards import is_partitioned
+from memplan.step.states.parallel_shards import casts_shards, is_partitioned
 from memplan.step.tapes.kernel_order import Schedule
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.reduction_workspaces import Sums
@@ -58,9 +58,10 @@ class BlockSettings:
     embedded_bytes: int  # Bytes of an element of embedded tokens
     residual_bytes: int  # Bytes of an element of the residual stream
     autocast: bool  # Whether weights are cast for products
-    # Whether autocast forms powers in fp32 (``fp32`` list in aten/src/ATen/autocast_mode.h, v2.13.0): over FSDP1's
-    # units too, whose weights are gathered narrow, but not over FSDP2's, as accelerate's own code was traced.
-    wide_powers: bool
+    # Whether autocast is on, which forms powers and sums in fp32 and casts what products read (its lists are in
+    # aten/src/ATen/autocast_mode.h, v2.13.0): over FSDP1's units too, whose weights are gathered narrow, but not over
+    # FSDP2's, as accelerate's own code was traced (``prepare_model`` in accelerate/accelerator.py, 1.15.0).
+    under_autocast: bool
     selective: bool  # Whether selective checkpointing applies
     dropout: float  # Probability that applies to what is added to the residual stream
     attention_dropout: float  # The same, of attention's weights
@@ -112,7 +113,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         embedded_bytes=setup.embedded_bytes,
         residual_bytes=setup.residual_bytes,
         autocast=setup.autocast,
-        wide_powers=setup.autocast or (flat and setup.config.compute_dtype != "fp32"),
+        under_autocast=setup.autocast or (flat and setup.config.compute_dtype != "fp32" and casts_shards(setup)),
         selective=setup.checkpointing == "selective",
         dropout=dropout,
         attention_dropout=attention_dropout,

@@ -86,7 +86,7 @@ class Builder:
 
     def lowered(self, x: Value) -> Value:
         """Return ``x`` in the dtype of matrix products, as autocast casts it."""
-        if not self.settings.autocast:
+        if not self.settings.under_autocast:
             return x
         if not x.leaf or x.element_bytes < 4:
             return self.cast(x, self.compute)

@@ -82,7 +82,7 @@ def _relu_squared(builder: Builder, x: Value) -> Value:
     # A function's argument has a name as long as it runs; ``ReLUSquaredActivation`` has one for what it squares too.
     with tape.alive(x, *([positive] if builder.settings.code.functions else [])):
         tape.apply("relu", [(x, NEW)], positive, [positive])
-        wide = builder.cast(positive, 4) if builder.settings.wide_powers else positive
+        wide = builder.cast(positive, 4) if builder.settings.under_autocast else positive
         traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
         return tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
 
@@ -94,7 +94,7 @@ def _gelu_new(builder: Builder, x: Value) -> Value:
     with tape.alive(x):
         half = builder.pointwise("half", x)
         with tape.alive(half):
-            wide = builder.cast(x, 4) if builder.settings.wide_powers else x
+            wide = builder.cast(x, 4) if builder.settings.under_autocast else x
             traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
             cube = tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
             inner = builder.pointwise("scale", builder.add(x, builder.pointwise("scale", cube)))

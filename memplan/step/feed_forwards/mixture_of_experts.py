@@ -77,7 +77,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
                     share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
                     tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch))
                     return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices
-        narrow = part.score_correction and builder.settings.autocast and builder.settings.code.grouped_uncast
+        narrow = part.score_correction and builder.settings.under_autocast and builder.settings.code.grouped_uncast
         narrow = narrow or (part.scores_as_routed and not builder.settings.autocast)
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
@@ -97,7 +97,7 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
         return tape.apply(
             f"linear {name}", [(x, NEW), (folded, NEW)], logits, [x, folded], [weight], Traits(product=True)
         )
-    if not part.fp32_router or builder.settings.autocast or weight.coded:
+    if not part.fp32_router or builder.settings.under_autocast or weight.coded:
         recast = part.fp32_router and builder.settings.code.grouped_uncast and weight.element_bytes == 2
         copies = (
             [tape.make("cast weight", builder.constant(weight.rows * weight.columns, builder.compute))]
@@ -252,7 +252,7 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
     with tape.alive(back, *((out, taken) if uncast else (scaled,))):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
-        total = builder.fresh(ordered, x.width, 4 if uncast and builder.settings.autocast else None)
+        total = builder.fresh(ordered, x.width, 4 if uncast and builder.settings.under_autocast else None)
         # Backward looks at its gradient once for each expert of a token and copies that where they are several, or casts it.
         way = SAME if order.width == 1 and total.element_bytes == ordered.element_bytes else NEW
         tape.apply("sum over experts", [(ordered, way)], total, traits=SAVES_NOTHING)

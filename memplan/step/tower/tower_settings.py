@@ -103,7 +103,7 @@ def tower_settings(
         embedded_bytes=stream,
         residual_bytes=stream,
         autocast=block.autocast and not ahead,
-        wide_powers=block.wide_powers and not ahead,
+        under_autocast=block.under_autocast and not ahead,
         dropout=0.0,
         attention_dropout=0.0,
         regime=Regime(),
