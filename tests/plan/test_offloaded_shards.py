@@ -80,6 +80,20 @@ def test_codes_that_every_rank_has_whole_stay_on_the_device():
     assert plan.memory.host.components["weights"] > 0
 
 
+def test_the_root_is_copied_once_more_as_backward_begins_while_it_is_whole():
+    row = {
+        **FLAT,
+        **OFFLOADED,
+        "adapter.kind": "lora",
+        "adapter.dtype": "fp32",
+        "micro_batch_size": 1,
+        "sequence_length": 16,
+    }
+    root = 128_256 * 2_048 + 2_048  # a tied embedding, and the final norm
+    rest = planned(**row).instants["loss backward"] - 2 * root - (4 + 2) * root // 4  # a piece in fp32, and cast
+    assert 0 < rest < 2**21  # what 16 tokens have saved
+
+
 @pytest.mark.parametrize(("gpus", "ranks"), [(4, 4), (8, 8), (64, 8)])
 def test_the_ranks_of_a_node_share_its_host(gpus, ranks):
     data = planned(gpus, **OFFLOADED).to_dict()["host"]

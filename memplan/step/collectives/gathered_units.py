@@ -46,6 +46,8 @@ class Unit:
     # gradient or beside that (``AllReduceState`` in _fsdp_param_group.py, v2.13.0).
     waited_bytes: int = 0
     converted: bool = False  # Whether its gradients are reduced in another dtype than they are kept in
+    # What its share takes on the device as it is copied from host memory once more, and cast, while it is whole.
+    moved_bytes: int = 0
     leaves: bool = False  # Whether its gradients leave for host memory as soon as they have been reduced
     formed_bytes: int = 0  # Their whole gradients as they are formed, without padding
     # The whole gradient that a variable holds besides from before the reduction on, where that puts pieces of some
@@ -173,7 +175,8 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
     elements = flat_elements(frozen, parallel, compute)
     piece = ceil_div(elements, parallel.shards)
     padded, narrow = piece * parallel.shards * compute, piece * compute * (own != compute)
-    moved = piece * compute if setup.offloads_weights and not narrow else 0
+    offloads = setup.offloads_weights
+    moved = piece * compute if offloads and not narrow else 0
     retained = moved if parallel.flat.use_orig_params else 0
     return Unit(
         gathered_bytes=padded + retained,
@@ -184,6 +187,7 @@ def _flat_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit
         narrow_bytes=narrow + (padded if padded != elements * compute else 0),
         cast_bytes=narrow,
         last_bytes=0,
+        moved_bytes=piece * own + narrow - retained if offloads else 0,
         tensor_bytes=tuple([tensor.elements * own for tensor in frozen]),
     )
 

@@ -211,13 +211,15 @@ class FlatGathers:
 
     def _reach(self, name: str) -> int:
         """Gather the unit whose result backward reaches, and the next one ahead; return the most meanwhile."""
+        most = self._communication
         if not self._backward:
+            most += self._handles[ROOT].unit.moved_bytes
             self._backward, self._open = True, ROOT
             self._left(ROOT, hooked=True)
             name = name if name in self._handles else ROOT
         if name not in self._handles or not self._handles[name].awaited:
-            return self._communication
-        most = self._unshard(name)
+            return most
+        most = max(most, self._unshard(name))
         self._handles[name].awaited = False
         most = max(most, self._gather_ahead(name)) if self._prefetch == "pre" else most
         if self._leaving:

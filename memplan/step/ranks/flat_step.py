@@ -1,7 +1,8 @@
 """Backward of one rank under FullyShardedDataParallel (FSDP1): flat tensors are gathered in place, and gradients put together in one.
 
 A unit is gathered when its backward begins, and let go of when its gradients have been put together, which are reduced
-thereupon; the root is gathered from forward to the end. The next unit is gathered when the backward of one begins (``pre``),
+thereupon; the root is gathered from forward to the end, and its piece copied from host memory once more as backward begins
+(``pre_unshard`` in torch/distributed/fsdp/_flat_param.py asks where its weights are, not whether it is whole). The next unit is gathered when the backward of one begins (``pre``),
 when it is done (``post``), or when its own begins. Where units stay gathered (SHARD_GRAD_OP), nothing is gathered in backward, and
 micro-steps before the last let go of none (``_should_free_in_backward``).
 
@@ -38,6 +39,8 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
     """
     head, root = step.taped.head, step.first.gathered_bytes
     ahead = step.last.gathered_bytes if _prefetches(step, "pre") else 0
+    if moved := step.first.moved_bytes:  # its forward left the root whole, and what stands for it in host memory
+        yield with_gathered("loss backward", "copy of the root", base + played.saved + played.head.saved, root + moved)
     if ahead and step.begins_behind_loss:
         yield from _behind_loss(step, base + played.saved, played.head.saved)
     elif ahead:
