@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.step.states import muon_batches
 from memplan.step.states.muon_batches import MuonBatch, round_phases
 from tests.survey.drawn_jobs import Job, verdict
 
@@ -17,7 +18,7 @@ MOMENTA = ("muon-fp32", "muon-bf16", "muon-int8", "muon-int4", "muon-gauss4", "m
 ODD = {"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 896}
 
 
-def drawn(seed: int) -> Job:
+def drawn(seed: int | str) -> Job:
     rng = Random(f"muon over shards {seed}")
     blocks = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1536}
     plain = rng.random() < 0.4
@@ -49,10 +50,24 @@ def test_the_formula_equals_the_trace_at_the_peak_and_in_the_optimizer_step(seed
     assert not result.differences.keys() & {"optimizer step", "persistent", "host"}
 
 
-def test_shards_that_the_library_refuses_are_refused():
-    settings = {"optimizer.hidden_matrix": "muon-ternary"}
+@pytest.mark.parametrize(("model", "role"), [("qwen2.5-0.5b", "hidden_matrix"), ("qwen1.5-moe-a2.7b", "expert_matrix")])
+def test_shards_that_the_library_refuses_are_refused(model, role):
     with pytest.raises(CannotAnswerError, match="no whole blocks of 256"):
-        memplan.plan("qwen2.5-0.5b", gpu="h100", config="muon", gpus=4, set=settings)
+        memplan.plan(model, gpu="h100", config="muon", gpus=4, set={f"optimizer.{role}": "muon-ternary"})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stacks_of_experts_are_refused_where_the_library_refuses_them(seed, catalog, monkeypatch):
+    job = drawn(f"experts {seed}")
+    name = Random(seed).choice(MOMENTA[2:])
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
+    model = {**job.model, **experts, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    job = Job(model, {**job.training, "optimizer": {"expert_matrix": name, "default": "adamw-fp32"}})
+    refused = verdict(job, catalog)
+    assert refused.outcome == "refused"
+    assert "mlp.experts.down_proj: rows of 160 elements are no whole blocks of" in refused.reason
+    monkeypatch.setattr(muon_batches, "_refuse_broken_rows", lambda entry: None)
+    assert "OptimizerError" in verdict(job, catalog).reason
 
 
 def test_a_round_has_pieces_of_all_its_matrices_and_some_of_them_whole():

@@ -42,10 +42,14 @@ def muon_batches(
     Args:
         group: All tensors of the optimizer, each with how often it is there.
         stored: Names of those whose gradients stand in a store, which are updated one by one.
+
+    Raises:
+        CannotAnswerError: The library refuses shards whose rows are no whole blocks of momentum.
     """
     counts: Counter[Alike] = Counter()
     firsts: dict[Alike, TensorStates] = {}
     for entry, count in group:
+        _refuse_broken_rows(entry)
         if (_in_rounds(setup, entry) or _can_share(setup, entry)) and entry.tensor.name not in stored:
             counts[alike(entry)] += count
             firsts.setdefault(alike(entry), entry)
@@ -81,22 +85,29 @@ def _in_rounds(setup: TrainingSetup, entry: TensorStates) -> bool:
     return is_exchanged(entry) or (shares_replicas(setup) and entry.optimizer.orthogonalises)
 
 
+def _refuse_broken_rows(entry: TensorStates) -> None:
+    """Raise for a shard, of a matrix or of a stack of them, whose rows are no whole blocks of momentum.
+
+    Source:
+        ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
+    """
+    if not entry.tensor.divided or not entry.optimizer.orthogonalises:
+        return
+    block, columns = entry.optimizer.slots[0].block_elements, entry.tensor.shape[-1]
+    if columns % block:
+        raise CannotAnswerError(
+            f"{entry.tensor.name}: rows of {columns} elements are no whole blocks of {block}, in which {entry.optimizer_name} keeps "
+            "its momentum: the bundled Muon refuses such shards; use momentum in fp32 or bf16"
+        )
+
+
 def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
     """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds.
 
     Source:
         ``round_size`` in memplan/muon/parameter_updates.py.
-
-    Raises:
-        CannotAnswerError: The library refuses the shards, whose rows are no whole blocks of momentum.
     """
     ranks, whole = setup.config.parallel.shards, _whole(entry)
-    block, columns = entry.optimizer.slots[0].block_elements, entry.tensor.shape[-1]
-    if is_exchanged(entry) and columns % block:
-        raise CannotAnswerError(
-            f"{entry.tensor.name}: rows of {columns} elements are no whole blocks of {block}, in which {entry.optimizer_name} keeps "
-            "its momentum: the bundled Muon refuses such shards; use momentum in fp32 or bf16"
-        )
     each = 4 * prod(whole) + sum(_workspace(setup, entry, 1))
     return MuonBatch(min(count, ranks * max(1, setup.profile.muon_batch_bytes // each)), False, ranks)
 
