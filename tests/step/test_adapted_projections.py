@@ -105,7 +105,7 @@ def test_codes_give_back_the_dtype_that_they_were_given_and_save_nothing(catalog
 
 def test_under_autocast_codes_are_multiplied_and_adapted_without_a_cast_in_between(catalog):
     """peft/tuners/lora/bnb.py: ``requires_conversion = not torch.is_autocast_enabled()``; the sum of fp32 and bf16 is fp32."""
-    given = settings(catalog, autocast=True)
+    given = settings(catalog, autocast=True, under_autocast=True)
     _, saved, out = played(given, coded=True, adapter_bytes=4, input_bytes=4, cast=True)
     assert saved == {"linear q.lora_A": 2 * IN, "linear q.lora_B": 2 * RANK}
     assert out.coefficient == 4 * OUT
