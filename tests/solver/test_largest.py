@@ -9,6 +9,7 @@ import pytest
 import memplan
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.batch_frontier import frontier
@@ -145,7 +146,7 @@ def test_gpus_share_a_job_whose_largest_values_are_sought_as_one_that_is_planned
     options = {"gpu": "rtx4090", "gpus": 2, "config": "bf16-adamw", "stack": "trl", "set": keys}
     (row,) = memplan.largest("gpt2", of="batch", **options).rows
     most = row.fits.value
-    verdicts = [memplan.plan("gpt2", micro_batch_size=batch, **options).verdict for batch in (most, most + 1)]
+    verdicts = [plan_by_share("gpt2", micro_batch_size=batch, **options).verdict for batch in (most, most + 1)]
     assert verdicts[0] == "fits" != verdicts[1]
     length = row.plan.sequence_length
     assert memplan.frontier("gpt2", batches=[most, most + 1], lengths=[length], **options).verdicts == {

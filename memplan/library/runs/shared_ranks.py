@@ -12,6 +12,7 @@ from memplan.library.job_options import JobOptions, ModelGiven, job_inputs
 from memplan.plan.grids.distinct_ranks import RankRow, rank_rows
 from memplan.plan.memory_plan import MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Document
 
 
@@ -74,7 +75,7 @@ def plan_ranks(model: ModelGiven = None, *, rank: str = "all", **options: Unpack
         raise CannotAnswerError(
             f"--rank: {parallel.tensor} GPUs share {known.spec.vocab_size:,} words unevenly; the first, which has most, is planned"
         )
-    plan = compiled.evaluate(device)
+    plan = simulated(compiled.evaluate(device))
     rows = rank_rows(compiled, plan)
     if rank != "all":
         rows = (_row_of(rank, rows, compiled),)

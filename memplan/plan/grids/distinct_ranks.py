@@ -139,9 +139,7 @@ def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: in
         own = tensor.elements // rows * shard_rows(rows, ranks, first // each) * width
         less += tensor.count * (whole - own)
         rounded += tensor.count * (round_up(whole, BLOCK_BYTES) - round_up(own, BLOCK_BYTES))
-    allocated = plan.allocated_bytes - rounded
-    device = plan.allowances.device_bytes(allocated) + plan.apart_bytes
-    upper = plan.allowances.upper_bytes(allocated + plan.doubt_bytes) + plan.apart_bytes
+    device, upper = plan.device_bytes - rounded, plan.upper_bytes - rounded
     each = parallel.gpus // shards if is_sharded(parallel) else parallel.gpus
     return RankRow(
         first=first,
