@@ -194,7 +194,7 @@ ROWS = {
     "torchtitan.experts": "torchtitan 0.3.0, Qwen3-MoE, two of three over FSDP2",
     "torchtune": "torchtune 0.6.1, full fine-tuning of Llama",
     "torchtune.adapters": "torchtune 0.6.1, full and adapters, six families",
-    "transformers.newer": "Trainer, Gemma 4, Mistral Small 4, GLM-4.7 Flash, Qwen3-VL-MoE, Qwen2-VL, LLaVA",
+    "transformers.newer": "Trainer, Gemma 4, Mistral Small 4, LLaVA and others",
     "transformers.earlier": "Trainer, OPT, GPT-Neo, GPT-J, BLOOM, StarCoder, OLMoE",
     "plain-loop": "a plain loop on transformers 5.23 and peft 0.21",
     "plain-loop.4-57": "a plain loop on transformers 4.57",
