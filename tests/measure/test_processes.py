@@ -40,11 +40,11 @@ def measured(task: Task, folder: Path) -> list[Measurement]:
     ("config", "ranks", "keys"),
     [
         ("muon", 2, {}),
-        pytest.param("bf16-adamw", 2, {}, marks=pytest.mark.thorough),
-        pytest.param("fp32-adamw", 2, {"gradient_accumulation_steps": 2}, marks=pytest.mark.thorough),
-        pytest.param("mixed-adamw", 2, {"activation_checkpointing": "full"}, marks=pytest.mark.thorough),
+        pytest.param("bf16-adamw", 2, {}, marks=pytest.mark.slow),
+        pytest.param("fp32-adamw", 2, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param("mixed-adamw", 2, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("muon", 3, {}, marks=pytest.mark.thorough, id="muon, uneven shards"),
-        pytest.param("muon", 4, {"clip_gradients": True}, marks=pytest.mark.thorough),
+        pytest.param("muon", 4, {"clip_gradients": True}, marks=pytest.mark.slow),
         pytest.param("muon", 8, {}, marks=pytest.mark.slow),
     ],
 )
