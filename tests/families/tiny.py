@@ -169,7 +169,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         BASE
         | EXPERTS
         | LATENT
-        | {"n_routed_experts": 8, "num_key_value_heads": 4, "q_lora_rank": None}
+        | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": None}
         | {"mlp_layer_types": ["dense", "dense", "sparse"]}
         | TIED,
     ),

@@ -164,7 +164,7 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
     values: Values = {**rng.choice(entries).config, "model_type": family}
     values[DEPTH_KEYS.get(family, "num_hidden_layers")] = rng.randint(1, 3)
     if values.get("first_k_dense_replace"):
-        values["first_k_dense_replace"] = rng.randint(0, 2)
+        values["first_k_dense_replace"] = 1 if family == "glm4_moe_lite" else rng.randint(0, 2)
     values.pop("no_rope_layers", None)
     values.pop("layer_types", None)
     if family == "gpt_neo":
