@@ -66,9 +66,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def hearing_interrupts() -> None:
-    """Let interrupts reach a process, also where the tests themselves run in the background of a shell."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+"""Lets interrupts reach a process, also where the tests themselves run in the background of a shell."""
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
@@ -87,7 +86,8 @@ def test_an_interrupt_leaves_no_process_and_no_file(moment, how, processes, tmp_
     record.parent.mkdir()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-c", "from memplan.cli.main import run; run()", "validate", "--config", "fp32-adamw"]
+    program = HEARING + "from memplan.cli.main import run; run()"
+    command = [sys.executable, "-c", program, "validate", "--config", "fp32-adamw"]
     several = ["--processes", str(processes)] if processes > 1 else ["--record", str(record)]
     process = subprocess.Popen(
         [*command, *several],
@@ -95,7 +95,6 @@ def test_an_interrupt_leaves_no_process_and_no_file(moment, how, processes, tmp_
         stdout=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "TMPDIR": str(scratch)},
-        preexec_fn=hearing_interrupts,
     )
     try:
         wait_for(process, moment)
