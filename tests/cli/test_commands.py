@@ -14,10 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import memplan
 from memplan.cli.grouped_command import _UNSURE, _plain
 from memplan.cli.main import COMMANDS, list_of_commands, make_app
-from memplan.library.answers.planned_job import plan_by_share
 
 FIT = ("fit", "gpt2", "--gpu", "rtx4090")
 FIT_ONE = ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "tier3")
@@ -231,24 +229,16 @@ def test_max_shows_the_notes_bound_beside_the_true_one(cli):
         assert part in text
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        {"model": "llama-8b"},
-        {"model": "gpt2-xl", "micro_batch_size": 4},
-        {"model": "qwen3-30b-a3b", "activation_checkpointing": "full"},
-    ],
-    ids=lambda job: job["model"],
-)
-def test_where_answers_what_a_plan_agrees_with_and_one_gpu_fewer_does_not_hold(job):
-    """With the reserve as a share, as ``where`` says of several GPUs; that of one GPU is simulated."""
-    options = {**job, "config": "bf16-adamw"}
-    rows = [row for row in memplan.where(**options).placements.rows if row.count > 1]
-    assert len({row.count for row in rows}) > 1
-    for row in {row.count: row for row in rows}.values():
-        assert not row.pooled
-        assert plan_by_share(**options, gpu=row.device.name, gpus=row.count).verdict == "fits"
-        assert row.count == 2 or plan_by_share(**options, gpu=row.device.name, gpus=row.count - 1).verdict != "fits"
+@pytest.mark.parametrize("job", [("llama-8b",), ("gpt2-xl", "-b", "4"), ("qwen3-30b-a3b", "--checkpointing", "full")])
+def test_where_answers_what_fit_agrees_with_and_one_gpu_fewer_does_not_hold(cli, job):
+    data = cli("where", *job, "--json").data
+    several = [row for row in data["rows"] if row["count"] > 1]
+    assert len({row["count"] for row in several}) > 1
+    for row in {row["count"]: row for row in data["rows"]}.values():
+        on = ("--gpu", row["gpu"], "--config", "bf16-adamw", "--strict")
+        assert not row["pooled"]
+        assert cli("fit", *job, *on, "--gpus", row["count"]).exit_code == 0
+        assert row["count"] <= 2 or cli("fit", *job, *on, "--gpus", row["count"] - 1).exit_code == 1
 
 
 def test_where_never_recommends_a_bound_from_pooled_memory(cli, write):

@@ -200,78 +200,85 @@ def in_kernels(chosen: WeightFormat) -> WeightFormat:
     return made
 
 
-class TritonQ8(Q8Format):
+class _Reads(WeightFormat):
+    """Reads blocks by one kernel on devices that run kernels, and by the plain code on others."""
+
+    __slots__ = ()
+
+    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
+        if runs_on(blocks.device):
+            self._decode_by_kernel(blocks, out)
+        else:
+            super()._decode_part(blocks, out)
+
+    def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Writes(_Reads):
+    """Writes them likewise."""
+
+    __slots__ = ()
+
+    def _encode_part(
+        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
+    ) -> None:
+        if runs_on(blocks.device):
+            rows = TILE // self.block_elements
+            noise = values if generator is None else uniform(values.shape, generator, values.device)  # else unread
+            self._encode_by_kernel(
+                (ceil_div(len(blocks), rows),), (values, blocks, noise, len(blocks)),
+                {"ROWS": rows, "KEEP": keep, "NOISY": generator is not None, "enable_fp_fusion": False},
+            )  # fmt: skip
+        else:
+            super()._encode_part(values, blocks, generator, search, keep)
+
+    def _encode_by_kernel(self, grid: tuple[int], given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class TritonQ8(_Writes, Q8Format):
     """Q8_0 by one kernel each way."""
 
     __slots__ = ()
 
-    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
-        if runs_on(blocks.device):
-            _decoded(self, blocks, out, 8, 2)
-        else:
-            super()._decode_part(blocks, out)
+    def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
+        _decoded(self, blocks, out, 8, 2)
 
-    def _encode_part(
-        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
-    ) -> None:
-        if not runs_on(blocks.device):
-            super()._encode_part(values, blocks, generator, search, keep)
-            return
-        rows = TILE // self.block_elements
-        _encode_q8[(ceil_div(len(blocks), rows),)](
-            values, blocks, _noise(values, generator), len(blocks), 1.004, 0.5, 1 / 127,
-            ROWS=rows, KEEP=keep, NOISY=generator is not None, DIVIDES=blocks.device.type == "cpu",
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    def _encode_by_kernel(self, grid: tuple[int], given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        divides = given[1].device.type == "cpu"
+        _encode_q8[grid](*given, 1.004, 0.5, 1 / 127, DIVIDES=divides, **options)
 
 
-class TritonUniform(UniformFormat):
+class TritonUniform(_Writes, UniformFormat):
     """Evenly spaced codes by one kernel each way."""
 
     __slots__ = ()
 
-    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
-        if runs_on(blocks.device):
-            _decoded(self, blocks, out, self.bits, self._high_end)
-        else:
-            super()._decode_part(blocks, out)
+    def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
+        _decoded(self, blocks, out, self.bits, self._high_end)
 
-    def _encode_part(
-        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
-    ) -> None:
-        if not runs_on(blocks.device):
-            super()._encode_part(values, blocks, generator, search, keep)
-            return
-        rows = TILE // self.block_elements
-        _encode_uniform[(ceil_div(len(blocks), rows),)](
-            values, blocks, _noise(values, generator), len(blocks),
-            BITS=self.bits, BLOCK=self.block_elements, BYTES=self.block_bytes, LOW=self._high_end, ROWS=rows, KEEP=keep,
-            NOISY=generator is not None, enable_fp_fusion=False,
-        )  # fmt: skip
+    def _encode_by_kernel(self, grid: tuple[int], given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        sizes = {"BITS": self.bits, "BLOCK": self.block_elements, "BYTES": self.block_bytes, "LOW": self._high_end}
+        _encode_uniform[grid](*given, **sizes, **options)
 
 
-class TritonIq3Xxs(Iq3Xxs):
+class TritonIq3Xxs(_Reads, Iq3Xxs):
     """IQ3_XXS, read by one kernel."""
 
     __slots__ = ()
 
-    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
-        if runs_on(blocks.device):
-            _decoded_grid(self, blocks, out, mixed=False)
-        else:
-            super()._decode_part(blocks, out)
+    def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
+        _decoded_grid(self, blocks, out, mixed=False)
 
 
-class TritonIq2Xxs(Iq2Xxs):
+class TritonIq2Xxs(_Reads, Iq2Xxs):
     """IQ2_XXS, read by one kernel."""
 
     __slots__ = ()
 
-    def _decode_part(self, blocks: Tensor, out: Tensor) -> None:
-        if runs_on(blocks.device):
-            _decoded_grid(self, blocks, out, mixed=True)
-        else:
-            super()._decode_part(blocks, out)
+    def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
+        _decoded_grid(self, blocks, out, mixed=True)
 
 
 _TWINS: dict[type[WeightFormat], type[Any]] = {
@@ -280,11 +287,6 @@ _TWINS: dict[type[WeightFormat], type[Any]] = {
     Iq3Xxs: TritonIq3Xxs,
     Iq2Xxs: TritonIq2Xxs,
 }
-
-
-def _noise(values: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return what is added before codes are cut off; without noise something that nobody reads."""
-    return values if generator is None else uniform(values.shape, generator, values.device)
 
 
 def _decoded(chosen: WeightFormat, blocks: Tensor, out: Tensor, bits: int, low: int) -> None:

@@ -151,5 +151,5 @@ def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: in
         requested_bytes=plan.requested_bytes - less,
         device_bytes=device,
         upper_bytes=upper,
-        verdict=verdict_of(device, upper, plan.usable_bytes),
+        verdict=verdict_of(device, upper, plan.usable_bytes) if rounded and plan.verdict != "fits" else plan.verdict,
     )

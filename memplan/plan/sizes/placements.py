@@ -59,7 +59,7 @@ def placements(
     Args:
         setups_of: The ways in which a number of GPUs may share the job, the first as ``memplan fit --gpus`` has it.
         devices: One GPU of each kind.
-        simulated: Simulates the reserve of a plan for one GPU.
+        simulated: Simulates the reserve of a plan.
 
     Raises:
         MemplanError: The job is planned on one GPU no more than on several.
@@ -89,7 +89,7 @@ def placements(
         if refusal and alone is not None and bound is not None:
             pooled = Device(device.gpu, device.name, max(2, bound))
             rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
-        elif not refusal and (row := _fewest_ranks(compiled, device)) is not None:
+        elif not refusal and (row := _fewest_ranks(compiled, device, simulated)) is not None:
             rows.append(replace(row, bound=bound))
     return Placements(tuple(rows), refusal)
 
@@ -128,18 +128,21 @@ def _refusal(compiled: Callable[[int], Sequence[CompiledPlan]]) -> str:
     return ""
 
 
-def _fewest_ranks(compiled: Callable[[int], Sequence[CompiledPlan]], device: Device) -> Placement | None:
+def _fewest_ranks(
+    compiled: Callable[[int], Sequence[CompiledPlan]], device: Device, simulated: Callable[[MemoryPlan], MemoryPlan]
+) -> Placement | None:
     """Return a number of GPUs that a job fits on while it does not on one fewer, or None up to ``MOST_RANKS``.
 
     For each way to share matrices it is the first such number beyond a power of two, which is the fewest as long as shards
-    shrink with their number: they do until single rows of a tensor are left. Of several ways the one that takes the fewest.
+    shrink with their number: they do until single rows of a tensor are left. Of several ways the one that takes the fewest
+    with a share as its reserve, and then as many of that way as it takes with its reserve simulated.
     """
     fewest: Placement | None = None
     for way in sorted({_way(plan) for plan in compiled(MOST_RANKS)}):
         row = _fewest_of(way, compiled, device, MOST_RANKS if fewest is None else fewest.count)
         if row is not None and (fewest is None or _order(row) < _order(fewest)):
-            fewest = row
-    return fewest
+            fewest, chosen = row, way
+    return None if fewest is None else _fewest_of(chosen, compiled, device, MOST_RANKS, simulated, fewest.count)
 
 
 def _order(row: Placement) -> tuple[int, int]:
@@ -153,14 +156,25 @@ def _way(plan: CompiledPlan) -> tuple[int, bool]:
 
 
 def _fewest_of(
-    way: tuple[int, bool], compiled: Callable[[int], Sequence[CompiledPlan]], device: Device, most: int
+    way: tuple[int, bool],
+    compiled: Callable[[int], Sequence[CompiledPlan]],
+    device: Device,
+    most: int,
+    simulated: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
+    first: int = 2,
 ) -> Placement | None:
-    """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly."""
+    """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly.
+
+    Args:
+        first: Where to look first; half as many and fewer are not looked at.
+    """
     tensor, _ = way
 
+    @cache
     def planned(groups: int) -> MemoryPlan:
-        return next(plan for plan in compiled(groups * tensor) if _way(plan) == way).evaluate(device)
+        plan = next(plan for plan in compiled(groups * tensor) if _way(plan) == way).evaluate(device)
+        return plan if plan.exceeds_device else simulated(plan)
 
-    least = 2 if tensor == 1 else 1
-    groups = first_that_fits(lambda groups: planned(groups).verdict == "fits", least, max(least, most // tensor))
+    first = max(first // tensor, 2 if tensor == 1 else 1)
+    groups = first_that_fits(lambda groups: planned(groups).verdict == "fits", first, max(first, most // tensor))
     return None if groups is None else Placement(device, groups * tensor, planned(groups))

@@ -222,8 +222,8 @@ def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
         )
     return (
         "Several GPUs: weights, gradients and optimizer states sharded, each GPU with a micro-batch of its own, as "
-        "memplan fit --gpus plans them; bytes are one GPU's, with the allocator's reserve as a share. bound: the fewest whose "
-        "memory together would do, everything sharded evenly, nothing replicated."
+        "memplan fit --gpus plans them; bytes are one GPU's. bound: the fewest whose memory together would do, everything "
+        "sharded evenly, nothing replicated."
     )
 
 

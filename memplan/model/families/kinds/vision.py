@@ -22,23 +22,29 @@ def qwen2_vl(config: ConfigValues) -> ModelSpec:
     """
     vision = config.part("vision_config", "qwen2_vl_vision")
     parts = TowerParts(vision, (1280, 5120, 32, 16, 14), width="embed_dim")
-    hidden, blocks = parts.hidden, parts.blocks
+    hidden = parts.hidden
     inner = hidden * vision.integer("mlp_ratio", default=4)
     frames, merged = vision.integer("temporal_patch_size", default=2), vision.integer("spatial_merge_size", default=2)
     output, width = vision.integer("hidden_size", default=3584), hidden * merged**2
     patch = (parts.channels, frames, parts.patch, parts.patch)
     parts.add("model.visual.patch_embed.proj", hidden, *patch, role="embedding")
-    parts.add(f"{BLOCK}.norm1", hidden, bias=True, role="norm", count=blocks)
-    parts.add(f"{BLOCK}.norm2", hidden, bias=True, role="norm", count=blocks)
-    parts.add(f"{BLOCK}.attn.qkv", 3 * hidden, hidden, bias=True, count=blocks)
-    parts.add(f"{BLOCK}.attn.proj", hidden, hidden, bias=True, count=blocks)
-    parts.add(f"{BLOCK}.mlp.fc1", inner, hidden, bias=True, count=blocks)
-    parts.add(f"{BLOCK}.mlp.fc2", hidden, inner, bias=True, count=blocks)
+    _add_blocks(parts, inner, "fc1", "fc2")
     parts.add("model.visual.merger.ln_q", hidden, bias=True, role="norm")
     parts.add("model.visual.merger.mlp.0", width, width, bias=True)
     parts.add("model.visual.merger.mlp.2", output, width, bias=True)
     config.take(vision)
     return with_tower(config, text_inside(config, "qwen2", qwen2), parts, ("model.visual.merger",))
+
+
+def _add_blocks(parts: TowerParts, inner: int, up: str, down: str) -> None:
+    """Add blocks with layer norms, whose feed-forward layers have these names."""
+    hidden, blocks = parts.hidden, parts.blocks
+    parts.add(f"{BLOCK}.norm1", hidden, bias=True, role="norm", count=blocks)
+    parts.add(f"{BLOCK}.norm2", hidden, bias=True, role="norm", count=blocks)
+    parts.add(f"{BLOCK}.attn.qkv", 3 * hidden, hidden, bias=True, count=blocks)
+    parts.add(f"{BLOCK}.attn.proj", hidden, hidden, bias=True, count=blocks)
+    parts.add(f"{BLOCK}.mlp.{up}", inner, hidden, bias=True, count=blocks)
+    parts.add(f"{BLOCK}.mlp.{down}", hidden, inner, bias=True, count=blocks)
 
 
 FULL_BLOCKS = (7, 15, 23, 31)
@@ -141,18 +147,13 @@ def _behind_deep_tower(config: ConfigValues, family: str, text: Callable[[Config
 def _tower(vision: ConfigValues) -> TowerParts:
     """Return a tower of Qwen3-VL's blocks, and the merger behind it."""
     parts = TowerParts(vision, (1152, 4304, 27, 16, 16))
-    hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
+    hidden, inner = parts.hidden, parts.inner
     frames = vision.integer("temporal_patch_size", default=2)
     patch = (parts.channels, frames, parts.patch, parts.patch)
     parts.add("model.visual.patch_embed.proj", hidden, *patch, bias=True, role="embedding")
     positions = vision.integer("num_position_embeddings", default=2304)
     parts.add("model.visual.pos_embed", positions, hidden, role="embedding")
-    parts.add(f"{BLOCK}.norm1", hidden, bias=True, role="norm", count=blocks)
-    parts.add(f"{BLOCK}.norm2", hidden, bias=True, role="norm", count=blocks)
-    parts.add(f"{BLOCK}.attn.qkv", 3 * hidden, hidden, bias=True, count=blocks)
-    parts.add(f"{BLOCK}.attn.proj", hidden, hidden, bias=True, count=blocks)
-    parts.add(f"{BLOCK}.mlp.linear_fc1", inner, hidden, bias=True, count=blocks)
-    parts.add(f"{BLOCK}.mlp.linear_fc2", hidden, inner, bias=True, count=blocks)
+    _add_blocks(parts, inner, "linear_fc1", "linear_fc2")
     _add_merger(vision, parts, "merger", hidden)
     return parts
 
