@@ -221,7 +221,7 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
     known = inputs.model()
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
-    played = partial(simulated, least=False, runs=Runs())
+    played = partial(simulated, least=False, runs=Runs(), tight=False)
     rows = placements(known, lambda count: _ways(inputs, known, count), devices, played)
     setup = rows.rows[0].plan.setup if rows.rows else inputs.setup(known)
     return Where(known, setup, rows, prices)

@@ -180,7 +180,12 @@ class Runs:
 
 
 def simulated(
-    plan: MemoryPlan, *, libraries_first: bool = False, least: bool | None = True, runs: Runs | None = None
+    plan: MemoryPlan,
+    *,
+    libraries_first: bool = False,
+    least: bool | None = True,
+    runs: Runs | None = None,
+    tight: bool = True,
 ) -> MemoryPlan:
     """Return a plan with its reserve simulated; where that cannot be, the same with the reason.
 
@@ -192,6 +197,7 @@ def simulated(
         least: Whether the least that it needs, and the lower end, are looked for, which takes a third of the time; None
             where they are only wanted of a run for which the device has too little to spare.
         runs: What is known already; none where libraries come first.
+        tight: Whether a run that does not fit is played on the full card; else it is NO, for searches that want what fits.
     """
     if reason := shares_reason(plan):
         return replace(plan, reserve_by_share=reason)
@@ -214,7 +220,7 @@ def simulated(
         result = simulation.result()
     apart = missing + plan.apart_bytes
     survives = partial(_survives, simulation, apart)
-    verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart)
+    verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
@@ -242,7 +248,9 @@ def _survives(simulation: Simulation, apart: int, capacity_bytes: int) -> bool:
     return simulation.runs_in(capacity_bytes - apart)
 
 
-def _verdict(plan: MemoryPlan, runs_in: Callable[[int], bool], least: int, most: int) -> tuple[Verdict, int]:
+def _verdict(
+    plan: MemoryPlan, runs_in: Callable[[int], bool], least: int, most: int, tight: bool
+) -> tuple[Verdict, int]:
     """Return the verdict, and the least that the run is known to need: less where it runs in what the device has.
 
     A rank fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
@@ -251,7 +259,7 @@ def _verdict(plan: MemoryPlan, runs_in: Callable[[int], bool], least: int, most:
     upper, expected = (
         plan.usable_bytes - context for context in (allowances.upper_context_bytes, allowances.context_bytes)
     )
-    for verdict, capacity in (("fits", upper), ("tight", expected)):
+    for verdict, capacity in (("fits", upper), *([("tight", expected)] if tight else [])):
         if verdict == "fits" and plan.gpu_count > 1 and most > capacity:
             continue
         if capacity > 0 and runs_in(capacity):
