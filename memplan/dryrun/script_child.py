@@ -38,6 +38,14 @@ from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.units import format_bytes
 
 RECURRENT_NOTE = "recurrent layers run place by place, as torch's own do: what cuDNN, which a GPU has for them, keeps and takes is not known"
+UNCOUNTED = {
+    r"convolution": "the workspaces that cuDNN takes for convolutions are not counted",
+    r"_fft_": "the workspaces that cuFFT takes are not counted",
+    r"_?linalg_(?!vector_norm|cross)|cholesky|geqrf|triangular_solve|lu_unpack": (
+        "what cuSOLVER and MAGMA take to decompose and to solve matrices is not counted"
+    ),
+}
+"""What is said of a step whose operators' names begin so: their libraries' workspaces follow from the card and the version."""
 
 
 def main() -> None:
@@ -97,9 +105,19 @@ def run_here(request: Request) -> Outcome:
         skipped=tuple(files.skipped.items()),
         seconds=seconds,
         peaks=peaks,
-        notes=(*notes, *([RECURRENT_NOTE] if watched.recurrent else ()), *map(_handled, recorder.handled)),
+        notes=(
+            *notes,
+            *([RECURRENT_NOTE] if watched.recurrent else ()),
+            *_uncounted(trace),
+            *map(_handled, recorder.handled),
+        ),
         told=calls.told,
     )
+
+
+def _uncounted(trace: Trace) -> list[str]:
+    operators = {storage.operation for storage in trace.storages}
+    return [note for names, note in UNCOUNTED.items() if any(re.match(names, name) for name in operators)]
 
 
 def _handled(failed: RunsOut) -> str:

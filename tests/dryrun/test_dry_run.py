@@ -296,6 +296,23 @@ def test_a_compiled_model_needs_what_its_trace_says(sizes, gpu, peak):
     assert any("Inductor" in note for note in ran.outcome.notes)
 
 
+UNCOUNTED = {
+    "cuDNN": "torch.conv2d(weight[None, None], weight[None, None])",
+    "cuFFT": "torch.fft.rfft(weight).abs()",
+    "cuSOLVER": "torch.linalg.eigvalsh(weight)",
+    "no library": "torch.linalg.vector_norm(weight)",
+}
+
+
+@pytest.mark.parametrize("library", UNCOUNTED)
+def test_libraries_that_take_workspaces_of_their_own_are_named(tmp_path, library):
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS.replace("(weight @ weight)", UNCOUNTED[library]))
+    notes = memplan.run(script, gpu="h100", quiet=True, steps=1).outcome.notes
+    named = {name for name in UNCOUNTED if any(name in note for note in notes)}
+    assert named == {library} - {"no library"}
+
+
 @pytest.mark.slow
 def test_compiled_layers_keep_less_and_are_told_apart():
     compiled, eager = (
