@@ -79,7 +79,7 @@ class Shelf(Generic[T]):
         key = normalised_name(given)
         name = self.names.get(key)
         if name is None or not self._has_its_numbers(given, name):
-            meant = sorted({name for spelling, name in self.names.items() if spelling.startswith(key) and len(key) > 2})
+            meant = sorted({name for spelling, name in self.names.items() if spelling.startswith(key) and len(key) > 1})
             if 1 < len(meant) <= MOST_MEANT:
                 raise UnknownNameError(
                     f"{self.kind} {given!r} is ambiguous: say {', '.join(meant[:-1])} or {meant[-1]}"

@@ -139,9 +139,11 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
 
 
 def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
-    """Yield the cheapest changes, in the words of the job's stack, each with what the device needs then."""
+    """Yield the cheapest changes, in the words of the job's stack, each with what the device holds then, with memory to spare."""
     flips = any(change.flips_verdict for change in plan.suggestions)
     yield "What to change:" if flips else "No change by itself makes it fit; what to start with:"
+    if plan.needed_bytes != plan.device_bytes:
+        yield f"  (with memory to spare; as it is: {format_bytes(plan.device_bytes, unit)})"
     yield from canvas.columns(
         [
             (
