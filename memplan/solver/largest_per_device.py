@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
@@ -21,6 +22,7 @@ from memplan.solver.largest_value import (
     gauge_of,
     largest,
     largest_batch,
+    largest_multiple,
     longest_sequence,
     settled,
     with_layers,
@@ -28,6 +30,9 @@ from memplan.solver.largest_value import (
 from memplan.step.compiled_layers.compiled_layer import multiple_of_tokens
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
+
+LAYERS_PLAYED, MOST_LAYERS_PLAYED, FEWEST_PLAYS = 1_600, 400, 4
+"""Layers, times micro-steps, of all runs that a search simulates, and of one at most: some ten seconds; halvings at least."""
 
 Quantity = Literal["batch", "sequence", "lora-rank", "layers"]
 
@@ -38,7 +43,7 @@ class Largest:
 
     device: Device
     fits: Answer  # The largest value that FITS; the next one does not
-    tight: Answer  # The same for TIGHT, never less
+    tight: Answer  # The same for TIGHT, never less; where reserves are simulated, a larger one may be
     plan: MemoryPlan | None  # The plan at the value that FITS, or None where not even 1 does
     following: MemoryPlan | None  # The plan at the next value, or None where that is no valid input
 
@@ -57,13 +62,54 @@ class _Plans:
         return self.made[value].on(self.gpu)
 
 
+@dataclass(slots=True)
+class _Simulated:
+    """Plans on one device by value, their reserve simulated."""
+
+    evaluated: Callable[[int], MemoryPlan]
+    simulate: Callable[..., MemoryPlan]
+    layers: int  # Layers, times micro-steps, of a run
+    tight: bool  # Whether runs that do not FIT are played on the full device
+    made: dict[int, MemoryPlan] = field(default_factory=dict)
+
+    def __getitem__(self, value: int) -> MemoryPlan:
+        if value not in self.made:
+            self.made[value] = self.simulate(self.evaluated(value), tight=self.tight)
+        return self.made[value]
+
+    def edge(self, by_share: Answer, by_blocks: Answer) -> Answer:
+        """Return the largest value that fits, or is at least TIGHT, sought between what a share and what blocks alone allow.
+
+        A larger one may fit again: what the allocator rounds and splits does not grow evenly. Where a run takes long to
+        play, fewer are, and the next value that does not fit lies further away.
+        """
+        if not by_blocks.value or self[max(by_share.value, by_blocks.apart)].by_share is None:
+            return by_share
+        plays = FEWEST_PLAYS if self.tight else max(FEWEST_PLAYS, LAYERS_PLAYED // self.layers)
+        result = largest_multiple(
+            lambda value: self[value].verdict != "no" if self.tight else self[value].verdict == "fits",
+            by_blocks.value,
+            max(by_share.value, by_blocks.apart),
+            by_blocks.apart,
+            step=(by_blocks.value - by_share.value) // 4,
+            within=(by_blocks.value - by_share.value) >> plays,
+        )
+        return replace(result, bounded=result.bounded and by_blocks.bounded)
+
+
 def largest_values(
-    what: Quantity, model: Model, setup: TrainingSetup, devices: Sequence[Device], plan: CompiledPlan | None = None
+    what: Quantity,
+    model: Model,
+    setup: TrainingSetup,
+    devices: Sequence[Device],
+    plan: CompiledPlan | None = None,
+    simulate: Callable[..., MemoryPlan] | None = None,
 ) -> list[Largest]:
     """Return the largest value of one quantity on each device, all else being as the setup says.
 
     Args:
         plan: The plan of model and setup where it is compiled already: what batch and sequence are looked for in.
+        simulate: Simulates the reserve of a plan, a tenth of a second each and some twenty of them for a device; none where shares do.
 
     Raises:
         InvalidFileError: The rank of a config without adapters.
@@ -76,7 +122,7 @@ def largest_values(
     setup = setup if plan is not None else _begun(what, setup)
     make, made = _maker(what, model, setup, plan), dict[int, CompiledPlan]()
     able = able_devices(make(1), devices_for(setup, devices))
-    return [_on(what, setup, _Plans(make, device.gpu, made), device) for device in able]
+    return [_on(what, setup, _Plans(make, device.gpu, made), device, simulate) for device in able]
 
 
 def room_left(plan: MemoryPlan) -> dict[str, int]:
@@ -122,14 +168,30 @@ def _maker(
     return lambda _: plan
 
 
-def _on(what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device) -> Largest:
+def _on(
+    what: Quantity,
+    setup: TrainingSetup,
+    plans: _Plans,
+    device: Device,
+    simulate: Callable[..., MemoryPlan] | None,
+) -> Largest:
     gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0, least=True)
+    evaluated: Callable[[int], MemoryPlan] = partial(_evaluated, what, plans, device)
     fits = _answer(what, setup, plans, gauge.most_requested_bytes())
-    fits = _as_planned(fits, what, setup, plans, device, ("fits",))
+    fits = _as_planned(fits, setup, evaluated, ("fits",))
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
-    tight = _as_planned(tight, what, setup, plans, device, ("fits", "tight"))
-    plan = _evaluated(what, plans, device, fits.value) if fits.value else None
-    following = None if fits.bounded else _evaluated(what, plans, device, fits.value + fits.apart)
+    tight = _as_planned(tight, setup, evaluated, ("fits", "tight"))
+    alone = gauge.without_reserve()
+    most = _answer(what, setup, plans, alone.most_requested_bytes(tight=True))
+    layers = most.value if what == "layers" else sum(run.count for run in plans[1].model.spec.runs)
+    layers *= setup.config.gradient_accumulation_steps
+    if simulate is not None and 0 < layers <= MOST_LAYERS_PLAYED:
+        surely, just = (_Simulated(evaluated, simulate, layers, tight) for tight in (False, True))
+        evaluated = surely.__getitem__
+        fits = surely.edge(fits, _answer(what, setup, plans, alone.most_requested_bytes()))
+        tight = just.edge(max(fits, tight, key=lambda one: one.value), most)
+    plan = evaluated(fits.value) if fits.value else None
+    following = None if fits.bounded else evaluated(fits.value + fits.apart)
     return Largest(device, fits, tight, plan, following)
 
 
@@ -151,13 +213,13 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
 
 
 def _as_planned(
-    result: Answer, what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, verdicts: Sequence[Verdict]
+    result: Answer, setup: TrainingSetup, evaluated: Callable[[int], MemoryPlan], verdicts: Sequence[Verdict]
 ) -> Answer:
     """Return the largest value, up to one that bytes alone allow, whose plan has a verdict; it rests on more than these."""
     rollout = setup.config.method.rollout
     if not setup.takes_beyond_peak and not (rollout and rollout.sleeps):
         return result
-    return settled(result, lambda value: _evaluated(what, plans, device, value).verdict in verdicts)
+    return settled(result, lambda value: evaluated(value).verdict in verdicts)
 
 
 def _evaluated(what: Quantity, plans: _Plans, device: Device, value: int) -> MemoryPlan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from math import lcm
 from operator import mul
 
@@ -42,11 +43,18 @@ class Answer:
     apart: int = 1  # What lies between it and the next value: others cannot be answered
 
 
-def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
+def largest(fits: Callable[[int], bool], most: int, guess: int = 1, step: int = 1, within: int = 1) -> Answer:
     """Return the largest value of which ``fits`` holds, a predicate that stays false once it is false.
 
     Steps that double lead from a guess to a bracket, which is then bisected: the value returned was
     evaluated and fits, the next one was evaluated and does not.
+
+    Args:
+        fits: The predicate.
+        most: The largest value that may be answered.
+        guess: Where to begin.
+        step: The first step from there.
+        within: How far above the answer the value may lie that does not fit.
 
     Example:
         >>> largest(lambda n: n <= 37, 1000), largest(lambda n: n <= 37, 20)
@@ -55,7 +63,6 @@ def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
         0
     """
     low = high = max(1, min(guess, most))
-    step = 1
     if fits(low):
         while low < most:
             high, step = min(low + step, most), 2 * step
@@ -70,16 +77,19 @@ def largest(fits: Callable[[int], bool], most: int, guess: int = 1) -> Answer:
             if not low or fits(low):
                 break
             high = low
-    while high - low > 1:
+    while high - low > within:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Answer(low)
+    return Answer(low, apart=high - low)
 
 
-def largest_multiple(fits: Callable[[int], bool], most: int, guess: int, apart: int) -> Answer:
+def largest_multiple(
+    fits: Callable[[int], bool], most: int, guess: int, apart: int, step: int = 1, within: int = 1
+) -> Answer:
     """Return the largest multiple of ``apart``, up to ``most``, of which ``fits`` holds."""
-    result = largest(lambda count: fits(count * apart), most // apart, guess // apart)
-    return Answer(result.value * apart, result.bounded, apart)
+    steps = (max(1, size // apart) for size in (step, within))
+    result = largest(lambda count: fits(count * apart), most // apart, guess // apart, *steps)
+    return Answer(result.value * apart, result.bounded, result.apart * apart)
 
 
 def settled(answer: Answer, holds: Callable[[int], bool]) -> Answer:
@@ -150,6 +160,11 @@ class Gauge:
 
     usable_bytes: int  # Memory of the device that a job may use, after the reserve
     allowances: Allowances  # What is added to the requested bytes on this device
+
+    def without_reserve(self) -> Gauge:
+        """Return the gauge of what blocks and context alone take."""
+        none = Fraction(0)
+        return Gauge(self.usable_bytes, replace(self.allowances, reserve_fraction=none, upper_reserve_fraction=none))
 
     def device_bytes(self, requested: int, rounding: int) -> int:
         """Return what nvidia-smi would show, as :meth:`memplan.plan.planner.CompiledPlan.evaluate` has it."""

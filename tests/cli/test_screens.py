@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -38,12 +39,14 @@ def test_changes_are_in_the_words_of_the_stack(cli):
             assert f"{own['own_key']}: {own['own_value']}" in out
 
 
-def test_the_room_of_a_job_that_fits_is_the_largest_that_max_finds(cli):
+def test_the_room_of_a_job_that_fits_is_at_most_what_max_finds(cli):
     job = ("llama-8b", "--gpu", "rtx4090", "--config", "qlora", "--json")
     out = cli("fit", *job[:-1]).out
-    for quantity, own in (("batch", "per_device_train_batch_size"), ("sequence", "max_length")):
+    for quantity, own, flag in (("batch", "per_device_train_batch_size", "-b"), ("sequence", "max_length", "-s")):
         (row,) = cli("max", *job[:1], "--for", quantity, *job[1:]).data["rows"]
-        assert f"{own}: {row['value']}\n" in out
+        (room,) = re.findall(rf"{own}: (\d+)\n", out)
+        assert 0.8 * row["value"] < int(room) <= row["value"]
+        assert cli("fit", *job, flag, room).data["verdict"] == "fits"
 
 
 TERMINALS = [
@@ -77,11 +80,11 @@ def test_without_a_config_the_methods_that_people_choose_from_are_shown(cli):
     assert len(lines) <= 26
 
 
-def test_the_largest_batch_of_a_method_is_what_max_finds(cli):
+def test_the_largest_batch_of_a_method_is_at_most_what_max_finds(cli):
     out = cli("fit", "llama-8b", "--gpu", "rtx4090").out
     (row,) = cli("max", "llama-8b", "--for", "batch", "--gpu", "rtx4090", "--config", "qlora", "--json").data["rows"]
     (line,) = [line for line in out.splitlines() if line.startswith("  qlora ")]
-    assert line.split()[-1] == str(row["value"])
+    assert row["value"] - 1 <= int(line.split()[-1]) <= row["value"]
 
 
 def test_all_has_every_config_as_the_json_has(cli):

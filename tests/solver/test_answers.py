@@ -106,17 +106,19 @@ def test_comparing_ends_with_one_where_none_fits(cli):
 
 # ------------------------------------------------------------------ max --for, where --price
 def test_what_max_answers_fits_and_one_more_does_not(cli):
-    """Searches plan with the allocator's share; fit, which simulates the allocator, agrees that what they answer fits."""
-    job = ("llama-8b", "--config", "qlora", "--gpu", "rtx4090")
-    by_share = memplan.job("llama-8b", config="qlora")
-    for what, flag, key in (("batch", "-b", "micro_batch_size"), ("sequence", "-s", "sequence_length")):
+    job = ("llama-3.2-1b", "--config", "qlora", "--gpu", "rtx3050")
+    flags = {"batch": ("-b",), "sequence": ("-s",), "lora-rank": ("--lora-rank",)}
+    for what, flag in flags.items():
         row = cli("max", *job, "--for", what, "--json").data["rows"][0]
-        here, there = (by_share.plan("rtx4090", **{key: row["value"] + more}) for more in (0, 1))
-        assert (here.upper_bytes, here.verdict) == (row["upper_bytes"], "fits")
-        assert there.verdict != "fits"
-        assert cli("fit", *job, flag, row["value"], "--json").data["verdict"] == "fits"
-    rank = cli("max", *job, "--for", "lora-rank", "--json").data["rows"][0]
-    assert cli("fit", *job, "--set", f"adapter.rank={rank['value']}", "--json").data["verdict"] == "fits"
+        here, there = (cli("fit", *job, *flag, row["value"] + more, "--json").data for more in (0, 1))
+        assert here["verdict"] == "fits" != there["verdict"]
+        assert [plan["peak"]["upper_bytes"] for plan in (here, there)] == [row["upper_bytes"], row["next_upper_bytes"]]
+
+
+def test_the_largest_model_is_one_that_fit_says_fits(cli):
+    row = cli("max", "--config", "tier3", "--gpu", "rtx4090", "--json").data["rows"][0]
+    job = ("--config", "tier3", "--gpu", "rtx4090", "--json")
+    assert cli("fit", row["largest_fitting_model"], *job).data["verdict"] == "fits"
 
 
 def test_max_for_parameters_takes_no_model_and_the_others_need_one(refused):

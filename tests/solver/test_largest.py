@@ -146,10 +146,9 @@ def test_gpus_share_a_job_whose_largest_values_are_sought_as_one_that_is_planned
     options = {"gpu": "rtx4090", "gpus": 2, "config": "bf16-adamw", "stack": "trl", "set": keys}
     (row,) = memplan.largest("gpt2", of="batch", **options).rows
     most = row.fits.value
-    verdicts = [plan_by_share("gpt2", micro_batch_size=batch, **options).verdict for batch in (most, most + 1)]
+    verdicts = [memplan.plan("gpt2", micro_batch_size=batch, **options).verdict for batch in (most, most + 1)]
     assert verdicts[0] == "fits" != verdicts[1]
     length = row.plan.sequence_length
-    assert memplan.frontier("gpt2", batches=[most, most + 1], lengths=[length], **options).verdicts == {
-        (most, length): "fits",
-        (most + 1, length): verdicts[1],
-    }
+    by_share = {(batch, length): plan_by_share("gpt2", micro_batch_size=batch, **options) for batch in (8, most, 9999)}
+    frontier = memplan.frontier("gpt2", batches=[8, most, 9999], lengths=[length], **options)
+    assert frontier.verdicts == {at: plan.verdict for at, plan in by_share.items()}

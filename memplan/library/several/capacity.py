@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from memplan.training.resolved import TrainingSetup
 if TYPE_CHECKING:  # each question imports what it alone needs
     from matplotlib.figure import Figure
 
+    from memplan.plan.memory_plan import Device, MemoryPlan
     from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.sizes.placements import Placements
     from memplan.report.largest.largest_model_answer import Prices
@@ -28,6 +30,8 @@ Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
 SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
 CONFIGS = ("qlora", "lora", "bf16-adamw", "tier3")
 """Configs that the largest model is sought under where none is named."""
+MOST_SIMULATED = 4
+"""Devices, times configs, for which the largest is sought with the reserve simulated, up to two seconds each."""
 
 
 # ------------------------------------------------------------------ the largest
@@ -127,7 +131,7 @@ def largest(
         >>> import memplan
         >>> answer = memplan.largest("llama-3.1-8b", of="batch", gpu="rtx4090", config="qlora")
         >>> answer.values["rtx4090"]
-        14
+        15
     """
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
@@ -139,7 +143,8 @@ def largest(
 
         known = inputs.model()
         setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
-        return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices)))
+        played = _simulated_on(devices)
+        return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices, simulate=played)))
     if model is not None or inputs.shapes is not None:
         raise InvalidFileError(
             [f"max --for parameters seeks a model, so it takes none: {model!r}; or give --for batch"]
@@ -152,8 +157,18 @@ def largest(
     models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]
     if len(setups) == len(devices) == 1:
         refuse_unable(setups[0], devices[0].gpu)
-    rows = tuple(row for setup in setups for row in largest_models(models, setup, devices))
+    played = _simulated_on(devices * len(setups))
+    rows = tuple(row for setup in setups for row in largest_models(models, setup, devices, played))
     return LargestModels(rows, inputs.catalog)
+
+
+def _simulated_on(devices: Sequence[Device]) -> Callable[..., MemoryPlan] | None:
+    """Return what simulates the reserve of a plan, or none on more devices than anyone waits for."""
+    if len(devices) > MOST_SIMULATED:
+        return None
+    from memplan.plan.reserve.simulation import simulated
+
+    return partial(simulated, least=False)
 
 
 def _setups(inputs: JobInputs) -> list[TrainingSetup]:

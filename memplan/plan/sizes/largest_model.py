@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
@@ -12,7 +13,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.job_allowances import devices_for, searched_allowances
-from memplan.plan.memory_plan import Device
+from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained
@@ -30,6 +31,7 @@ class LargestModel:
     max_parameters: int
     largest_fitting: str | None  # Name of the largest catalog model that FITS, or None
     largest_fitting_parameters: int  # Its parameters, or 0
+    simulated: bool = False  # Whether its reserve was simulated
 
 
 def max_parameters(setup: TrainingSetup, device: Device) -> int:
@@ -48,13 +50,17 @@ def upper_bytes(plan: CompiledPlan, device: Device, requested: int) -> int:
 
 
 def largest_models(
-    models: Sequence[tuple[str, Model]], setup: TrainingSetup, devices: Sequence[Device]
+    models: Sequence[tuple[str, Model]],
+    setup: TrainingSetup,
+    devices: Sequence[Device],
+    simulate: Callable[[MemoryPlan], MemoryPlan] | None = None,
 ) -> list[LargestModel]:
     """Return the largest of ``models`` for each device, planned at the setup's batch and length.
 
     Args:
         models: Catalog names and models.
         devices: Devices, each possibly several GPUs whose memory is pooled.
+        simulate: Simulates the reserve of a plan; none where a share does.
 
     Raises:
         CannotAnswerError: No model can be planned under the setup; the reason for the smallest.
@@ -67,18 +73,21 @@ def largest_models(
         raise CannotAnswerError(planned[-1][-1].refusal)
     rows = []
     for device in devices_for(setup, devices):
-        room = _Room(setup, device)
-        name, count = next(((name, count) for name, count, plan in planned if plan.fits(room)), (None, 0))
-        rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count))
+        room = _Room(setup, device, by_share=simulate is None)
+        found = (one for one in planned if one[-1].fits(room, simulate))
+        name, count, plan = next(found, (None, 0, None))
+        played = plan is not None and plan.played is not None and plan.played.by_share is not None
+        rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count, played))
     return rows
 
 
 class _Room:
-    """What a device has for a setup."""
+    """What a device has for a setup, with the allocator's reserve as a share or without any."""
 
-    def __init__(self, setup: TrainingSetup, device: Device) -> None:
+    def __init__(self, setup: TrainingSetup, device: Device, *, by_share: bool) -> None:
         self.device, self.usable_bytes = device, device.usable_bytes(setup.reserve_bytes)
-        self._allowances = searched_allowances(setup, device)
+        allowances = searched_allowances(setup, device)
+        self._allowances = allowances if by_share else replace(allowances, upper_reserve_fraction=Fraction(0))
 
     def holds(self, allocated_bytes: int, stream_bytes: int = 0) -> bool:
         """Tell whether so many bytes of blocks fit, workspaces of libraries left out."""
@@ -91,10 +100,12 @@ class _Planned:
 
     Attributes:
         refusal: Why it is not planned; nothing where it is.
+        played: Its plan whose reserve was simulated last, or none.
     """
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
         self._plan, self.refusal = None, ""
+        self.played: MemoryPlan | None = None
         try:
             self._plan = CompiledPlan(model, setup)
         except MemplanError as error:
@@ -104,7 +115,7 @@ class _Planned:
         self._saved: dict[int, int] = {}
         self._needed: dict[int, tuple[int, int]] = {}
 
-    def fits(self, room: _Room) -> bool:
+    def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
         plan = self._plan
         if plan is None or not room.holds(plan.least_bytes(*self._job)):
@@ -118,9 +129,12 @@ class _Planned:
                 return False
             if key not in self._needed:
                 self._needed[key] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
+            if simulate is None or not room.holds(*self._needed[key]):
+                return room.holds(*self._needed[key])
+            self.played = simulate(own.evaluate(room.device))
         except MemplanError:
             return False
-        return room.holds(*self._needed[key])
+        return self.played.verdict == "fits"
 
 
 def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:

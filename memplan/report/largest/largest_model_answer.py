@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 WHY = (
     "max_parameters is the uniform bound: usable bytes over bytes per parameter, with every parameter charged as a hidden "
     "matrix and nothing left for activations, logits, optimizer scratch, allocator or CUDA context. largest_fitting_model "
-    "was planned whole, at the batch and sequence shown, with its embeddings in their own format; it FITS at the upper end, with "
-    "the allocator's reserve as a share, which memplan fit simulates. notes is what the notes, the published tables that memplan tables checks, printed by their own rule (0.80 of decimal "
+    "was planned whole, at the batch and sequence shown, with its embeddings in their own format; it FITS at the upper end, "
+    "as memplan fit has it where one GPU is named, else with the allocator's reserve as a share. notes is what the notes, the published tables that memplan tables checks, printed by their own rule (0.80 of decimal "
     "GB, formats without their scales)."
 )
 

@@ -86,8 +86,14 @@ def _row(row: Largest, setup: TrainingSetup, unit: str) -> tuple[str, ...]:
     )
 
 
+def is_simulated(row: Largest) -> bool:
+    """Tell whether a row rests on the simulated reserve, as ``fit`` does."""
+    plan = row.plan or row.following
+    return plan is not None and plan.by_share is not None
+
+
 def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, ...]:
-    notes = [BY_SHARE]
+    notes = [] if all(map(is_simulated, rows)) else [BY_SHARE]
     if any(row.fits.bounded and row.fits.value for row in rows):
         notes.append("(limit): the largest value that memplan takes, whatever the memory.")
     made_for = model.spec.max_position_embeddings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Table
+from memplan.report.largest.largest_value_answer import is_simulated
 from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
 from memplan.report.plans.recommend_answer import Released, model_words
 from memplan.report.stack_words import BY_SHARE
@@ -84,7 +85,8 @@ def max_screen(
     table = _aligned([(line, bar(rows, columns) if rows else "") for line, rows in lines])
     left = len({row.device.name for row in models}) - len(usual)
     more = f"{left} more GPUs, and the bounds of all: --all." if left else "The bounds besides: -v."
-    words = [*_meanings(list(setups.values())), more, BY_SHARE, sentence]
+    by_share = [] if all(row.simulated or not row.largest_fitting for row in models) else [BY_SHARE]
+    words = [*_meanings(list(setups.values())), more, *by_share, sentence]
     return (*_folded([head], canvas), table, *_folded(words, canvas))
 
 
@@ -126,7 +128,7 @@ def values_screen(
     return (
         *_folded([head], canvas),
         _aligned(list(zip(cells, bars, strict=True))),
-        *_folded([*more, BY_SHARE, sentence], canvas),
+        *_folded([*more, *([] if all(map(is_simulated, rows)) else [BY_SHARE]), sentence], canvas),
     )
 
 
