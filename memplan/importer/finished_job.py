@@ -10,6 +10,7 @@ from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
 from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
+from memplan.importer.sources.python_literals import PARSED, VARIABLES
 from memplan.importer.trainer_detection import is_program_of
 
 DEGREES = ("tensor", "pipeline", "context")
@@ -67,9 +68,12 @@ def _refuse_own_script(job: ImportedJob) -> None:
     """
     main = job.sources[-1]
     own = [one for one in job.keys.unknown if one.source == main.name]
-    if main.form != "argv" or not main.words or not own or is_program_of(main, job.head):
+    script = next((word for word in main.words if word.endswith(".py")), "")
+    if main.form == "argv" and is_program_of(main, job.head):  # many scripts have names such as sft.py and finetune.py
+        own = [one for one in own if script and not one.nearest]
+    if main.form != "argv" or not main.words or not own:
         return
-    script = next((word for word in main.words if word.endswith(".py")), main.words[-1])
+    script = script or main.words[-1]
     flags = ", ".join(printable(f"--{one.key}", 40) for one in own[:FEW])
     why = f"{printable(script, 60)} is a script of one's own, which reads {flags}{' and others' if own[FEW:] else ''}: {RUN}"
     job.reading.refusals.append(Refusal(own[0].key, main.name, own[0].line, main.value(own[0].key), why))
@@ -128,6 +132,10 @@ def _fill_in(job: ImportedJob) -> None:
     if job.value("let.paged"):
         why = "paged states are counted as if they stayed on the GPU; CUDA moves them to the host where it is full"
         job.reading.notes.append(("optimizer", "resident", why))
+    main = job.sources[-1]
+    if main.form == "python" and any(word.endswith((*PARSED, *VARIABLES)) for word in main.words):
+        why = "nothing gives the program others"
+        job.reading.notes.append(("flags and variables", "their defaults", why))
     if weights is not None:
         results.setdefault("training.weights.hidden_matrix", replace(weights, why=weights.why))
     version = job.reading.inputs.get("version")

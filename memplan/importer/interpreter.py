@@ -163,6 +163,9 @@ class _Step:
         kind = self.rule.get("as", "text")
         if kind == "flag":
             return is_on(value)
+        if self.rule["to"] == MODEL and value is True and self.keys.form == "argv":  # its variable is set to nothing
+            self.reading.need(f"{need_of(MODEL)}: {key} has no value in {self.keys.where(key)}")
+            return MISSING
         if self.rule["to"] == MODEL and not isinstance(value, str):
             self._problem(key, "a model's name", value)
             return MISSING

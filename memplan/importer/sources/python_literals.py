@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from memplan.errors import InvalidFileError
@@ -77,6 +77,7 @@ class _Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self.given: dict[str, list[tuple[int, Any]]] = {}
+        self.settings = _settings(tree)
         for node, inside in _statements(tree.body, self, inside=False):
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 value = _literal(node.value, self, node.lineno)
@@ -104,6 +105,65 @@ class _Names:
     def last(self) -> dict[str, tuple[int, Any]]:
         """Return what names are in the end, and where they were given it."""
         return {name: values[-1] for name, values in self.given.items()}
+
+
+def _settings(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return ``args.key`` -> its default, of a program's flags and of classes that hold settings; none of one that has two.
+
+    Flags are arguments of ``add_argument``, whose results ``parse_args`` returns; a class holds what its body assigns, by
+    itself or as the default of a ``field``.
+    """
+    defaults: list[tuple[str, ast.expr]] = []
+    holders: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node.func).endswith("add_argument"):
+            defaults += _flag(node)
+        elif isinstance(node, ast.ClassDef):
+            holders.add(node.name)
+            for part in node.body:
+                name = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
+                value = _default(getattr(part, "value", None))
+                defaults += [(name.id, value)] if isinstance(name, ast.Name) and value is not None else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and _source(node.value, holders):
+            holders |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    shown = {name: {_shown(value) for other, value in defaults if other == name} for name, _ in defaults}
+    return {f"{holder}.{name}": value for holder in holders for name, value in defaults if len(shown[name]) == 1}
+
+
+def _source(node: ast.expr, classes: Collection[str]) -> bool:
+    """Tell whether a value is a program's flags, or an instance of a class that is made without arguments."""
+    node = node.value if isinstance(node, ast.Subscript) else node
+    if not isinstance(node, ast.Call):
+        return False
+    called = _called(node.func)
+    return called.endswith(PARSED) or (called in classes and not node.args and not node.keywords)
+
+
+PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
+"""Methods that return a program's flags: argparse's, and transformers' ``HfArgumentParser``'s."""
+VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
+"""Functions that return a variable of the environment, or their second argument where it is not set."""
+
+
+def _flag(node: ast.Call) -> list[tuple[str, ast.expr]]:
+    """Return the name under which an argument is stored, and its default."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    names = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
+    long = next((name for name in names if name.startswith("--")), names[0] if names else "")
+    named = given.get("dest")
+    name = str(named.value) if isinstance(named, ast.Constant) else long.lstrip("-").replace("-", "_")
+    switch = _shown(given["action"]) if "action" in given else ""
+    off = {"'store_true'": ast.Constant(False), "'store_false'": ast.Constant(True)}.get(switch)
+    value = given.get("default", off)
+    return [(name, value)] if value is not None and name else []
+
+
+def _default(node: ast.expr | None) -> ast.expr | None:
+    """Return what a class's body assigns, of a ``field`` its default."""
+    if isinstance(node, ast.Call) and _called(node.func).endswith("field"):
+        return next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
+    return node
 
 
 def _statements(body: Sequence[ast.stmt], names: _Names, *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
@@ -192,7 +252,7 @@ def _literal(node: ast.expr, names: _Names, line: int) -> Any:
     """Return a literal's value, or that of a name that was given one; else the expression."""
     try:
         return _value(node, names, line)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    except (ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError):
         return Expression(_shown(node))
 
 
@@ -208,6 +268,16 @@ def _value(node: ast.expr, names: _Names, line: int) -> Any:
         return names.at(node.id, line)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
+    if isinstance(node, ast.Attribute) and (default := names.settings.get(_shown(node))) is not None:
+        return _value(default, names, line)
+    if isinstance(node, ast.Subscript):
+        held, key = _value(node.value, names, line), _value(node.slice, names, line)
+        return held[key] if isinstance(held, dict) and key in held else Expression(_shown(node))
+    if isinstance(node, ast.Call) and len(node.args) == 2 and _called(node.func).endswith(VARIABLES):
+        return _value(node.args[1], names, line)
+    if isinstance(node, ast.Call) and len(node.args) == 1 and _called(node.func) in CONVERTED:
+        value = _value(node.args[0], names, line)
+        return value if isinstance(value, Expression) else CONVERTED[_called(node.func)](value)
     if isinstance(node, ast.Call) and _called(node.func).endswith(YES):
         return True
     if isinstance(node, ast.Call) and _called(node.func) == "getattr" and len(node.args) == 2:  # of torch, a dtype
@@ -231,11 +301,16 @@ def _value(node: ast.expr, names: _Names, line: int) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         items = [_value(item, names, line) for item in node.elts]
         return Expression(_shown(node)) if any(isinstance(item, Expression) for item in items) else items
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {key.value: _literal(value, names, line) for key, value in pairs if isinstance(key, ast.Constant)}
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Add | ast.Sub | ast.FloorDiv):
         return _computed(node, _value(node.left, names, line), _value(node.right, names, line))
     return ast.literal_eval(node)
 
 
+CONVERTED: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
+"""Conversions of a literal, such as that of a variable of the environment, which is text."""
 YES = ("is_bfloat16_supported", "is_bf16_supported", "cuda_is_available")
 """Questions that a GPU of compute capability 8.0 and above answers with yes, as memplan takes it where a trainer asks."""
 
