@@ -35,7 +35,8 @@ def finish(job: ImportedJob) -> ImportedJob:
     gpus = reading.inputs.get("gpus") or job.value("launcher.processes")
     shards = _shards(job)
     if gpus is None and shards:
-        reading.need(f"{GPUS}: {shards} are shared out among them")
+        if not any(need.startswith(GPUS) for need in reading.needs):
+            reading.need(f"{GPUS}: {shards} are shared out among them")
     elif gpus is None:
         reading.results.setdefault(
             "training.parallel.data",

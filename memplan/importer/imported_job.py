@@ -269,9 +269,9 @@ def _role(main: Owned) -> Role:
 def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
     """Take up how many processes a command starts; return the flags of a launcher that has keys of its own."""
     counted = processes(command.launched, command.job.environment or {})
-    if (unknown := unknown_processes(command.launched)) and job.reading.inputs.get("gpus") is None:
-        said = f"{unknown} is {shown_value(command.launched.value(unknown), 60)}"
-        job.reading.need(f"{GPUS}: {said} in {command.launched.where(unknown)}")
+    if (unknown := unknown_processes(command)) and job.reading.inputs.get("gpus") is None:
+        name, value = unknown
+        job.reading.need(f"{GPUS}: {name} is {shown_value(value, 60)} in {command.launched.where(name)}")
     elif counted is not None:
         job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)
     elif shown := visible_gpus(command):

@@ -222,10 +222,17 @@ COUNTS = (("nproc_per_node", "nnodes"), ("num_processes", ""), ("num_gpus", "num
 """Flags of launchers for processes of a machine, and for machines."""
 
 
-def unknown_processes(keys: GivenKeys) -> str:
-    """Return the flag of a launcher for processes or machines whose value nobody can tell; nothing where there is none."""
-    flags = (flag for pair in COUNTS for flag in pair if flag)
-    return next((flag for flag in flags if REFERENCE.search(str(keys.data.get(flag, "")))), "")
+COUNTED = ("NPROC_PER_NODE", "NNODES")
+"""Variables of the environment for processes of a machine, and for machines."""
+
+
+def unknown_processes(command: CommandLine) -> tuple[str, Any] | None:
+    """Return the flag of a launcher for processes or machines, or the variable, whose value nobody can tell, with it; None for none."""
+    flags, variables = command.launched.data, command.job.environment or {}
+    given = [(flag, flags.get(flag, "")) for pair in COUNTS for flag in pair if flag]
+    if not any(value for _, value in given) and variables.get(COUNTED[0]):
+        given = [(name, variables.get(name, "")) for name in COUNTED]
+    return next(((name, value) for name, value in given if REFERENCE.search(str(value))), None)
 
 
 def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int] | None:
@@ -234,9 +241,9 @@ def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int
         count = _whole(keys.data.get(per_node))
         if count:
             return per_node, count * ((_whole(keys.data.get(nodes)) or 1) if nodes else 1)
-    count = _whole(environment.get("NPROC_PER_NODE"))
+    count = _whole(environment.get(COUNTED[0]))
     if count:
-        return "NPROC_PER_NODE", count * (_whole(environment.get("NNODES")) or 1)
+        return COUNTED[0], count * (_whole(environment.get(COUNTED[1])) or 1)
     return None
 
 

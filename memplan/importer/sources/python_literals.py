@@ -271,8 +271,8 @@ def _value(node: ast.expr, names: _Names, line: int) -> Any:
     if isinstance(node, ast.Attribute) and (default := names.settings.get(_shown(node))) is not None:
         return _value(default, names, line)
     if isinstance(node, ast.Subscript):
-        held, key = _value(node.value, names, line), _value(node.slice, names, line)
-        return held[key] if isinstance(held, dict) and key in held else Expression(_shown(node))
+        values, key = _value(node.value, names, line), _value(node.slice, names, line)
+        return values[key] if isinstance(values, dict) and key in values else Expression(_shown(node))
     if isinstance(node, ast.Call) and len(node.args) == 2 and _called(node.func).endswith(VARIABLES):
         return _value(node.args[1], names, line)
     if isinstance(node, ast.Call) and len(node.args) == 1 and _called(node.func) in CONVERTED:
