@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memplan.model.spec import MixtureOfExperts, Mlp
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
@@ -10,6 +12,7 @@ from memplan.step.blocks.projections import plain_linear
 from memplan.step.feed_forwards.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
 from memplan.units import round_up
 
 GROUPED_ROW_BYTES = 16
@@ -272,6 +275,7 @@ def _grouped(
     """
     tape, weight = builder.tape, builder.weight(name)
     uncast = builder.settings.code.grouped_uncast and not weight.coded
+    weight = formed_in_rows(weight) if uncast and weight.trainable else weight
     rows = builder.cast(rows, weight.element_bytes, foreign=weight.foreign) if uncast else rows
     copy = None if uncast else builder.cast_weight(weight)
     saves = [offsets, *([rows] if weight.trainable else [])]
@@ -311,6 +315,20 @@ def aligned(builder: Builder, rows: Value, used: int) -> Value:
     part, quantity, _ = builder.tape.storages[rows.storage]
     builder.tape.storages[rows.storage] = (part, quantity, used * row_bytes(rows, used))
     return rows
+
+
+def formed_in_rows(weight: Weight) -> Weight:
+    """Return a weight whose gradient is formed in rows that begin at multiples of 16 bytes, and copied where these are no whole rows.
+
+    Source:
+        ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h; ``AccumulateGrad::accumulateGrad``
+        in torch/csrc/autograd/functions/accumulate_grad.h, which keeps no gradient of other strides than its parameter's (v2.13.0).
+    """
+    size = weight.columns * weight.element_bytes
+    if not (apart := -size % GROUPED_ROW_BYTES):
+        return weight
+    formed = weight.formed_bytes + (weight.formed_bytes // size - 1) * apart
+    return replace(weight, formed_bytes=formed, converted=True)
 
 
 def row_bytes(rows: Value, used: int) -> int:
