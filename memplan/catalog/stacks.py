@@ -80,7 +80,8 @@ class StackModels:
         str, ...
     ] = ()  # Families whose layers each keep those of all positions, and gather a sequence's rows
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
-    row_masks: tuple[str, ...] = ()  # Families whose eager attention is given a mask of keys, the same for each query
+    # Families whose eager attention is given a mask of keys, the same for each query, and keeps probabilities to itself.
+    row_masks: tuple[str, ...] = ()
     unmasked: tuple[str, ...] = ()  # Families that give torch's attention no mask where all tokens count, and now do
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     wide_logits: tuple[

@@ -17,6 +17,11 @@ RECORDS = Path(__file__).parent / "records"
 EXACT = {
     "transformers.offload.shards": (2, 4, 5, 7, 9, 10, 14, 19, 22, 23, 25, 34, 37),
     "transformers.fsdp1-offload.shards": (2, 4, 5, 7, 10, 12, 17, 18, 20, 21, 23, 27, 28, 29),
+    "plain-loop.latent": (2, 3, 4, 13, 22, 25, 33),
+    "transformers": (11, 18, 27),
+    "transformers.classification": (8, 45),
+    "transformers.earlier": (33, 42),
+    "trl.pairs": (25,),
     "trl.frozen": (2, 8, 9, 17, 19, 21, 26, 29, 30, 37, 45, 49, 50, 51),
 }
 UNCOUNTED_BYTES = 16_384

@@ -21,6 +21,8 @@ class FamilyCode:
     # Whether attention step by step scales scores in place, has a name for them without the mask, and has one head of
     # keys and values repeated by the products themselves.
     own_scores: bool = False
+    # Whether attention step by step returns its probabilities, which a layer has a name for until it ends.
+    returns_weights: bool = True
     wide_softmax: bool = True  # Whether attention step by step forms probabilities in fp32
     # Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
     adapts_experts: bool = False

@@ -99,7 +99,9 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
             with tape.alive(first):
                 joined = joined_heads(builder, key, other)
                 with tape.alive(joined):
-                    return joined_heads(builder, query, first), joined, (table, numbers, rows, query, key, first, other)
+                    whole = joined_heads(builder, query, first)
+                    whole.apart = joined.apart = True  # heads are joined between tokens
+                    return whole, joined, (table, numbers, rows, query, key, first, other)
 
 
 def _cast_rows(builder: Builder, rows: Value, element_bytes: int) -> Value:

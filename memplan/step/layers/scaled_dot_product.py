@@ -109,7 +109,11 @@ def goes_by_steps(builder: Builder, part: Attention | None) -> bool:
 
 
 def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Value:
-    """Return what multi-head latent attention adds to the residual stream."""
+    """Return what multi-head latent attention adds to the residual stream.
+
+    Source:
+        ``DeepseekV3Attention.forward`` in transformers/models/deepseek_v3/modeling_deepseek_v3.py (5.23.0), Glm4MoeLite's and Mistral4's.
+    """
     names, tape, heads = builder.settings.names, builder.tape, part.num_heads
     with tape.alive(x):
         risen_query = _query(builder, x, part, prefix)
@@ -121,6 +125,8 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
                 builder, latent, part.compressed_norm, f"{prefix}.{names.key_value_down_norm}", part.kv_lora_rank
             )
             turned, key_turned = _turned(builder, turned, key_turned, part.qk_rope_head_dim)
+            with tape.alive(turned, down):
+                latent, key_turned = cached(builder, latent, key_turned)  # before they rise again
             width = promoted(plain, turned)
             ways = [(plain, SAME if plain.element_bytes == width else NEW), (turned, SAME)]
             joined = builder.fresh(plain, heads * part.qk_head_dim, width)
@@ -180,15 +186,13 @@ def _split(builder: Builder, x: Value, first: int, second: int) -> tuple[Value, 
 def _output(builder: Builder, query: Value, key: Value, value: Value, part: LatentAttention, prefix: str) -> Value:
     """Return attention, whose heads lie before tokens since queries were concatenated, and its projection."""
     heads = part.num_heads
-    with builder.tape.alive(query):
-        key, value = cached(builder, key, value)
     out = attended(builder, Heads(query, key, value, heads, heads))
     cut = builder.profile.attention == "flash" and round_up(part.qk_head_dim, FLASH_WIDTH_MULTIPLE) != part.v_head_dim
     first = builder.profile.attention in ("flash", "cudnn", "math", "eager") and not builder.settings.regime.one_token
     with builder.tape.alive(out):
         out = builder.copied(out, moves=heads > 1 and (first or cut))
-        with builder.tape.alive(out):
-            return linear(builder, out, f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size)
+    with builder.tape.alive(out):
+        return linear(builder, out, f"{prefix}.{builder.settings.names.output}", builder.settings.hidden_size)
 
 
 def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) -> Value:

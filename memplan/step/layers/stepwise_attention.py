@@ -38,16 +38,18 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
             scores = builder.pointwise("scale", bounded)
         unmasked = [scores] if code.own_scores else []
         scores = masked_scores(builder, scores)
+        named: tuple[Value, ...] = ()
         if part is not None and part.sinks:
             shifted, weights = with_sinks(builder, scores, heads)
+            named = (shifted,)
             weights = builder.cast(weights, value.element_bytes, foreign=value.foreign)
             tape.touch(scores)
         else:
             with tape.alive(*unmasked):
-                shifted = weights = _probabilities(builder, scores, own)
-        with tape.alive(shifted):
+                weights = _probabilities(builder, scores, own)
+        with tape.alive(*named):
             weights = builder.dropped(weights, builder.settings.attention_dropout)
-            builder.named_values.append(weights)
+            (builder.named_values if code.returns_weights else builder.named).append(weights)
             if code.own_scores:
                 tape.returned = weights
             read, value = builder.lowered(weights), builder.lowered(value)

@@ -130,9 +130,8 @@ class Player:
             self._make(operation, instant, named)
             self._save(operation)
             if operation.node is not None and self._escapes(operation):
-                given = {value.storage for value, _ in operation.node.inputs}
-                again += (own := [storage for storage in operation.node.attributes if storage not in given])
-                self.live.retain_all(own)
+                again += operation.node.attributes
+                self.live.retain_all(operation.node.attributes)
             else:
                 self.live.retain_all(operation.node.attributes if operation.node is not None else ())
                 self._mark_saved(operation)
