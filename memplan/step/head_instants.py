@@ -14,12 +14,12 @@ from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import Section
+from memplan.step.states.parallel_shards import looks_for_unused_parameters
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant, Played
 from memplan.step.tapes.taped_operations import Value
 from memplan.step.tapes.taped_weight import Mode
-from memplan.training.resolved import TrainingSetup
 
 TIED_SUM = "sum of the tied gradients"
 """Operation that adds up the gradients of a tied embedding and head where neither is written over."""
@@ -130,24 +130,13 @@ def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Ins
     """
     setup, logits = inputs.setup, head.logits
     config = setup.config
-    if config.parallel.data == 1 or not _looks_for_unused_parameters(setup):
+    if config.parallel.data == 1 or not looks_for_unused_parameters(setup):
         return
     form = around + constant_form(Part.LOGITS, 0 if setup.compares_pairs else 8)
     if logits is not None:
         width = 4 if setup.autocast else logits.element_bytes
         form += single_form(Part.LOGITS, logits.quantity, 2 * width * logits.width)
     yield Instant("forward", "copy of the outputs", form)
-
-
-def _looks_for_unused_parameters(setup: TrainingSetup) -> bool:
-    if (said := setup.config.parallel.unused_parameters) is not None:
-        return said
-    adapted, rule = setup.config.adapter is not None, setup.stack.unused_parameters
-    if rule == "never" or (not adapted and setup.checkpointing != "none"):
-        return False
-    if rule == "preferences-unless-checkpointed":
-        return setup.config.method.stage != "sft"
-    return rule == "unless-checkpointed" or not adapted
 
 
 def _size(part: Part, value: Value) -> Form:

@@ -13,7 +13,7 @@ from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
-from memplan.step.events.gathered_events import CASTS, GATHERS, REDUCES
+from memplan.step.events.ranks.gathered_events import CASTS, GATHERS, REDUCES
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 from tests.jobs import SHAPES, shipped_catalog
@@ -125,7 +125,12 @@ def test_a_rank_fits_where_all_streams_have_what_they_hold_and_is_tight_where_ca
     ("config", "parallel", "keys", "reason"),
     [
         ("muon", FSDP2, {"stack": "bundled"}, "bundled optimizer"),
-        ("bf16-adamw", Parallel(data=2), {}, "where units of FSDP"),
+        (
+            "bf16-adamw",
+            Parallel(data=2, zero_stage=2, engine="deepspeed"),
+            {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}},
+            "DeepSpeed",
+        ),
         ("bf16-adamw", FSDP2, {"zero_gradients": "fill"}, "filled with zeros"),
     ],
 )

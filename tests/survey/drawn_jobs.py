@@ -19,6 +19,7 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.recording.trace_result import COMPONENTS, Component, Trace
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
@@ -149,7 +150,7 @@ def reserved(plan: MemoryPlan, trace: Trace, steps: int) -> tuple[int, int]:
         event.storage for event in trace.events[:early] if not event.allocates
     }  # on a device only where there is none
     parallel = plan.setup.config.parallel
-    loaded = loaded if parallel.gpus > 1 and parallel.engine != "fsdp1" else set()
+    loaded = loaded if is_sharded(parallel) and parallel.engine != "fsdp1" else set()
     codes = [2 * event.storage + (not event.allocates) for event in trace.events if event.storage not in loaded]
     sizes = [storage.bytes for storage in trace.storages]
     events = events_of(plan, steps)

@@ -13,12 +13,13 @@ from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
 from memplan.step.events.event_stream import RunEvents
-from memplan.step.events.step_events import STEPS, run_events
+from memplan.step.events.ranks.around_parts import around_parts
+from memplan.step.events.step_events import STEPS, StepPlayer
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.states.optimizer_scratch import step_temporaries
-from memplan.step.states.parallel_shards import is_accelerated, is_sharded
+from memplan.step.states.parallel_shards import is_accelerated, is_replicated, is_sharded
 from memplan.step.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -57,12 +58,13 @@ class Simulation:
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
     """
 
-    __slots__ = ("_expandable", "_peaks", "_stream")
+    __slots__ = ("_before", "_expandable", "_peaks", "_stream")
 
     def __init__(self, events: RunEvents, *, expandable: bool) -> None:
         self._expandable = expandable
         streams = events.stream.streams
         self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes, streams)
+        self._before = Stream(events.sizes, events.codes[: events.steps[0]], streams=streams)
         ways = PLACEMENTS[:1] if expandable else PLACEMENTS
         self._peaks = [self._played(downwards=downwards) for downwards in ways]
 
@@ -74,6 +76,11 @@ class Simulation:
             return False
         ways = PLACEMENTS[:1] if self._expandable else PLACEMENTS
         return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in ways)
+
+    @property
+    def before_steps_bytes(self) -> int:
+        """Most bytes in blocks before the first step, as weights are put together or sent."""
+        return self._before.peaks().allocated_bytes
 
     def result(self, *, least: bool = True) -> Simulated:
         """Return its figures; the least that it needs is looked for half-way between blocks and segments.
@@ -134,10 +141,12 @@ def shares_reason(plan: MemoryPlan) -> str:
 def _untold_units(plan: MemoryPlan) -> str:
     """Return why the events of a job on several GPUs are not told, or nothing."""
     setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
-    if not is_sharded(parallel):
-        return "the events of several GPUs' collectives are told where units of FSDP gather the model"
     if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
         return "the events of GPUs that share layers, stages, experts or sequences are not told"
+    if is_replicated(parallel):
+        return ""
+    if not is_sharded(parallel):
+        return "the events of DeepSpeed's collectives are not told"
     if setup.offloads_weights or parallel.staged_codes:
         return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
     if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):
@@ -161,7 +170,9 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     sizes = plan.values, plan.evaluated_values
     sharded = sharded_step(plan.model, setup, states, regime) if is_sharded(setup.config.parallel) else None
     taped = sharded.taped if sharded else model_on_tape(inputs)
-    return run_events(inputs, taped, sizes, plan.forms.buffers, library_bytes, steps, sharded)
+    around = around_parts(inputs, taped.head.logits, plan.values, sharded)
+    whole = sharded.inputs if sharded else None
+    return StepPlayer(inputs, taped, sizes, plan.forms.buffers, library_bytes, around, whole).run(steps)
 
 
 class Runs:
@@ -201,30 +212,25 @@ def simulated(
     """
     if reason := shares_reason(plan):
         return replace(plan, reserve_by_share=reason)
-    if libraries_first:
-        expandable = plan.setup.config.allocator == "expandable"
-        simulation = Simulation(events_of(plan).libraries_first(), expandable=expandable)
-    else:
-        simulation = (runs or Runs())[plan]
+    simulation = _libraries_first(plan) if libraries_first else (runs or Runs())[plan]
     result = simulation.result(least=bool(least))
+    if result.allocated_bytes == simulation.before_steps_bytes:
+        result = replace(result, allocated_bytes=plan.allocated_bytes)
     off = abs(result.allocated_bytes - plan.allocated_bytes)
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     by_share, plan = plan, _without_streams(plan)
-    allowances = plan.allowances
+    allowances, parallel = plan.allowances, plan.setup.config.parallel
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
-    if (
-        least is None
-        and result.most_bytes + missing + plan.apart_bytes + allowances.upper_context_bytes > plan.usable_bytes
-    ):
-        result = simulation.result()
     apart = missing + plan.apart_bytes
+    if least is None and result.most_bytes + apart + allowances.upper_context_bytes > plan.usable_bytes:
+        result = simulation.result()
     survives = partial(_survives, simulation, apart)
     verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
-        allocated_bytes=plan.allocated_bytes if plan.gpu_count > 1 else result.allocated_bytes + missing,
+        allocated_bytes=plan.allocated_bytes if is_sharded(parallel) else result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + apart,
         device_bytes=result.spare_bytes + apart + allowances.context_bytes,
         upper_bytes=result.most_bytes + apart + allowances.upper_context_bytes,
@@ -233,6 +239,11 @@ def simulated(
         reserve_by_share="",
         by_share=by_share,
     )
+
+
+def _libraries_first(plan: MemoryPlan) -> Simulation:
+    """Return the run of a plan where libraries have made their workspaces before anything else."""
+    return Simulation(events_of(plan).libraries_first(), expandable=plan.setup.config.allocator == "expandable")
 
 
 def _without_streams(plan: MemoryPlan) -> MemoryPlan:
@@ -253,14 +264,14 @@ def _verdict(
 ) -> tuple[Verdict, int]:
     """Return the verdict, and the least that the run is known to need: less where it runs in what the device has.
 
-    A rank fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
+    A rank that gathers units fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
     """
     allowances = plan.allowances
     upper, expected = (
         plan.usable_bytes - context for context in (allowances.upper_context_bytes, allowances.context_bytes)
     )
     for verdict, capacity in (("fits", upper), *([("tight", expected)] if tight else [])):
-        if verdict == "fits" and plan.gpu_count > 1 and most > capacity:
+        if verdict == "fits" and is_sharded(plan.setup.config.parallel) and most > capacity:
             continue
         if capacity > 0 and runs_in(capacity):
             return verdict, min(least, capacity)  # type: ignore[return-value]

@@ -115,9 +115,14 @@ class RunEvents:
 class WholeModel:
     """Parts of a step that nothing lies around: the model is whole on each device."""
 
+    copies_returned = False  # Whether what it returns is copied
+
     def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
         """Allocate what a rank stores of the weights, given the bytes of each."""
         stream.allocate_all(sizes)
+
+    def wrap(self) -> None:
+        """Write what is made once the model is there, before the first step."""
 
     def mode(self, mode: Mode, micro_step: int) -> Mode:
         """Return what becomes of weight gradients in a micro-step, given what does in the first one."""
@@ -134,6 +139,9 @@ class WholeModel:
 
     def leave_head(self) -> None:
         """Write what comes behind the head's product."""
+
+    def copy_returned(self, logits: Sequence[int]) -> None:
+        """Write copies of what the model returns, given storages of its logits, which go then."""
 
     def turn(self) -> None:
         """Write what comes before backward."""

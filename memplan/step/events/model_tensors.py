@@ -54,6 +54,13 @@ class ModelTensors:
         floats = [entry.weight_bytes for _, entry in self.all if not entry.quantized]
         return floats + [size for _, entry in self.all if entry.quantized for size in self._levels(entry)]
 
+    def sent(self) -> list[tuple[str, int]]:
+        """Return dtype and bytes of each tensor that replicas are sent: weights, without what libraries keep beside codes."""
+        entries = [entry for _, entry in self.all]
+        if not self._apart:  # codes are buffers, which come behind
+            entries.sort(key=lambda entry: entry.quantized)
+        return [("codes" if e.quantized else e.format_name, self._levels(e)[0]) for e in entries]
+
     def _levels(self, entry: TensorStates) -> list[int]:
         """Return the bytes of each tensor that codes are stored in: one, or several where a library has them apart."""
         layout = self._inputs.setup.formats[entry.tensor.role]

@@ -6,13 +6,12 @@ events under other names, so that a step of a large model takes a few millisecon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents, WholeModel
-from memplan.step.events.gathered_events import Units
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks, measure_logits
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
@@ -20,7 +19,6 @@ from memplan.step.events.update_events import Updates
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape, evaluated_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
-from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
@@ -41,6 +39,9 @@ CUBLASLT_WORKSPACE_BYTES = MIB
 Values = tuple[Sequence[int], Sequence[int]]
 """Values of quantities: of a step, and of a forward that evaluates."""
 
+Around = Callable[[EventStream, ModelTensors], WholeModel]
+"""Returns what lies around the parts of a step."""
+
 
 class StepPlayer:
     """Plays a training run.
@@ -49,7 +50,8 @@ class StepPlayer:
         values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
         buffers: Token ids, targets and tables.
         library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
-        sharded: The units that a rank gathers its model in, whose tapes are played; None where it is whole.
+        around: Returns what lies around the parts of the step where several GPUs train, given what events are written to and the tensors.
+        whole: What the tapes were made of, where the rank gathers its model; None where it is whole.
     """
 
     def __init__(
@@ -59,19 +61,20 @@ class StepPlayer:
         values: Values,
         buffers: Form,
         library_bytes: int,
-        sharded: ShardedStep | None = None,
+        around: Around,
+        whole: StepInputs | None = None,
     ) -> None:
         self.taped, (self.values, self._evaluated_values) = taped, values
-        self.inputs = inputs if sharded is None else sharded.inputs
+        self.inputs = whole or inputs
         self.config = inputs.setup.config
         self.stream = EventStream()
-        self.around = WholeModel() if sharded is None else Units(self.stream, sharded, self.values)
         self.tensors = ModelTensors(inputs)
+        self.around = around(self.stream, self.tensors)
         self.updates = Updates(self.stream, inputs, self.tensors)
         self.gradients: dict[str, int] = {}
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers
-        named = "logits" in inputs.setup.stack.loop.holds or inputs.setup.copies_logits
+        named = "logits" in inputs.setup.stack.loop.holds or inputs.setup.copies_logits or self.around.copies_returned
         returned = taped.head.returned if named and taped.head.logits is not None else ()
         self._held_logits = [value.storage for value in returned]
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
@@ -109,6 +112,7 @@ class StepPlayer:
             stream.of(component)
             stream.allocate_all(sizes)
         self.updates.make_early_states()
+        self.around.wrap()
 
     def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
         """Play a step; return where each micro-step but its first begins, and where the last ends."""
@@ -190,6 +194,9 @@ class StepPlayer:
         self.around.turn()
         if self.inputs.setup.copies_logits:
             measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._held)
+            self._held = []
+        elif self.around.copies_returned:
+            self.around.copy_returned(self._held)
             self._held = []
         self.stream.free_all(storage for part in parts for storage in part.cached)
         if (lowest := self.taped.lowest_turned) is None and not self._called_again:
@@ -331,20 +338,3 @@ def _part_before_leaf(taped: ModelOnTape) -> int | None:
     if taped.leaf is None or taped.embedding.tape.nodes:
         return None
     return sum(run.count for run in taped.runs[: taped.leaf])
-
-
-def run_events(
-    inputs: StepInputs,
-    taped: ModelOnTape,
-    values: Values,
-    buffers: Form,
-    library_bytes: int,
-    steps: int = STEPS,
-    sharded: ShardedStep | None = None,
-) -> RunEvents:
-    """Return the events of a training run: what is made first, and so many steps, of which the first also makes what stays.
-
-    Args:
-        values: As :class:`StepPlayer` takes them, with buffers, library_bytes and sharded.
-    """
-    return StepPlayer(inputs, taped, values, buffers, library_bytes, sharded).run(steps)

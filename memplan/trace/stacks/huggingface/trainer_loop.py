@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.step.ends.end_settings import embeds_with_gradient
-from memplan.step.states.parallel_shards import runs_engine
+from memplan.step.states.parallel_shards import is_replicated, runs_engine
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
@@ -225,6 +225,8 @@ def trained(trainer: Any, model: Any, recorder: Recorder, title: str, setup: Tra
     own = hasattr(trainer, "_clip_grad_norm")  # transformers 5.0 has the accelerator clip
     clips = (trainer, "_clip_grad_norm") if own else (trainer.accelerator, "clip_grad_norm_")
     _announce(*clips, lambda: recorder.instant("gradient clipping"))
+    if is_replicated(setup.config.parallel):
+        mark_weights(trainer.model, recorder)  # which are sent to all ranks before the loop begins
     with several_gpus(recorder, setup, trainer), watched_by(recorder):
         trainer.train()
     config = text_config(trainer.model.config)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memplan.step.collectives.gathered_units import Unit
-from memplan.step.events.event_stream import EventStream
+from memplan.step.events.event_stream import EventStream, WholeModel
 from memplan.step.ranks.flat_adapters import retained_by_hooks
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
@@ -41,7 +41,7 @@ class _UnitTensors:
     share: int = -1  # The rank's share of its gradients; -1 for none
 
 
-class Units:
+class Units(WholeModel):
     """Units of a rank's step.
 
     Args:

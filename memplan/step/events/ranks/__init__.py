@@ -1,0 +1,1 @@
+"""The events that lie around the parts of a rank's step where several GPUs train together."""

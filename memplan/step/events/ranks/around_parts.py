@@ -1,0 +1,31 @@
+"""What lies around the parts of a rank's step, by whose code several GPUs train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from memplan.step.events.event_stream import EventStream, WholeModel
+from memplan.step.events.model_tensors import ModelTensors
+from memplan.step.events.ranks.gathered_events import Units
+from memplan.step.events.ranks.replicated_events import Replicas
+from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.states.parallel_shards import is_replicated
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.taped_operations import Value
+
+
+def around_parts(
+    inputs: StepInputs, logits: Value | None, values: Sequence[int], sharded: ShardedStep | None
+) -> Callable[[EventStream, ModelTensors], WholeModel]:
+    """Return what makes what writes the events around the parts of a step, given what they are written to and the model's tensors.
+
+    Args:
+        logits: What the model returns beside the loss; None for nothing.
+        values: Values of the quantities that sizes are made of.
+        sharded: The units that the rank gathers its model in; None where it is whole.
+    """
+    if sharded is not None:
+        return lambda stream, _: Units(stream, sharded, values)
+    if is_replicated(inputs.setup.config.parallel):
+        return lambda stream, tensors: Replicas(stream, inputs, tensors, logits, values)
+    return lambda _, __: WholeModel()
