@@ -89,7 +89,7 @@ def test_products_formed_in_fp32_are_those_of_16_bits_but_for_the_order_of_sums(
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 96), (256, 96), (256,)))
     native = torch.nn.functional.linear(x, weight, bias)
-    with fast_products("cpu"):
+    with fast_products("cpu", "fp16"):
         formed = torch.nn.functional.linear(x, weight, bias)
         written = torch.addmm(bias, x, weight.T, out=torch.empty_like(native))
     assert formed.dtype is dtype

@@ -179,7 +179,7 @@ def train(
 
 def trained(trainer: Trainer, seed: int, progress: Progress | None = None) -> Run:
     """Take every step of a trainer; as ``train``, for those who change something about it first."""
-    with fast_products(trainer.options.device):
+    with fast_products(trainer.options.device, trainer.setup.config.compute_dtype):
         return _trained(trainer, seed, progress)
 
 

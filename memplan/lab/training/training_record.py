@@ -70,7 +70,7 @@ def evidence(
             "warmup_steps": WARMUP_STEPS,
             "schedule": "cosine to zero",
             **asdict(options),
-            "products": products_of(options.device),
+            "products": products_of(options.device, setup.config.compute_dtype),
         },
         "text": {"source": text.source, "python": platform.python_version(), "sha256": text.digest},
         "bytes": _bytes(runs[0]),
