@@ -236,9 +236,12 @@ def _role(
 
 
 def _is_router(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Tell whether a matrix is the router beside ``experts``, or is inside of one (torchtitan's ``TokenChoiceTopKRouter``)."""
     parent, _, leaf = path.rpartition(".")
-    siblings = dict(modules[parent].named_children()) if parent in modules else {}
-    return leaf == "shared_expert_gate" or (leaf in ROUTER_NAMES and "experts" in siblings)
+    around = modules.get(parent)
+    siblings = dict(around.named_children()) if around is not None else {}
+    inside = "experts" in siblings or "Router" in type(around).__name__
+    return leaf == "shared_expert_gate" or (leaf in ROUTER_NAMES and inside)
 
 
 def _could_be_head(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:

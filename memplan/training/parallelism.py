@@ -310,6 +310,11 @@ def _when_sharded(
         if not (steps_elementwise(entry, width) or steps_shards(entry, stack, profile)):
             text = f"{name} is not supported with zero_stage 3 for {weights} weights: torch's own AdamW and SGD are, with states in the weights' dtype; use adamw-{weights}, or {instead}"
             yield ("optimizer",), text
+        elif entry.orthogonalises and config.parallel.pipeline * config.parallel.expert > 1:
+            text = (
+                f"{name} is not modelled with a pipeline, or where GPUs share experts; use adamw-{weights}, or neither"
+            )
+            yield ("optimizer",), text
 
 
 def _when_adapters_are_sharded(adapter: Adapter, profile: KernelProfile, stack: Stack, instead: str) -> Problems:

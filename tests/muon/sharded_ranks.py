@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from memplan.muon import Muon, OptimizerError, predict_optimizer_bytes
@@ -231,6 +232,54 @@ def train(model: nn.Module, optimizer: Muon) -> None:
         model(torch.randint(0, 256, (16,))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def divided_models_step_to_the_bit() -> None:
+    """Train a model whose matrices ranks share by columns and rows, its shards over other ranks where there are four."""
+    for options in ({"momentum_format": "int8", "block_elements": 8}, {"rounding": "golden", "batch_bytes": 1 << 16}):
+        model = _divided_model()
+        whole = [nn.Parameter(_whole(parameter)) for parameter in model.parameters()]
+        own = Muon.from_model(model, lr=0.02, **options)
+        groups = [
+            {**group, "params": [whole[_place(model, key)] for key in group["params"]]} for group in own.param_groups
+        ]
+        alone = Muon([{key: value for key, value in group.items() if key != "param_names"} for group in groups])
+        for step in range(STEPS):
+            torch.manual_seed(100 + step)
+            model(torch.randn(8, 32)).square().mean().backward()
+            for parameter, other in zip(model.parameters(), whole, strict=True):
+                other.grad = _whole(parameter.grad)
+            own.step()
+            own.zero_grad()
+            alone.step()
+        assert all(torch.equal(_whole(p), other) for p, other in zip(model.parameters(), whole, strict=True))
+
+
+def _divided_model() -> nn.Module:
+    """Return a feed-forward part and a norm as tensor parallelism divides them, sharded by rows where ranks are left for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.GELU(), nn.Linear(48, 32), nn.LayerNorm(32))
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
+    styles = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+        "3": SequenceParallel(sequence_dim=0),
+    }
+    parallelize_module(model, mesh["tensor"], styles)
+    if world > 2:
+        fully_shard(model, mesh=mesh["shard"])
+        kinds = {type(placement).__name__ for p in model.parameters() for placement in p.placements}
+        assert kinds == {"_StridedShard", "Shard", "Replicate"}
+    return model
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.detach().full_tensor().clone()
+
+
+def _place(model: nn.Module, key: Tensor) -> int:
+    return next(place for place, parameter in enumerate(model.parameters()) if parameter is key)
 
 
 def ranks_refuse_together() -> None:

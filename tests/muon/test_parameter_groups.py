@@ -115,6 +115,16 @@ def test_routers_and_experts():
     assert found["mlp.experts.gate_up_proj_bias"] == ("adamw", "bias")
 
 
+def test_a_gate_inside_a_router_is_no_hidden_matrix():
+    class TokenRouter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(8, 4, bias=False)
+
+    model = nn.ModuleDict({"moe": nn.ModuleDict({"router": TokenRouter(), "up": nn.Linear(8, 16, bias=False)})})
+    assert routes(split_parameters(model))["moe.router.gate.weight"] == ("adamw", "router")
+
+
 def test_a_gate_without_experts_is_a_hidden_matrix():
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.Linear(8, 16, bias=False)})})
     assert routes(split_parameters(model))["mlp.gate.weight"] == ("muon", "hidden_matrix")

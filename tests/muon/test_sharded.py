@@ -11,6 +11,7 @@ import torch
 from memplan.muon import Muon, OptimizerError
 from memplan.muon.sharded.divisions import chunk_lengths
 from tests.muon.sharded_ranks import (
+    divided_models_step_to_the_bit,
     in_ranks,
     ranks_refuse_together,
     replicas_train_alike,
@@ -60,6 +61,11 @@ def test_a_checkpoint_is_loaded_by_the_same_and_by_other_numbers_of_ranks(saved,
     in_ranks(saved, trained, tmp_path, folder, True)
     (tmp_path / f"meeting-trained-{loaded}").unlink(missing_ok=True)
     in_ranks(loaded, trained, tmp_path, folder, False)
+
+
+@pytest.mark.parametrize("world", WORLDS[:2])
+def test_matrices_of_tensor_parallel_models_are_orthogonalised_whole_to_the_bit(world, tmp_path):
+    in_ranks(world, divided_models_step_to_the_bit, tmp_path)
 
 
 @pytest.mark.parametrize("world", WORLDS[:2])

@@ -8,10 +8,18 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.muon import Muon
+from memplan.muon.parameter_updates import bytes_of_round, round_size
 from memplan.step.states import muon_batches
-from memplan.step.states.muon_batches import MuonBatch, round_phases
+from memplan.step.states.muon_batches import MuonBatch, is_exchanged, round_phases
 from tests.survey.drawn_jobs import Job, verdict
 
 MOMENTA = ("muon-fp32", "muon-bf16", "muon-int8", "muon-int4", "muon-gauss4", "muon-gauss2", "muon-ternary")
@@ -77,5 +85,36 @@ def test_a_round_has_pieces_of_all_its_matrices_and_some_of_them_whole():
         phases = round_phases(plan.setup, entry, MuonBatch(together, some_alone=False, ranks=4))
         pieces, whole = 2 * together * 2048 * 2048 // 4, 2 * owned * 2048 * 2048
         assert phases.momentum[0] == phases.weights[0] == pieces
-        assert phases.norms == ((whole, pieces) if owned == 1 else (whole, max(pieces, whole)))
+        assert sum(phases.norms) == whole + (pieces if owned == 1 else max(pieces, whole))
         assert (phases.update, phases.workspace[0]) == (0, whole)
+
+
+@pytest.mark.parametrize(("tensor", "gpus"), [(2, 2), (8, 8), (4, 12), (8, 40)])
+def test_rounds_of_matrices_that_ranks_share_take_what_the_library_foretells(tensor, gpus):
+    """Parts of matrices by columns or rows, and shards of these, as DTensors on a fake process group."""
+    settings = [f"parallel.tensor={tensor}", f"kernels.muon_batch_bytes={2**27 if gpus == 12 else 0}"]
+    plan = memplan.plan("llama-8b", gpu="h100", gpus=gpus, config="muon", stack="torchtitan", set=settings).memory
+    torch.distributed.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (gpus // tensor, tensor), mesh_dim_names=("fsdp", "tp"))
+        entries = [entry for entry in plan.states.tensors if is_exchanged(entry)]
+        assert len(entries) == 5
+        for entry in entries:
+            batches = muon_batches.muon_batches(plan.setup, [(entry, entry.tensor.count)])
+            (batch,) = batches.values()
+            handles, group = _as_parts(entry.tensor, batch.together, mesh, plan.setup.profile)
+            assert batch.together == min(entry.tensor.count, round_size(handles[0], group))
+            assert bytes_of_round(handles, group) == round_phases(plan.setup, entry, batch).bytes
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _as_parts(tensor, count, mesh, profile):
+    """Return the library's handles of so many parts like one, and their group."""
+    by_columns = tensor.shape[1] != tensor.divided[1]
+    placements = (Shard(0), Shard(1)) if by_columns else (_StridedShard(0, split_factor=mesh.size(1)), Shard(0))
+    local, strides = torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta"), (tensor.divided[1], 1)
+    options = {"run_check": False, "shape": torch.Size(tensor.divided), "stride": strides}
+    parts = [torch.nn.Parameter(DTensor.from_local(local, mesh, placements, **options)) for _ in range(count)]
+    optimizer = Muon(parts, ns_workspace=profile.newton_schulz, batch_bytes=profile.muon_batch_bytes)
+    return [handle for handle, _ in optimizer.handles()], optimizer.param_groups[0]

@@ -71,6 +71,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_divided(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def placed_as(gradient: Any, parameter: Any) -> Any:
+    """Return the gradient of a DTensor where that lies: of a norm under tensor parallelism ranks have sums of their own rows alone."""
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
+
+
 def refuse_placements(parameter: Any, label: str) -> None:
     """Raise unless every placement of a DTensor is one that pieces can be read off.
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from memplan.muon.sharded.divisions import is_divided, local_part, shards_have_whole_blocks
+from memplan.muon.sharded.divisions import is_divided, local_part, placed_as, shards_have_whole_blocks
 from memplan.muon.state_codecs.state_formats import ADAMW_BLOCK
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore, TensorGradient
 from memplan.muon.stores.optimizer_errors import OptimizerError
@@ -114,6 +114,8 @@ class FloatHandle:
         """Return ``parameter.grad``, or the store's gradient."""
         if self.store is not None and self.store.codes is not None:
             return self.store
+        if self._key.grad is not None and is_divided(self._key):
+            self._key.grad = placed_as(self._key.grad, self._key)
         grad = None if self._key.grad is None else local_part(self._key.grad)
         if grad is not None and grad.layout != torch.strided:
             raise OptimizerError(f"sparse gradient for a parameter of shape {tuple(self.shape)}: expected a dense one")

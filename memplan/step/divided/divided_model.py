@@ -51,7 +51,9 @@ def divided(model: Model, setup: TrainingSetup) -> Model:
             [f"parallel.sequence: {parallel.tensor} GPUs do not share a sequence of {length} tokens evenly"]
         )
     spec = _divided_spec(model.spec, parallel.tensor)
-    return replace(model, spec=spec, inventory=inventory_of(spec))
+    parts = zip(inventory_of(spec), model.inventory, strict=True)
+    inventory = tuple([replace(own, divided=whole.shape) if own.shape != whole.shape else own for own, whole in parts])
+    return replace(model, spec=spec, inventory=inventory)
 
 
 def _refuse_length(setup: TrainingSetup) -> None:

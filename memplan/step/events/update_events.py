@@ -216,7 +216,7 @@ class Updates:
         batches = muon_batches(self._setup, ((entry, 1) for entry in entries), self._stored)
         for (name, own), entry in zip(group, entries, strict=True):
             batch = batches.get(alike(entry), ALONE)
-            kind = (entry.tensor.role if batch is ALONE else "", entry.tensor.shape)
+            kind = (entry.tensor.role if batch is ALONE else "", entry.tensor.shape, entry.tensor.divided)
             if kind not in seen:
                 seen.add(kind)
                 if batch.together > 1:

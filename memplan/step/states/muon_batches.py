@@ -18,8 +18,8 @@ from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
-Alike = tuple[tuple[int, ...], str, str]
-"""Shape, format and gradient dtype: matrices that agree in them are updated together."""
+Alike = tuple[tuple[int, ...], tuple[int, ...], str, str]
+"""Shape, that of the whole where ranks divide it, format and gradient dtype: matrices that agree in them are updated together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ def muon_batches(
 
 def alike(entry: TensorStates) -> Alike:
     """Return what makes matrices of one optimizer alike."""
-    return entry.tensor.divided or entry.tensor.shape, entry.format_name, entry.gradient_name
+    return entry.tensor.shape, entry.tensor.divided, entry.format_name, entry.gradient_name
 
 
 def is_exchanged(entry: TensorStates) -> bool:
-    """Tell whether a matrix for Muon is divided by rows, so that ranks send each other the pieces of whole ones."""
+    """Tell whether a matrix for Muon is divided, so that ranks send each other the pieces of whole ones."""
     return bool(entry.tensor.divided) and entry.optimizer.orthogonalises and len(entry.tensor.shape) == 2
 
 
@@ -107,7 +107,8 @@ def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
     Source:
         ``round_size`` in memplan/muon/parameter_updates.py.
     """
-    ranks, whole = setup.config.parallel.shards, _whole(entry)
+    exchanged, whole = is_exchanged(entry), _whole(entry)
+    ranks = prod(ranks for ranks, _, _ in _divisions(setup, entry)) if exchanged else setup.config.parallel.shards
     each = 4 * prod(whole) + sum(_workspace(setup, entry, 1))
     return MuonBatch(min(count, ranks * max(1, setup.profile.muon_batch_bytes // each)), False, ranks)
 
@@ -117,7 +118,8 @@ def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) ->
 
     Formula:
         With p the pieces of all its matrices and f the matrices that it owns, in bf16: p + the momentum's chunk, p + f while
-        they are sent, 2 f while more than one are put together, f + Newton-Schulz, p + the weight's chunk.
+        they are sent, 2 f while pieces do not lie one after another, f + Newton-Schulz, p + the weight's chunk. Where two
+        mesh dimensions divide a matrix, each is undone in turn, and what the first has put together are pieces of the second.
 
     Source:
         ``round_bytes`` in memplan/muon/updates/rounds.py.
@@ -125,15 +127,36 @@ def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) ->
     alone = muon_phases(setup, entry)
     if not is_exchanged(entry):
         return _replicas_phases(setup, entry, batch, alone)
-    pieces, owned = 2 * batch.together * entry.tensor.elements, ceil_div(batch.together, batch.ranks)
-    whole = 2 * owned * prod(entry.tensor.divided)
+    pieces = 2 * batch.together * entry.tensor.elements
+    before, owned, sent = pieces, batch.together, 0
+    for ranks, dimension, shape in _divisions(setup, entry):
+        owned = ceil_div(owned, ranks)
+        whole = 2 * owned * prod(shape)
+        lies_whole = owned * prod(shape[:dimension]) == 1
+        sent, before = max(sent, whole + (before if lies_whole else max(before, whole))), whole
     return MuonPhases(
         update=0,
         momentum=(pieces, *alone.momentum),
-        norms=(whole, pieces) if owned == 1 else (whole, max(pieces, whole)),
-        workspace=(whole, *_workspace(setup, entry, owned)),
+        norms=(sent,),
+        workspace=(before, *_workspace(setup, entry, owned)),
         weights=(pieces, *alone.weights),
     )
+
+
+def _divisions(setup: TrainingSetup, entry: TensorStates) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return how many ranks divide a matrix, along which dimension, and what they have together, in the order that this is undone.
+
+    ``fully_shard`` cuts the rows of what tensor parallelism has left. Where that has cut rows too, shards are put together
+    first; where it has cut columns, these are.
+
+    Source:
+        ``divisions_of`` in memplan/muon/sharded/divisions.py; ``_StridedShard``.
+    """
+    parallel, (rows, columns), whole = setup.config.parallel, entry.tensor.shape, entry.tensor.divided
+    by_columns = columns != whole[-1]
+    shards = (parallel.shards, 0, whole if by_columns else (whole[0] // parallel.tensor, columns))
+    parts = (parallel.tensor, int(by_columns), (rows, whole[1]) if by_columns else whole)
+    return [division for division in ((parts, shards) if by_columns else (shards, parts)) if division[0] > 1]
 
 
 def _replicas_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch, alone: MuonPhases) -> MuonPhases:

@@ -53,15 +53,15 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
 
 def trained_kinds(tensors: Iterable[TensorStates]) -> list[TensorStates]:
     """Return the trained tensors, of those that share a role and a shape the first: their updates are alike."""
-    result: dict[tuple[Role, tuple[int, ...]], TensorStates] = {}
+    result: dict[tuple[Role, tuple[int, ...], tuple[int, ...]], TensorStates] = {}
     for entry in tensors:
         if entry.stepper is not None:
             result.setdefault(_kind(entry), entry)
     return list(result.values())
 
 
-def _kind(entry: TensorStates) -> tuple[Role, tuple[int, ...]]:
-    return entry.tensor.role, entry.tensor.shape
+def _kind(entry: TensorStates) -> tuple[Role, tuple[int, ...], tuple[int, ...]]:
+    return entry.tensor.role, entry.tensor.shape, entry.tensor.divided
 
 
 def _groups(tensors: Iterable[TensorStates]) -> dict[str, list[TensorStates]]:

@@ -73,7 +73,7 @@ def shard(tensor: ParameterTensor, ranks: int, dimension: int = 0) -> ParameterT
     """
     rows = ceil_div(tensor.shape[dimension], ranks)
     shape = (*tensor.shape[:dimension], rows, *tensor.shape[dimension + 1 :])
-    return replace(tensor, shape=shape, divided=tensor.shape if ranks > 1 else ())
+    return replace(tensor, shape=shape, divided=tensor.divided or tensor.shape if ranks > 1 else tensor.divided)
 
 
 def is_apart(tensor: ParameterTensor, parallel: Parallel) -> bool:

@@ -113,12 +113,15 @@ def deepspeed_problems(
 
 
 def steps_shards(entry: Optimizer, stack: Stack, profile: KernelProfile) -> bool:
-    """Tell whether the bundled optimizer steps ``fully_shard``'s shards, in whatever format its states are.
+    """Tell whether the bundled optimizer steps ``fully_shard``'s shards, of parts that tensor parallelism has left too.
+
+    Momentum may be in whatever format.
 
     Source:
         ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
     """
-    return stack.name == "bundled" and entry.bundled is not None and profile.newton_schulz != "torch"
+    runs = stack.name == "bundled" or stack.model_code == "torchtitan"
+    return runs and entry.bundled is not None and profile.newton_schulz != "torch"
 
 
 def steps_elementwise(entry: Optimizer, width: int) -> bool:

@@ -24,6 +24,7 @@ from tests.survey.stacks.drawn_grids import (
     flat_job,
     layered_job,
     mixed_job,
+    muon_job,
     offloaded_job,
     piped_job,
     replicated_job,
@@ -62,6 +63,7 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
     "compiled": ("jobs whose layers torch compiles", compiled_job),
     "some_sharded": ("jobs of which every other one is over shards, GPUs and dtype of weights drawn", sharded_job),
     "hsdp": ("jobs of groups of GPUs that each divide everything, groups and GPUs drawn", replicated_job),
+    "muon": ("jobs whose matrices the bundled Muon has, the format of its momentum drawn", muon_job),
     "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
 }
 """Flag -> what it says of itself, and what it draws; in this order."""

@@ -38,6 +38,22 @@ def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, training))
 
 
+def muon_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job whose matrices the bundled Muon has, its momentum's format drawn, and AdamW in fp32 or 8 bits the rest."""
+    rng, training, model = Random(f"memplan muon {seed} {number}"), dict(job.job.training), dict(job.job.model)
+    momentum = rng.choice(("fp32", "fp32", "bf16", "int8", "gauss4", "ternary"))
+    training["optimizer"] = {"hidden_matrix": f"muon-{momentum}", "default": rng.choice(("adamw-fp32", "adamw-int8"))}
+    training["kernels"] = {**training.get("kernels", {}), "muon_batch_bytes": rng.choice((0, 0, 1 << 20, 1 << 24))}
+    if momentum not in ("fp32", "bf16"):  # rows of shards have to be whole blocks
+        tensor = training.get("parallel", {}).get("tensor", 1)
+        model |= {
+            "hidden_size": 256 * tensor,
+            "intermediate_size": 256 * tensor * rng.choice((1, 2, 3)),
+            "head_dim": 256,
+        }
+    return replace(job, job=Job(model, training))
+
+
 def layered_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job that checkpoints some layers only, which of how many is drawn; every third is over shards."""
     rng, model, training = Random(f"memplan layers {seed} {number}"), dict(job.job.model), dict(job.job.training)

@@ -17,7 +17,6 @@ import torch
 import torchtitan.distributed.fsdp
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -44,6 +43,7 @@ from memplan.trace.stacks.titan.flex_kernel import block_mask
 from memplan.trace.stacks.titan.torchtitan_context import attending_along, own_part, runs_flex
 from memplan.trace.stacks.titan.torchtitan_experts import expert_mesh, routed_rows
 from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
+from memplan.trace.stacks.titan.torchtitan_optimizers import optimizers_of
 from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
@@ -223,11 +223,11 @@ class _Trainer:
     ) -> None:
         self.parts, self.setup, self.recorder, self.pipeline, self.dims = parts, setup, recorder, pipeline, dims
         self.loss, self.done = pipeline.loss if pipeline else _loss(setup), 0
-        config = default_adamw()
-        config.implementation = setup.profile.optimizer
-        self.optimizers: Any = OptimizersContainer(config, model_parts=parts)
+        self.optimizers = optimizers_of(parts, setup)
         for part in parts:
             watch_tensors(part, recorder)
+        for optimizer in self.optimizers:
+            watch_states(optimizer, recorder)
         model = parts[-1]
         if pipeline is None:
             watch_layers(model.layers.values(), model.lm_head, recorder)
