@@ -127,7 +127,7 @@ def checked_options(group: Mapping[str, Any]) -> None:
     if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUSTMENTS:
         raise unknown_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
     for key in _NOT_NEGATIVE:
-        if not float(group[key]) >= 0:
+        if isinstance(group[key], str) or not float(group[key]) >= 0:
             raise OptimizerError(f"{key}: expected a number of at least 0, got {group[key]!r}")
     for key in _POSITIVE:
         if not isinstance(group[key], int) or group[key] < 1:

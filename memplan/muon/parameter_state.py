@@ -61,7 +61,9 @@ def _handle_of(entry: Any, gradient_format: str | None) -> Handle:
             handle.store = GradientStore(gradient_format, handle.shape)
         return handle
     if not isinstance(entry, Tensor):
-        raise OptimizerError(f"a parameter must be a tensor or a quantised weight, got {type(entry).__name__}")
+        raise OptimizerError(
+            f"a parameter must be a tensor or a quantised weight, got {type(entry).__name__}; of a model Muon.from_model takes all"
+        )
     store = GradientStore(gradient_format, entry.shape) if gradient_format else None
     return FloatHandle(entry, store)
 
@@ -92,7 +94,7 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of shape {shape} is not contiguous in memory")
     if group["algorithm"] == "muon" and len(shape) not in (2, 3):
         raise OptimizerError(
-            f"{label} of shape {shape}: Muon takes matrices, or stacks of them; give it algorithm 'adamw'"
+            f"{label} of shape {shape}: Muon takes matrices, or stacks of them; give it algorithm 'adamw', or use Muon.from_model"
         )
     if group["master"] == "split" and handle.key.dtype != torch.bfloat16:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: master 'split' takes bf16 parameters")

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
@@ -253,6 +253,40 @@ def divided_models_step_to_the_bit() -> None:
             own.zero_grad()
             alone.step()
         assert all(torch.equal(_whole(p), other) for p, other in zip(model.parameters(), whole, strict=True))
+
+
+def divided_states(folder: str, save: bool) -> None:
+    """Train such a model, and save its optimizer, or load what other ranks saved and hold it against one that was trained here."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    options = {"lr": 0.02, "momentum_format": "int8", "block_elements": 8, "adamw": {"adamw_format": "bf16"}}
+    model = _divided_model()
+    optimizer = Muon.from_model(model, **options)
+    if save:
+        _train_on_given(model, optimizer)
+        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    else:
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    other = _divided_model()
+    trained_here = Muon.from_model(other, **options)
+    _train_on_given(other, trained_here)
+    for own, here in zip(optimizer.state.values(), trained_here.state.values(), strict=True):
+        assert own.keys() == here.keys()
+        assert all(torch.equal(own[name], here[name]) for name in own)
+
+
+def _train_on_given(model: nn.Module, optimizer: Muon) -> None:
+    """Take a few steps on whole gradients that are the same whatever the ranks."""
+    for step in range(STEPS):
+        torch.manual_seed(200 + step)
+        for parameter in model.parameters():
+            whole = torch.randn(parameter.shape)
+            spread = DTensor.from_local(whole, parameter.device_mesh, run_check=False)
+            parameter.grad = spread.redistribute(placements=parameter.placements)
+        optimizer.step()
 
 
 def _divided_model() -> nn.Module:

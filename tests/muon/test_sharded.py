@@ -12,6 +12,7 @@ from memplan.muon import Muon, OptimizerError
 from memplan.muon.sharded.divisions import chunk_lengths
 from tests.muon.sharded_ranks import (
     divided_models_step_to_the_bit,
+    divided_states,
     in_ranks,
     ranks_refuse_together,
     replicas_train_alike,
@@ -66,6 +67,14 @@ def test_a_checkpoint_is_loaded_by_the_same_and_by_other_numbers_of_ranks(saved,
 @pytest.mark.parametrize("world", WORLDS[:2])
 def test_matrices_of_tensor_parallel_models_are_orthogonalised_whole_to_the_bit(world, tmp_path):
     in_ranks(world, divided_models_step_to_the_bit, tmp_path)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.thorough)])
+def test_states_of_tensor_parallel_models_are_loaded_by_the_same_and_by_other_numbers_of_ranks(saved, loaded, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    in_ranks(saved, divided_states, tmp_path, folder, True)
+    (tmp_path / f"meeting-divided_states-{loaded}").unlink(missing_ok=True)
+    in_ranks(loaded, divided_states, tmp_path, folder, False)
 
 
 @pytest.mark.parametrize("world", WORLDS[:2])
