@@ -35,7 +35,7 @@ class SinglePrecisionProducts(TorchDispatchMode):  # type: ignore[no-untyped-cal
 
 def formed_in_fp32(device: str, compute_dtype: str) -> bool:
     """Tell whether 16-bit products are slow there: on a CPU in fp16, and in bf16 where it has no instructions for that."""
-    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # type: ignore[no-untyped-call]
+    bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return device == "cpu" and not (bf16 and compute_dtype != "fp16")
 
 
