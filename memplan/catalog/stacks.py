@@ -287,8 +287,8 @@ class Stack:
     pair_kbit_floats: KbitFloats | None = None
     # Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
     divides: tuple[str, ...] = ()
-    # Losses of other libraries that nothing of it ever calls, and no key of its files asks for.
-    foreign_losses: tuple[LossKernel, ...] = ()
+    # Key of ``kernels`` -> what is modelled of it besides its own: for attention, norm, rotation, activation, loss, adapters.
+    runs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Kernels that it lets torch's attention choose among, the one that comes first first, where its ``attention`` is
     # ``auto``; nothing is all of them in torch's own order.
     attention_order: tuple[AttentionKernel, ...] = ()

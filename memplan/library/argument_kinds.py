@@ -81,6 +81,8 @@ def _is(value: object, kind: Any) -> bool:
         return True
     if kind in (None, type(None)):
         return value is None
+    if origin is PathLike:  # some of which stand for bytes
+        return isinstance(value, PathLike) and isinstance(value.__fspath__(), str)
     return isinstance(value, origin or kind) if isinstance(origin or kind, type) else callable(value)
 
 

@@ -209,9 +209,15 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
         first = ZERO if inputs.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
         form = around + first + summed + both + rows_of_chunk * 2
         yield Instant("head backward", "sum of two chunks' head gradients", form)
-    storing = sum((weight.storing_form("first" if weight.delayed else mode) for weight in floats), ZERO)
-    if any(weight.storing_bytes("first" if weight.delayed else mode) for weight in floats):
-        yield Instant("head backward", "gradient of the head", around + parts + summed + storing)
+    for weight in reversed(floats):  # a bias is done first: it is stored, or stepped and gone, as the matrix is stored
+        own: Mode = "first" if weight.delayed else mode
+        if weight.storing_bytes(own):
+            form = around + parts + summed + weight.storing_form(own)
+            yield Instant("head backward", f"{weight.name} gradient", form)
+        formed, left = weight.formed_bytes, weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
+        summed += constant_form(Part.GRADIENTS, left) - constant_form(
+            Part.GRADIENTS if retained else Part.TEMPORARIES, formed
+        )
 
 
 def _norm_backward(head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:

@@ -13,7 +13,7 @@ from memplan.training.resolved import FLOAT_BYTES
 
 Keys = dict[str, Any]
 
-LENGTHS = (1, 2, 7, 17, 64, 100, 127, 128, 129, 255, 300, 512, 700, 1000, 1024, 1537, 2048, 3071, 3072, 3073, 4100)
+LENGTHS = (1, 2, 7, 17, 64, 100, 127, 128, 129, 255, 300, 512, 700, 1000, 1024, 1537, 2048, 3071, 3072, 3073, 4100, 5003)
 EAGER_LENGTHS = tuple(length for length in LENGTHS if length <= 1024)
 """Lengths for attention that keeps its scores: a matrix of them is as large as their square."""
 
@@ -34,8 +34,9 @@ def config_keys(rng: Random, model: Model, catalog: Catalog) -> Keys:
     for key, values, chance in (
         ("activation_checkpointing", ("full", "selective"), 0.6),
         ("clip_gradients", (True,), 0.15 if "gradients" not in keys else 0.0),
-        ("dropout", (0.0, 0.1), 0.4),
+        ("dropout", (0.0, 0.1, 0.5), 0.4),
         ("evaluation", (True,), 0.2),
+        ("evaluation_batch_size", (1, 2, 7), 0.1),
         ("save_checkpoint", (True,), 0.1),
         ("weight_average", ("fp32", "bf16"), 0.1),
         ("allocator", ("expandable",), 0.1),
@@ -44,6 +45,8 @@ def config_keys(rng: Random, model: Model, catalog: Catalog) -> Keys:
     ):
         if rng.random() < chance:
             keys[key] = rng.choice(values)
+    if keys.get("activation_checkpointing") == "full" and rng.random() < 0.3:
+        keys["checkpointed_layers"] = {rng.choice(("every", "first")): rng.choice((1, 2, 3))}
     return keys
 
 
@@ -83,13 +86,15 @@ def _adapter(rng: Random, model: Model) -> Keys:
         adapter["targets"] = some
     if rng.random() < 0.5:
         adapter["dtype"] = rng.choice(("bf16", "fp32", "fp16"))
+    if rng.random() < 0.3:
+        adapter["dropout"] = rng.choice((0.0, 0.05))
     return {"adapter": adapter}
 
 
 def _kernels(rng: Random) -> Keys:
     """Return choices of kernels, each left out as often as not."""
     choices: dict[str, tuple[Any, ...]] = {
-        "attention": ("flash", "math", "efficient", "cudnn"),
+        "attention": ("flash", "math", "efficient", "cudnn", "auto"),
         "norm": ("composite",),
         "rotary": ("fused",),
         "activation": ("fused",),
@@ -104,13 +109,20 @@ def _kernels(rng: Random) -> Keys:
 
 def _optimizer(rng: Random, keys: Keys, catalog: Catalog) -> Keys:
     """Return an optimizer, or two: any of the catalog, of those that step codes where codes are trained."""
-    coded = "adapter" not in keys and keys["weights"].get("hidden_matrix", "fp32") not in FLOAT_BYTES
+    coded = _trains_codes(keys)
     names = [name for name in sorted(catalog.optimizers.entries) if not coded or name.startswith(BUNDLED)]
     if rng.random() < 0.3:
         return {}
     optimizer = {"default": rng.choice(names)}
-    if rng.random() < 0.2:
-        optimizer["hidden_matrix"] = rng.choice(names)
+    for role in ("hidden_matrix", "hidden_matrix", "expert_matrix", "embedding", "norm", "head"):
+        able = names if role.endswith("matrix") else [n for n in names if catalog.optimizers[n].takes == "all"]
+        if rng.random() < 0.1:
+            optimizer[role] = rng.choice(able)
+    kernels = keys.get("kernels", {})
+    if "rmsprop" in optimizer.values():
+        kernels.pop("optimizer", None)  # whose scratch is known for foreach alone
+    if kernels.get("newton_schulz") != "torch" and rng.random() < 0.2:
+        keys["kernels"] = {**kernels, "muon_batch_bytes": rng.choice((1, 10**6, 10**9))}
     if keys.get("kernels", {}).get("newton_schulz") == "torch" and (coded or _other_momentum(optimizer, keys)):
         del keys["kernels"]["newton_schulz"]
     drawn: Keys = {"optimizer": optimizer}
@@ -122,6 +134,10 @@ def _optimizer(rng: Random, keys: Keys, catalog: Catalog) -> Keys:
     return drawn
 
 
+def _trains_codes(keys: Keys) -> bool:
+    return "adapter" not in keys and keys["weights"].get("hidden_matrix", "fp32") not in FLOAT_BYTES
+
+
 def _other_momentum(optimizer: Keys, keys: Keys) -> bool:
     """Tell whether a momentum has another dtype than its gradient, which torch's own Muon does not keep."""
     own = keys["adapter"].get("dtype", "bf16") if "adapter" in keys else keys["weights"]["default"]
@@ -131,14 +147,17 @@ def _other_momentum(optimizer: Keys, keys: Keys) -> bool:
 def _gradients(rng: Random, keys: Keys) -> Keys:
     """Return how gradients are kept: in another dtype where their optimizer stores them, for how long, how often."""
     gradients: Keys = {}
-    if rng.random() < 0.35 and all(name.startswith(BUNDLED) for name in keys.get("optimizer", {}).values()):
-        gradients["dtype"] = rng.choice(("fp32", "bf16", "fp8-e4m3", "fp8-e5m2"))
+    half = keys["compute_dtype"] == "fp16"  # gradients that are not stored beside codes, and not in bf16 beside fp16
+    must = half and _trains_codes(keys)
+    if must or (rng.random() < 0.35 and all(name.startswith(BUNDLED) for name in keys.get("optimizer", {}).values())):
+        dtypes = ("fp32", "fp8-e4m3", "fp8-e5m2", *(() if half else ("bf16",)))
+        gradients["dtype"] = rng.choice(dtypes)
     if rng.random() < 0.25:
         gradients["lifetime"] = "layer"
         return {"gradients": gradients}
     drawn: Keys = {"gradients": gradients} if gradients else {}
     if rng.random() < 0.3:
-        drawn["gradient_accumulation_steps"] = rng.choice((2, 3))
+        drawn["gradient_accumulation_steps"] = rng.choice((2, 3, 8))
     if rng.random() < 0.15:
         drawn["zero_gradients"] = "fill"
     return drawn
@@ -149,4 +168,4 @@ def _sizes(rng: Random, model: Model, keys: Keys) -> Keys:
     math = keys.get("kernels", {}).get("attention") == "math"
     limit = model.spec.learned_positions or max(LENGTHS)
     lengths = [n for n in (EAGER_LENGTHS if math else LENGTHS) if n <= limit]
-    return {"micro_batch_size": rng.choice((1, 1, 2, 3, 5)), "sequence_length": rng.choice(lengths)}
+    return {"micro_batch_size": rng.choice((1, 1, 2, 3, 5, 9)), "sequence_length": rng.choice(lengths)}

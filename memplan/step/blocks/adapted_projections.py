@@ -127,6 +127,7 @@ def _by_whole_weight(builder: Builder, x: Value, rows: int, frozen: Value, *, re
         frozen = tape.make("cast weight", builder.constant(frozen.width, width), frozen)
         retained = True
     out = tape.value(x.quantity, rows, width)
+    out.foreign = x.foreign and not builder.settings.autocast
     return tape.apply(
         "linear",
         [(low, NEW if low.flat else VIEW)],

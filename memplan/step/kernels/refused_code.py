@@ -67,20 +67,16 @@ def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for Liger's kernels where nothing runs them, or not as they are modelled.
 
     Raises:
-        CannotAnswerError: Another library's models, or a family that is not in the list.
+        CannotAnswerError: A family that is not in the list.
     """
-    own, used = setup.stack, setup.profile
+    used = setup.profile
     if spec.logit_scale and used.loss in ("cut-cross-entropy", "token-chunks", "token-chunks-fp32"):
         raise CannotAnswerError(f"kernels.loss: {used.loss} of {spec.name}, whose logits are scaled, is not modelled")
     requested = {"norm": used.norm, "rotary": used.rotary, "activation": used.activation, "loss": used.loss}
     kernels = [key for key, value in requested.items() if value == ("fused-linear" if key == "loss" else "in-place")]
-    if not kernels or (own.model_code != "transformers" and getattr(own.kernels, kernels[0]) == requested[kernels[0]]):
+    if not kernels or setup.stack.model_code != "transformers":
         return
     where = f"kernels.{kernels[0]}: {requested[kernels[0]]}"
-    if own.model_code != "transformers":
-        raise CannotAnswerError(
-            f"{where} is Liger's, which runs on models of transformers and not on those of {own.name}"
-        )
     if spec.architecture not in LIGER_FAMILIES:
         raise CannotAnswerError(
             f"{where} of {spec.architecture}, as Liger runs it, is not modelled; it is for {', '.join(LIGER_FAMILIES)}"
@@ -117,8 +113,6 @@ def refuse_cut_cross_entropy(spec: ModelSpec, setup: TrainingSetup) -> None:
     if setup.profile.loss != "cut-cross-entropy":
         return
     where = "kernels.loss: cut-cross-entropy"
-    if setup.stack.model_code != "transformers":
-        raise CannotAnswerError(f"{where} runs on models of transformers and not on those of {setup.stack.name}")
     if spec.architecture in UNCUT_FAMILIES or setup.scores:
         raise CannotAnswerError(
             f"{where} has no forward for {spec.architecture}{' with a score' if setup.scores else ''}"

@@ -148,11 +148,11 @@ def _refuse_formats(setup: TrainingSetup, group: Iterable[Updated]) -> None:
 def _refuse_gradients(setup: TrainingSetup, group: Iterable[Updated]) -> None:
     """Refuse gradients that the bundled optimizer neither takes as they are nor stores."""
     for item in sorted(group, key=str):
-        stored = item.gradient in STORED_GRADIENTS and {item.gradient, item.format_name} != {"bf16", "fp16"}
-        if not stored and (item.coded or item.gradient != item.format_name):
+        able = [name for name in STORED_GRADIENTS if {name, item.format_name} != {"bf16", "fp16"}]
+        if item.gradient not in able and (item.coded or item.gradient != item.format_name):
             raise CannotAnswerError(
                 f"{setup.name}: gradients of {item.format_name} weights in {item.gradient} are not supported: the "
-                f"bundled optimizer stores {', '.join(STORED_GRADIENTS)}; set gradients.dtype to one of them"
+                f"bundled optimizer stores them in {', '.join(able)}; set gradients.dtype to one of them"
             )
 
 

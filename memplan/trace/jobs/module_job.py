@@ -40,6 +40,8 @@ class ModuleJob(Job):
             if tensor.requires_grad
         ]
         super().__init__(module, setup, trained, "meta")
+        if self.config.evaluation_batch_size not in (None, self.config.micro_batch_size):
+            raise CannotAnswerError("evaluation_batch_size: a module is evaluated on the inputs that it is trained on")
 
     def loss(self) -> Tensor:
         """Return the loss of one micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -74,6 +75,20 @@ class Session(Job):
         batch = self.batch
         loss: Tensor = self.model(batch.ids, batch.targets, batch.tables, batch.positions)
         return loss
+
+    def evaluate(self, watcher: Watcher) -> None:
+        """Run the model, which drops nothing, on as many rows as it is evaluated on."""
+        trained = self.batch
+        rows = self.config.evaluation_batch_size or len(trained.ids)
+        if rows != len(trained.ids):
+            ids = trained.ids.new_zeros((rows, trained.ids.shape[1]))
+            self.batch = replace(trained, ids=ids, targets=ids.clone())
+            watcher.mark(self.batch.ids, "buffers")
+            watcher.mark(self.batch.targets, "buffers")
+        self.model.eval()
+        self.loss()
+        self.model.train()
+        self.batch = trained
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Component]]:
         """Yield weights, buffers and data."""

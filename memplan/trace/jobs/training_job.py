@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from memplan.errors import CannotAnswerError
 from memplan.muon.updates.offload import buffers_on
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.optimizers import Update, update_of
@@ -64,8 +63,6 @@ class Job:
         self, model: nn.Module, setup: TrainingSetup, trained: list[Trained], device: str, target: Target = "cuda"
     ) -> None:
         self.model, self.setup, self.config, self.device = model, setup, setup.config, device
-        if self.config.evaluation_batch_size not in (None, self.config.micro_batch_size):
-            raise CannotAnswerError("evaluation_batch_size: the bundled loop evaluates at the micro-batch")
         self.staged = buffers_on(torch.device(target)) if setup.offloads_states else 0
         self.trained = trained
         self.masters = self._copies(self.config.master_weights)
@@ -77,6 +74,10 @@ class Job:
     def loss(self) -> Tensor:
         """Return the loss of one micro-batch."""
         raise NotImplementedError
+
+    def evaluate(self, watcher: Watcher) -> None:
+        """Run the model on what it is evaluated on."""
+        self.loss()
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Component]]:
         """Yield every tensor that the model and its data hold, with name and component."""
@@ -152,7 +153,7 @@ class Job:
         if self.config.evaluation:
             watcher.instant("evaluation")
             with torch.no_grad():
-                self.loss()
+                self.evaluate(watcher)
         if self.config.save_checkpoint:
             watcher.instant("checkpoint saving")
             self.model.state_dict()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.catalog.training_config import ALL_LINEAR, Adapter
+from memplan.trace.reference.operations import dropped
 from memplan.trace.reference.run_options import Runtime
 from memplan.trace.reference.weight_storage import Weight
 
@@ -23,7 +24,7 @@ class AdapterPart:
 
     def __init__(self, rows: int, columns: int, adapter: Adapter, run: Runtime, device: torch.device) -> None:
         dtype = run.options.adapter_dtype
-        self.run = run
+        self.run, self.dropout = run, adapter.dropout or 0.0
         self.down = nn.Parameter(torch.empty((adapter.rank, columns), dtype=dtype, device=device))
         self.up = nn.Parameter(torch.empty((rows, adapter.rank), dtype=dtype, device=device))
         self.magnitude = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if adapter.kind == "dora" else None
@@ -38,7 +39,14 @@ class AdapterPart:
                 module.add_module(name, holder)
 
     def __call__(
-        self, x: Tensor, result: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False
+        self,
+        x: Tensor,
+        result: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool = False,
+        training: bool = True,
     ) -> Tensor:
         """Return ``result``, the frozen projection of ``x``, with the adapter's part added.
 
@@ -47,22 +55,31 @@ class AdapterPart:
         Args:
             bias: The bias, if there is one.
             transposed: The weight is stored (in, out), as Conv1D stores it; PEFT's ``fan_in_fan_out``.
+            training: Whether what the adapter is given is dropped, where it is; DoRA then multiplies that by the weight, too.
         """
         own = x.to(self.down.dtype)
+        drops = self.dropout if training else 0.0
+        x = dropped(own, drops, self.run.options.target)
         if self.magnitude is None:
-            return result + (self._low_rank(own) * SCALING).to(result.dtype)
-        scale = (self.magnitude / self._norm(own, weight, transposed)).view(1, -1)
-        base = result if bias is None else result - bias
-        return result + ((scale - 1) * base + scale * self._low_rank(own) * SCALING).to(result.dtype)
+            return result + (self._low_rank(x) * SCALING).to(result.dtype)
+        norm, frozen = self._norm(own, weight, transposed)
+        scale = (self.magnitude / norm).view(1, -1)
+        if drops:
+            base = F.linear(self.run.lowered(x), self.run.lowered(frozen))
+        else:
+            base = result if bias is None else result - bias
+        del frozen
+        return result + ((scale - 1) * base + scale * self._low_rank(x) * SCALING).to(result.dtype)
 
-    def _norm(self, x: Tensor, weight: Weight, transposed: bool) -> Tensor:
-        """Return the norm of each output of the adapted weight, which DoRA treats as a constant."""
+    def _norm(self, x: Tensor, weight: Weight, transposed: bool) -> tuple[Tensor, Tensor]:
+        """Return the norm of each output of the adapted weight, which DoRA treats as a constant, and the frozen weight."""
         eye = torch.eye(self.down.shape[1], dtype=x.dtype, device=x.device)
         product = self._low_rank(eye).T.detach()
-        frozen = weight.decoded() if weight.quantized else weight.tensor
-        whole = (frozen.T if transposed else frozen).to(x.dtype) + SCALING * product
+        stored = weight.decoded() if weight.quantized else weight.tensor
+        frozen = (stored.T if transposed else stored).to(x.dtype)
+        whole = frozen + SCALING * product
         norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
-        return norm.detach()
+        return norm.detach(), frozen
 
     def _low_rank(self, x: Tensor) -> Tensor:
         lowered = self.run.lowered

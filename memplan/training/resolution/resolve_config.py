@@ -24,7 +24,7 @@ from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_checkpointing, with_method, with_method_rules
 from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
-from memplan.training.rules.stack_rules import kbit_formats, unmodelled, with_adapters
+from memplan.training.rules.stack_rules import kbit_formats, kernel_refusals, unmodelled, with_adapters
 from memplan.units import parse_bytes
 
 Where = Callable[[Path], str]
@@ -48,6 +48,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         raise InvalidFileError(problems)
     config, stack, profile = _filled(config, catalog)
     refuse_unmodelled(config, stack, place)
+    _refuse_first(kernel_refusals(config, stack), place)
     _refuse_first(freeze_refusals(config, stack), place)
     _refuse_first(method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")), place)
     format_names = {role: format_name(config, role) for role in ROLES}

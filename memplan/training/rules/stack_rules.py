@@ -197,16 +197,18 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
         yield ("kernels", "loss"), "log-probabilities is the loss of preference methods; leave it out"
     if config.kernels.loss == "fused-linear" and stack.kernels.loss == "fused-head":
         yield ("kernels", "loss"), f"{stack.name} keeps its own fused head and refuses Liger's loss; use fused-head"
-    if config.kernels.loss in stack.foreign_losses:
-        yield ("kernels", "loss"), f"{stack.name} never calls {config.kernels.loss}; leave it out"
-    if config.kernels.loss == "fp32-stretches" and stack.model_code != "litgpt":
-        yield (
-            ("kernels", "loss"),
-            f"{stack.name} never forms logits in stretches of a row, which LitGPT alone does; leave it out",
-        )
     if config.kernels.loss == CUT and config.compute_dtype == "fp32":
         text = f"{CUT} takes rows and a head in 16 bits; use compute_dtype: bf16, or fp32 as the loss"
         yield ("kernels", "loss"), text
+
+
+def kernel_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield kernels that nothing of a stack runs, or whose part in it was not followed."""
+    for key in ("attention", "norm", "rotary", "activation", "loss", "adapters"):
+        given, able = getattr(config.kernels, key), {getattr(stack.kernels, key), *stack.runs.get(key, ())}
+        if given is not None and given not in able:
+            text = f"{given} is not modelled of {stack.label}; use {' or '.join(sorted(able))}, or leave it out"
+            yield ("kernels", key), text
 
 
 def unmodelled(
@@ -229,7 +231,5 @@ def unmodelled(
             able = f"use one of {', '.join(resident)} there" if resident else "it has none but floats"
             yield ("weights", role), f"{name} does not train over weights in {own}; {able}, or stack: bundled"
             break
-    if profile.attention == "eager" and stack.model_code != "transformers":
-        yield ("kernels", "attention"), f"eager is not how the models of {name} run; use flash, efficient or math"
     if profile.loss == "in-place":
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
