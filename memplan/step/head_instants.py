@@ -205,7 +205,7 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
             yield instant.around(around + rows + others, name, operation)
     around += constant_form(Part.TEMPORARIES, 4)
     if several and plain:  # those of codes are part of the chunk's own instants
-        both = constant_form(Part.TEMPORARIES, 2 * plain)
+        both = constant_form(Part.TEMPORARIES, 2 * max(w.formed_bytes for w in trained if not w.coded))
         first = ZERO if inputs.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
         form = around + first + summed + both + rows_of_chunk * 2
         yield Instant("head backward", "sum of two chunks' head gradients", form)

@@ -19,6 +19,7 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
+from memplan.step.kernels.card_support import on_card
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.recording.trace_result import COMPONENTS, Component, Trace
 from memplan.trace.tracer import trace_training
@@ -142,7 +143,10 @@ def verdict(job: Job, catalog: Catalog) -> Verdict:
     except MemplanError as error:
         return Verdict(job, "refused", str(error))
     try:
-        trace = trace_training(model, setup, compute_capability=catalog.gpus[GPU].compute_capability, steps=STEPS)
+        card = catalog.gpus[GPU]
+        trace = trace_training(
+            model, on_card(setup, model, card), compute_capability=card.compute_capability, steps=STEPS
+        )
         own, traced = reserved(plan, trace, STEPS)
     except Exception as error:
         return Verdict(job, "crashed", f"{type(error).__name__}: {error}", plan.requested_bytes)

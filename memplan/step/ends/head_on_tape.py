@@ -226,7 +226,8 @@ def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) 
     loss = _loss(builder, settings, _logits(builder, settings, x), wide=True)
     for node in tape.nodes if not settings.backward_at_once else ():
         node.weights = tuple(
-            w if w.coded else replace(w, own_bytes=0, converted=False, delayed=False, summed=True) for w in node.weights
+            w if w.coded else replace(w, own_bytes=0, add_bytes=0, converted=False, delayed=False, summed=True)
+            for w in node.weights
         )
     return Section(tape, x, loss)
 
