@@ -196,8 +196,8 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     frozen_codes = head.weights[0].coded and not head.weights[0].trainable
     for instant in chunk.played(inside, AGAIN).backward:
         name, operation = instant.name or "loss backward", f"{instant.operation} of a chunk"
-        if frozen_codes and name == "head backward":
-            # Its product saves nothing, so that the last chunk has let the rows go before.
+        if name == "head backward" and (frozen_codes or instant.operation == "cast"):
+            # The product saves nothing, or is done: the last chunk has let the rows go before.
             yield instant.around(around + others, name, operation)
             if several:
                 yield instant.around(around + rows + others - rows_of_chunk, name, operation)
