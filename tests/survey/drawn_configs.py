@@ -13,7 +13,30 @@ from memplan.training.resolved import FLOAT_BYTES
 
 Keys = dict[str, Any]
 
-LENGTHS = (1, 2, 7, 17, 64, 100, 127, 128, 129, 255, 300, 512, 700, 1000, 1024, 1537, 2048, 3071, 3072, 3073, 4100, 5003)
+LENGTHS = (
+    1,
+    2,
+    7,
+    17,
+    64,
+    100,
+    127,
+    128,
+    129,
+    255,
+    300,
+    512,
+    700,
+    1000,
+    1024,
+    1537,
+    2048,
+    3071,
+    3072,
+    3073,
+    4100,
+    5003,
+)
 EAGER_LENGTHS = tuple(length for length in LENGTHS if length <= 1024)
 """Lengths for attention that keeps its scores: a matrix of them is as large as their square."""
 

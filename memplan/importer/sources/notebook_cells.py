@@ -32,27 +32,22 @@ def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
     Raises:
         InvalidFileError: It is no notebook, a cell is not Python, or its code is longer than that.
     """
-    cells = list(_cells(document, name))
+    cells = list(_cells(document, name, most))
     if not cells:
         raise InvalidFileError([f"{name}: a notebook without cells of Python"])
-    if sum(len(source) for _, source in cells) > most:
-        raise InvalidFileError([f"{name}: more than {most:,} letters of code: no notebook that trains has as many"])
-    starts, text = [], ""
-    for number, source in cells:
-        try:
-            ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise InvalidFileError([f"{name}: cell {number}: not Python that can be read"]) from None
-        starts.append(text.count("\n") + 1)
-        text += f"{source}\n"
-    keys = python_keys(text, name)
+    starts, line = [], 1
+    for _, source in cells:
+        starts.append(line)
+        line += source.count("\n") + 1
+    keys = python_keys("".join(f"{source}\n" for _, source in cells), name)
     numbers = [number for number, _ in cells]
     lines = {path: numbers[bisect_right(starts, line) - 1] for path, line in keys.lines.items()}
     return trl_keys(replace(keys, lines=lines, counted="cell"))
 
 
-def _cells(document: Any, name: str) -> Iterator[tuple[int, str]]:
+def _cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]:
     """Yield the cells of Python with their numbers, IPython's lines in them passed."""
+    letters = 0
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
         raise InvalidFileError([f"{name}:1: not a notebook of format 4, which has cells"])
@@ -64,7 +59,12 @@ def _cells(document: Any, name: str) -> Iterator[tuple[int, str]]:
         magic = re.match(r"\s*%%(\w+)", text)
         if magic and magic[1] not in PYTHON:
             continue
-        yield number, _OWN.sub(r"\1pass", text) if not _is_python(text) else text
+        letters += len(text)
+        if letters > most:
+            raise InvalidFileError([f"{name}: more than {most:,} letters of code: no notebook that trains has as many"])
+        if not _is_python(text) and not _is_python(text := _OWN.sub(r"\1pass", text)):
+            raise InvalidFileError([f"{name}: cell {number}: not Python that can be read"])
+        yield number, text
 
 
 def _is_python(text: str) -> bool:

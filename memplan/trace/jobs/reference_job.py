@@ -76,15 +76,13 @@ class Session(Job):
         loss: Tensor = self.model(batch.ids, batch.targets, batch.tables, batch.positions)
         return loss
 
-    def evaluate(self, watcher: Watcher) -> None:
+    def evaluate(self) -> None:
         """Run the model, which drops nothing, on as many rows as it is evaluated on."""
         trained = self.batch
         rows = self.config.evaluation_batch_size or len(trained.ids)
         if rows != len(trained.ids):
             ids = trained.ids.new_zeros((rows, trained.ids.shape[1]))
             self.batch = replace(trained, ids=ids, targets=ids.clone())
-            watcher.mark(self.batch.ids, "buffers")
-            watcher.mark(self.batch.targets, "buffers")
         self.model.eval()
         self.loss()
         self.model.train()

@@ -75,7 +75,7 @@ class Job:
         """Return the loss of one micro-batch."""
         raise NotImplementedError
 
-    def evaluate(self, watcher: Watcher) -> None:
+    def evaluate(self) -> None:
         """Run the model on what it is evaluated on."""
         self.loss()
 
@@ -153,7 +153,7 @@ class Job:
         if self.config.evaluation:
             watcher.instant("evaluation")
             with torch.no_grad():
-                self.evaluate(watcher)
+                self.evaluate()
         if self.config.save_checkpoint:
             watcher.instant("checkpoint saving")
             self.model.state_dict()

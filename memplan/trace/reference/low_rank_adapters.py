@@ -59,9 +59,9 @@ class AdapterPart:
         """
         own = x.to(self.down.dtype)
         drops = self.dropout if training else 0.0
-        x = dropped(own, drops, self.run.options.target)
         if self.magnitude is None:
-            return result + (self._low_rank(x) * SCALING).to(result.dtype)
+            return result + (self._low_rank(own, drops) * SCALING).to(result.dtype)
+        x = dropped(own, drops, self.run.options.target)
         norm, frozen = self._norm(own, weight, transposed)
         scale = (self.magnitude / norm).view(1, -1)
         if drops:
@@ -81,9 +81,10 @@ class AdapterPart:
         norm: Tensor = torch.linalg.vector_norm(whole, dim=1)
         return norm.detach(), frozen
 
-    def _low_rank(self, x: Tensor) -> Tensor:
+    def _low_rank(self, x: Tensor, drops: float = 0.0) -> Tensor:
         lowered = self.run.lowered
-        return F.linear(F.linear(lowered(x), lowered(self.down)), lowered(self.up))
+        low = F.linear(lowered(dropped(x, drops, self.run.options.target)), lowered(self.down))
+        return F.linear(low, lowered(self.up))
 
 
 def adapts(adapter: Adapter, name: str) -> bool:

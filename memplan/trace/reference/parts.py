@@ -77,9 +77,7 @@ class Linear(nn.Module):
         """Return ``x @ weight.T + bias`` in the compute dtype, with the adapter's part added."""
         result = self._projected(self.run.lowered(x))
         for adapter in self._adapter:
-            result = adapter(
-                x, result, self.stored, self.bias, transposed=self.transposed, training=self.training
-            )
+            result = adapter(x, result, self.stored, self.bias, transposed=self.transposed, training=self.training)
         return result
 
     def _projected(self, x: Tensor) -> Tensor:
