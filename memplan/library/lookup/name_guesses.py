@@ -155,6 +155,7 @@ def _unmodelled(text: str, catalog: Catalog) -> Iterator[tuple[str, str]]:
     given = tokens(text)
     known = _guess(given, sorted(known_names(catalog), key=len, reverse=True), _families(catalog)) or ()
     for row in catalog.tables.unmodelled.values():
-        begins = any(given[: len(tokens(start))] == tokens(start) for start in row.begins)
+        starts = [start for start in map(tokens, row.begins) if given[: len(start)] == start]
+        begins = any(known[: len(start)] != start for start in starts)  # a model of them that is known is modelled
         if begins or (set(given) - set(known)) & set(row.words):
             yield row.title, row.reason
