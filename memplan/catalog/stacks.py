@@ -167,6 +167,8 @@ class Loop:
     # Keys and values that models which are not checkpointed return beside logits: nothing (``none``), as they were formed
     # (``views``), or in ``copies``, of the values in the dtype of the keys too (``alike``).
     cache: Cache = "none"
+    # Whether the loss of unbalanced experts is added where a model's own config has a factor for it.
+    balances: bool = False
     # Whether a reward model keeps its own head, whose loss nobody looks at, and has one of values beside it.
     value_head: bool = False
 

@@ -133,6 +133,8 @@ def _sort(
         below = f"{path}."
         inner = path in above
         refusal = _listed(path, mapped.not_modelled)
+        if refusal != path and path in ruled:  # a pattern is of the keys that no rule names
+            refusal = None
         if isinstance(value, Mapping) and inner:
             _sort(reading, keys, value, below, mapped, done, ruled)
         elif refusal is not None:

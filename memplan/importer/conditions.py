@@ -88,8 +88,10 @@ def _matches(value: Any, wanted: Any) -> bool:
 
 
 def _compare(value: Any, sign: str, bound: str) -> bool:
+    scientific = "e" in word(value)  # 1e-3, whose parts are no version's
     try:
-        left, right = version_parts(word(value)), version_parts(bound)
+        left = (float(word(value)),) if scientific else version_parts(word(value))
+        right = (float(bound),) if scientific else version_parts(bound)
     except ValueError:
         return False
     return {"<": left < right, ">": left > right, "<=": left <= right, ">=": left >= right}[sign]

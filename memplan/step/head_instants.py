@@ -116,6 +116,23 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form, c
         yield moment.around(around, "forward", f"{moment.operation} of a chunk")
 
 
+def balanced_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
+    """Yield the moment at which accelerate makes fp32 copies of what a model returns, routers' logits among them, beside their shares.
+
+    Args:
+        around: What is there then, with what all parts have saved.
+
+    Source:
+        ``ConvertOutputsToFp32`` in accelerate/utils/operations.py (1.15.0); ``softmax`` under autocast is in fp32, as wide as these.
+    """
+    logits, counts = taped.head.logits, taped.counts()
+    if not taped.balanced or logits is None or not inputs.setup.autocast:
+        return
+    both = single_form(Part.LOGITS, logits.quantity, logits.coefficient + 4 * logits.width)
+    wide = [form * (8 // inputs.setup.compute_bytes * counts[kind]) for kind, form in taped.balanced.items()]
+    yield Instant("forward", "fp32 copies of routers' logits", sum(wide, around + both))
+
+
 def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Instant]:
     """Yield the moment at which replicas that look for unused parameters copy what the model returns: loss and logits.
 

@@ -36,6 +36,7 @@ from memplan.step.compiled_layers.compiled_layer import layer_orders, layer_sums
 from memplan.step.deepstack_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
+    balanced_outputs,
     copied_outputs,
     gradients_left,
     head_backward,
@@ -317,6 +318,7 @@ def _forward(
     around += retained_arguments(inputs) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
+    yield from balanced_outputs(inputs, taped, around + played.head.saved)
     around -= named if called else ZERO
     yield from forward_only_instants(inputs, taped, around + played.head.saved - cast)
 

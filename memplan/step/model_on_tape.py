@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field, replace
 from itertools import groupby
 
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
-from memplan.model.spec import Layer, LayerRun, ModelSpec
+from memplan.model.spec import Layer, LayerRun, MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import BlockSettings, Regime, block_settings
 from memplan.step.compiled_layers.compiled_layer import CompiledLayer, layer_shape
 from memplan.step.ends.embedding_on_tape import embedding_section
@@ -23,7 +23,7 @@ from memplan.step.playing.section import Section
 from memplan.step.states.cast_biases import CastBias
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
-from memplan.step.tapes.linear_forms import Form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Played
 from memplan.step.tapes.taped_weight import Mode, Weight
 from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_tape
@@ -74,6 +74,8 @@ class ModelOnTape:
     leaf: int | None = None
     tower: TowerOnTape | None = None  # The tower that images pass through; None for rows of text
     compiled: CompiledLayer | None = None  # What each layer runs in the place of its tape, where torch compiles it
+    # What a layer of each kind hands a loss of unbalanced experts, which has a gradient as large; nothing for none.
+    balanced: Mapping[int, Form] = field(default_factory=dict)
 
     @property
     def scattered(self) -> bool:
@@ -114,6 +116,7 @@ class ModelOnTape:
             layers = tuple([section.played(mode, way) for section, way in zip(self.layers, ways, strict=True)])
         else:
             layers = (self.compiled.played(mode),) * len(self.layers)
+        layers = tuple([_with_logits(part, self.balanced.get(kind, ZERO)) for kind, part in enumerate(layers)])
         tower = None if self.tower is None else self.tower.played(mode, recomputation)
         before = embedding.saved if tower is None else embedding.saved + tower.saved
         saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), before)
@@ -166,9 +169,37 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     lowest, compiled, regime = leaves[0] if leaves else None, None, inputs.regime
     if regime.orders is not None:
         compiled = CompiledLayer(layer_shape(spec, inputs.setup, regime.sums, alone=regime.one_sequence), regime.orders)
+    balanced = _router_logits(inputs, block, zip(numbers, layers, strict=True))
     return ModelOnTape(
-        settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled
+        settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled, balanced
     )
+
+
+def _router_logits(inputs: StepInputs, block: BlockSettings, runs: Iterable[tuple[int, LayerRun]]) -> dict[int, Form]:
+    """Return the logits of routers that a loss of unbalanced experts reads of each kind of layers behind the last one.
+
+    They stay until it is formed, and its backward, which runs first of all, leaves a gradient of each until that of its layer.
+
+    Source:
+        ``load_balancing_loss_func`` in transformers/models/mixtral/modeling_mixtral.py (5.23.0); ``OutputRecorder`` in
+        transformers/utils/output_capturing.py.
+    """
+    if not inputs.setup.balances or not block.code.balances:
+        return {}
+    routed = ((kind, run.layer.feed_forward) for kind, run in runs)
+    return {
+        kind: single_form(Part.ACTIVATIONS, Quantity.TOKENS, part.num_experts * block.compute_bytes)
+        for kind, part in routed
+        if isinstance(part, MixtureOfExperts)
+    }
+
+
+def _with_logits(played: Played, logits: Form) -> Played:
+    """Return a layer whose router's logits, and then their gradient, stay beside what it saves."""
+    if logits is ZERO:
+        return played
+    forward, backward = ([moment.around(logits) for moment in moments] for moments in (played.forward, played.backward))
+    return replace(played, forward=forward, saved=played.saved + logits, backward=backward)
 
 
 def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:

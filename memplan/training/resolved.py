@@ -107,6 +107,17 @@ class TrainingSetup:
         return 2 if self.config.method.stage in PAIRED else 1
 
     @property
+    def balances(self) -> bool:
+        """Whether a loss of unbalanced experts is added, where a model's family has a factor for it.
+
+        Source:
+            ``aux_loss_enabled`` in trl/trainer/{sft,dpo,kto,grpo}_trainer.py (1.16.0), which reward models and ``trl.experimental`` lack.
+        """
+        method = self.config.method
+        by_stack = self.stack.loop.balances and method.stage in ("sft", "dpo", "kto", "grpo")
+        return by_stack if method.balances is None else method.balances
+
+    @property
     def rollout(self) -> Rollout:
         """What is generated, and by what."""
         assert self.config.method.rollout is not None, "a setup's config is filled in"
@@ -299,7 +310,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
     if setup.config.freeze == ALL_TRAIN:
         del data["freeze"]
-    own = ("rollout", "chosen_nll", "labels")  # what some methods alone have
+    own = ("rollout", "chosen_nll", "labels", "balances")  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None
     data["weights"] = {

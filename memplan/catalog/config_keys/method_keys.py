@@ -48,6 +48,7 @@ class Method:
             ``precomputed`` none, its log-probabilities having been computed before; None is as the stack does.
         rollout: What a method learns from that generates, which others have not.
         chosen_nll: Whether the likelihood of chosen answers is a second loss; None is as the stage has it.
+        balances: Whether a loss of unbalanced experts is added, for which routers' logits of all layers stay; None is as the stack does.
         labels: Classes that rows are told apart by, one score each; None is 2, as transformers has it.
     """
 
@@ -56,6 +57,7 @@ class Method:
     rollout: Rollout | None = None
     chosen_nll: bool | None = None
     labels: int | None = None
+    balances: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document, Key
 from memplan.documents.opening import is_file, path_kind, require_file, shown_path, usable_path
@@ -21,8 +20,7 @@ from memplan.errors import (
     first_lines,
     printable,
 )
-from memplan.library.lookup.unplanned_keys import planned_keys, refuse_unplanned, without_keys
-from memplan.training.rules.method_rules import GENERATING
+from memplan.library.lookup.unplanned_keys import method_keys, planned_keys, refuse_unplanned, without_keys
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:  # imported where a file is one
@@ -201,10 +199,8 @@ def training_document(
     if mask := _uncounted_mask(job, given):
         warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = without_keys(job.section("training"), given)
-    if (stage := STAGES[method["stage"]]) != "sft":
-        rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
-        said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
-        data["method"] = {**said, "stage": stage, **rollout}
+    if planned := method_keys(method, STAGES[method["stage"]]):
+        data["method"] = planned
     refuse_unplanned(text, data, TrainingConfig)
     stack = _stack(job, catalog)
     if model is not None and catalog.stack(stack).model_code == "transformers":

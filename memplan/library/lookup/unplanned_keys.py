@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.errors import CannotAnswerError, printable
+from memplan.training.rules.method_rules import GENERATING
 
 
 def without_keys(data: Mapping[str, Any], paths: Collection[str], above: str = "") -> dict[str, Any]:
@@ -55,6 +57,16 @@ def planned_keys(data: Mapping[str, Any], kind: type) -> dict[str, Any]:
         inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
         known[key] = planned_keys(value, inner) if inner is not None and isinstance(value, Mapping) else value  # type: ignore[arg-type]
     return known
+
+
+def method_keys(method: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    """Return what an imported job says of its method as a training config has it, at a config's stage."""
+    keys = {} if (balances := method.get("balances")) is None else {"balances": balances}
+    if stage == "sft":
+        return keys
+    rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
+    said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
+    return {**said, "stage": stage, **rollout, **keys}
 
 
 def _is_nothing(value: Any) -> bool:

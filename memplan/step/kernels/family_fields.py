@@ -75,6 +75,7 @@ class FamilyCode:
     masks_always: bool = False  # Whether scaled-dot-product attention is always given a mask
     # Whether one function rotates query and key, whose caller has names for them until it returns.
     rotates_together: bool = False
+    balances: bool = False  # Whether its own config has a factor for a loss of unbalanced experts
     unnamed_experts: bool = False  # Whether its config has no ``num_experts``, which TRL's loss of routers asks for
     steps_alone: bool = False  # Whether its code has no attention but step by step
     # Whether attention and the feed-forward part add what runs beside them themselves, until when they have their names.

@@ -78,6 +78,8 @@ def huggingface_config(keys: Mapping[str, Any], setup: TrainingSetup) -> Any:
         for name in DROPOUT_KEYS:
             if hasattr(text, name):
                 setattr(text, name, setup.config.dropout)
+    if setup.config.method.balances:
+        text.output_router_logits = True
     if setup.stack.loop.cache == "none":
         config.use_cache = text.use_cache = False
     return config

@@ -88,6 +88,8 @@ def run_on(
             longest = "max_length" if hasattr(arguments_class, "max_length") else "max_seq_length"  # up to 0.15
             more[longest] = config.sequence_length
             more |= pair_arguments(inputs.setup)
+        if config.method.balances is False:
+            more["router_aux_loss_coef"] = 0.0
         arguments: Any = arguments_class(**keywords, **more)
         with made_on(inputs.device), loaded_reference(load, inputs):
             trainer: Any = trainer_class(
