@@ -125,12 +125,6 @@ def test_a_rank_fits_where_all_streams_have_what_they_hold_and_is_tight_where_ca
     ("config", "parallel", "keys", "reason"),
     [
         ("muon", FSDP2, {"stack": "bundled"}, "bundled optimizer"),
-        (
-            "bf16-adamw",
-            Parallel(data=2, zero_stage=2, engine="deepspeed"),
-            {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}},
-            "DeepSpeed",
-        ),
         ("bf16-adamw", FSDP2, {"zero_gradients": "fill"}, "filled with zeros"),
     ],
 )

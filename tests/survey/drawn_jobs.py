@@ -20,7 +20,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
 from memplan.step.kernels.card_support import on_card
-from memplan.step.states.parallel_shards import is_sharded
+from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.trace.recording.trace_result import COMPONENTS, Component, Trace
 from memplan.trace.tracer import trace_training
 from memplan.training.resolution.resolve_config import resolve
@@ -157,17 +157,22 @@ def reserved(plan: MemoryPlan, trace: Trace, steps: int) -> tuple[int, int]:
     """Return what the allocator reserves with memory to spare: fed by the formula's events of so many steps, and by the trace."""
     if shares_reason(plan):
         return 0, 0
-    early = next((place for place, event in enumerate(trace.events) if event.instant != "setup"), 0)
-    loaded = {
-        event.storage for event in trace.events[:early] if not event.allocates
-    }  # on a device only where there is none
-    parallel = plan.setup.config.parallel
-    loaded = loaded if is_sharded(parallel) and parallel.engine != "fsdp1" else set()
+    loaded = _loaded(plan, trace)
     codes = [2 * event.storage + (not event.allocates) for event in trace.events if event.storage not in loaded]
     sizes = [storage.bytes for storage in trace.storages]
     events = events_of(plan, steps)
     own = Stream(events.sizes, events.codes, streams=events.stream.streams)
     return own.peaks().reserved_bytes, Stream(sizes, codes, streams=trace.streams).peaks().reserved_bytes
+
+
+def _loaded(plan: MemoryPlan, trace: Trace) -> set[int]:
+    """Return storages that are not on a device, or given back to the driver, while a model is sharded or an engine made."""
+    parallel = plan.setup.config.parallel
+    gone = {event.storage for event in trace.events if event.instant == "setup" and not event.allocates}
+    if runs_engine(parallel):
+        masters = [n for n, storage in enumerate(trace.storages) if storage.component == "master_weights"]
+        return {storage for storage in gone if storage < max(masters, default=0)}
+    return gone if is_sharded(parallel) and parallel.engine != "fsdp1" else set()
 
 
 def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:

@@ -19,7 +19,7 @@ from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.states.optimizer_scratch import step_temporaries
-from memplan.step.states.parallel_shards import is_accelerated, is_replicated, is_sharded
+from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_replicated, is_sharded
 from memplan.step.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -143,10 +143,12 @@ def _untold_units(plan: MemoryPlan) -> str:
     setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
     if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
         return "the events of GPUs that share layers, stages, experts or sequences are not told"
-    if is_replicated(parallel):
+    if is_flat(parallel) and setup.steps_on_host:
+        return "the events of DeepSpeed's steps in host memory are not told"
+    if is_replicated(parallel) or is_flat(parallel):
         return ""
     if not is_sharded(parallel):
-        return "the events of DeepSpeed's collectives are not told"
+        return "the events of DeepSpeed's stage 3 are not told"
     if setup.offloads_weights or parallel.staged_codes:
         return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
     if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):

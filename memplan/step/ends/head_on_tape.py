@@ -225,8 +225,10 @@ def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) 
     x = tape.part_of(Quantity.CHUNK, settings.block.hidden_size, normed.element_bytes, normed.needs_gradient)
     loss = _loss(builder, settings, _logits(builder, settings, x), wide=True)
     for node in tape.nodes if not settings.backward_at_once else ():
-        added = {"own_bytes": 0, "add_bytes": 0, "converted": False, "delayed": False, "summed": True}
-        node.weights = tuple(w if w.coded else replace(w, **added) for w in node.weights)
+        node.weights = tuple(
+            w if w.coded else replace(w, own_bytes=0, add_bytes=0, converted=False, delayed=False, summed=True)
+            for w in node.weights
+        )
     return Section(tape, x, loss)
 
 

@@ -177,9 +177,20 @@ class Buckets:
         """Return the most that is copied at once: pieces are taken together until they fill a bucket."""
         if not self._copies:
             return 0
-        slices = [piece for name in self._names for piece in self._pieces[name]]
-        together = [sum(size for _, size in run) for _, run in groupby(slices, key=lambda piece: piece[0])]
-        return self._width * max((sum(part) for part in _filled(together, self._size) if len(part) > 1), default=0)
+        parts = parts_of_bucket([self._pieces[name] for name in self._names], self._size)
+        return self._width * max(parts, default=0)
+
+
+def parts_of_bucket(pieces: Sequence[Sequence[Piece]], size: int) -> list[int]:
+    """Return the elements of each copy that a bucket is reduced in: pieces are taken together until they fill one; one alone is no copy.
+
+    Args:
+        pieces: Of each parameter in the bucket.
+        size: Elements of a bucket.
+    """
+    slices = [piece for own in pieces for piece in own]
+    together = [sum(size for _, size in run) for _, run in groupby(slices, key=lambda piece: piece[0])]
+    return [sum(part) for part in _filled(together, size) if len(part) > 1]
 
 
 def _filled(sizes: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -116,6 +116,7 @@ class WholeModel:
     """Parts of a step that nothing lies around: the model is whole on each device."""
 
     copies_returned = False  # Whether what it returns is copied
+    takes_gradients = False  # Whether gradients are taken as they are formed, and stepped here
 
     def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
         """Allocate what a rank stores of the weights, given the bytes of each."""
@@ -154,6 +155,12 @@ class WholeModel:
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Write what comes behind it, and take what is reduced out of the gradients: names of weights, and their storages."""
+
+    def use_up(self, name: str, gradient: int) -> None:
+        """Write what becomes of the gradient of a weight, where gradients are taken."""
+
+    def update(self, *, first: bool) -> None:
+        """Write the events of the step of what was taken, which makes states where it is the first."""
 
     def stepped(self) -> None:
         """Write what comes behind the update."""

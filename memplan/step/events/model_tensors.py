@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from memplan.catalog.stacks import StackModels
 from memplan.step.kernels.family_code import tables_apart
@@ -44,15 +44,19 @@ class ModelTensors:
             self.all = in_modules(self.all, models)
         self.trained = [(name, entry) for name, entry in self.all if entry.trainable]
 
-    def weight_sizes(self) -> list[int]:
+    def weight_sizes(self, without: Container[str] = ()) -> list[int]:
         """Return the bytes of each weight: floats in the order of the model, then codes, which are buffers, and their scales.
 
         Where a library has codes as parameters, each is in its place, its scales behind it.
+
+        Args:
+            without: Names of weights that lie elsewhere.
         """
+        entries = [entry for name, entry in self.all if name not in without]
         if self._apart:
-            return [size for _, e in self.all for size in (self._levels(e) if e.quantized else [e.weight_bytes])]
-        floats = [entry.weight_bytes for _, entry in self.all if not entry.quantized]
-        return floats + [size for _, entry in self.all if entry.quantized for size in self._levels(entry)]
+            return [size for e in entries for size in (self._levels(e) if e.quantized else [e.weight_bytes])]
+        floats = [entry.weight_bytes for entry in entries if not entry.quantized]
+        return floats + [size for entry in entries if entry.quantized for size in self._levels(entry)]
 
     def sent(self) -> list[tuple[str, int]]:
         """Return dtype and bytes of each tensor that replicas are sent: weights, without what libraries keep beside codes."""

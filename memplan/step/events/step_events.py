@@ -71,6 +71,7 @@ class StepPlayer:
         self.tensors = ModelTensors(inputs)
         self.around = around(self.stream, self.tensors)
         self.updates = Updates(self.stream, inputs, self.tensors)
+        self._taker = self.around if self.around.takes_gradients else self.updates
         self.gradients: dict[str, int] = {}
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers
@@ -101,7 +102,8 @@ class StepPlayer:
 
     def _make_persistent(self) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
-        stream, masters, copies = self.stream, len(self.tensors.trained), self.tensors.copy_sizes()
+        stream, masters = self.stream, len(self.tensors.trained)
+        copies = [] if self.around.takes_gradients else self.tensors.copy_sizes()
         stream.of("weights")
         self.around.make_weights(self.tensors.weight_sizes(), stream)
         stream.of("buffers")
@@ -111,7 +113,8 @@ class StepPlayer:
         for component, sizes in (("master_weights", copies[:masters]), ("buffers", copies[masters:])):
             stream.of(component)
             stream.allocate_all(sizes)
-        self.updates.make_early_states()
+        if not self.around.takes_gradients:
+            self.updates.make_early_states()
         self.around.wrap()
 
     def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
@@ -122,7 +125,10 @@ class StepPlayer:
         for micro_step in range(config.gradient_accumulation_steps):
             self._pass(self.around.mode(mode, micro_step), micro_step)
             ends.append((len(self.stream.codes), len(self.stream.sizes)))
-        if config.gradients.lifetime == "step":
+        if self.around.takes_gradients:
+            self.stream.begin("optimizer step")
+            self.around.update(first=first)
+        elif config.gradients.lifetime == "step":
             self.stream.of("temporaries")
             if config.clip_gradients:
                 self.stream.begin("clipping")
@@ -165,7 +171,7 @@ class StepPlayer:
         gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
         if chunks is not None:
             of_loss = gradient
-            gradient, sums = chunks.backward(self._libraries["backward"], self.updates.use_up)
+            gradient, sums = chunks.backward(self._libraries["backward"], self._taker.use_up)
             self.stream.free(of_loss)
             self._keep(sums, "", waiting, mode)
         for place, (number, part) in enumerate(reversed(parts)):
@@ -271,7 +277,7 @@ class StepPlayer:
         return known[1]
 
     def _use_up(self, number: str, name: str, gradient: int) -> None:
-        self.updates.use_up(numbered(name, number), gradient)
+        self._taker.use_up(numbered(name, number), gradient)
 
     def _keep(self, retained: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
         """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
@@ -293,7 +299,7 @@ class StepPlayer:
             self.stream.free(first)
         self.stream.free(second)
         if mode == "layer":
-            self.updates.use_up(weight.name, total)
+            self._taker.use_up(weight.name, total)
             return
         stored = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
         if stored and (weight.converted or stored != weight.formed_bytes):

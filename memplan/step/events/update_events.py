@@ -33,7 +33,12 @@ _EARLY = frozenset({BUNDLED, UNTRACED})
 
 
 class Updates:
-    """Updates of a model's weights, by one optimizer after the other."""
+    """Updates of a model's weights, by one optimizer after the other.
+
+    Args:
+        stream: Where events are written to.
+        pieces: What is stepped in place of the weights, with names; None for these.
+    """
 
     __slots__ = (
         "_alone",
@@ -48,15 +53,18 @@ class Updates:
         "_tensors",
     )
 
-    def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors) -> None:
+    def __init__(
+        self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors, pieces: Sequence[Named] | None = None
+    ) -> None:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
         alone = inputs.setup.config.gradients.lifetime == "layer"
+        stepped = tensors.trained if pieces is None else pieces
         groups: dict[str, list[Named]] = {}
-        for name, entry in [(name, entry) for name, entry in tensors.trained if entry.stepper is not None]:
+        for name, entry in [(name, entry) for name, entry in stepped if entry.stepper is not None]:
             groups.setdefault(name if alone else entry.optimizer_name, []).append((name, entry))
         self._groups = sorted(groups.values(), key=lambda group: group[0][1].optimizer.takes == "all")
         self._stored = stored_names(inputs.setup, inputs.states.tensors)
-        self._by_name = dict(tensors.trained)
+        self._by_name = dict(stepped)
         self._alone: set[str] = set()
         self._known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._sizes: dict[int, Sequence[int]] = {}
@@ -86,6 +94,11 @@ class Updates:
         """
         for group in self._groups:
             self._update(group, gradients, first=first and group[0][1].stepper not in _EARLY)
+
+    def update_alone(self, name: str, *, first: bool) -> None:
+        """Write the events of updating one tensor, which makes its states where it is the first time."""
+        entry = self._by_name[name]
+        self._update([(name, entry)], {}, first=first and entry.stepper not in _EARLY)
 
     def use_up(self, name: str, gradient: int) -> None:
         """Write the events of updating one weight inside backward, and of letting its gradient go.

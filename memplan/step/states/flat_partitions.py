@@ -223,10 +223,10 @@ def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence
 
 def flat_scratch(setup: TrainingSetup, elements: int) -> Temporaries:
     """Return what updating a rank's piece of a flat tensor takes."""
-    return step_temporaries(_in_fp32(setup), [partition_states(setup, elements)])
+    return step_temporaries(in_fp32(setup), [partition_states(setup, elements)])
 
 
-def _in_fp32(setup: TrainingSetup) -> TrainingSetup:
+def in_fp32(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup of what the optimizer steps."""
     wide = StorageFormat("fp32", 1, 4, "", (), "float")
     config = replace(
@@ -238,7 +238,7 @@ def _in_fp32(setup: TrainingSetup) -> TrainingSetup:
 
 def partition_states(setup: TrainingSetup, elements: int) -> TensorStates:
     """Return the states of a rank's piece of a flat tensor."""
-    return tensor_states(_in_fp32(setup), ParameterTensor("partition", (elements,), "hidden_matrix"), frozen=False)
+    return tensor_states(in_fp32(setup), ParameterTensor("partition", (elements,), "hidden_matrix"), frozen=False)
 
 
 def trained_tensors(states: ModelStates) -> list[Named]:

@@ -160,7 +160,7 @@ def _device_on(accelerator: Any) -> Any:
     class Device(accelerator):  # type: ignore[misc]
         """A device without memory."""
 
-        Stream = Event = _Stream
+        Stream, Event = _Stream, _Event
 
         def device_name(self, _: Any = None) -> str:
             return "meta"
@@ -174,11 +174,14 @@ def _device_on(accelerator: Any) -> Any:
         def is_synchronized_device(self) -> bool:
             return False
 
+        def stream(self, stream: Any) -> Any:
+            return torch.cpu.stream(stream)
+
         def current_stream(self, _: Any = None) -> Any:
-            return _Stream()
+            return torch.cpu.current_stream()
 
         def default_stream(self, _: Any = None) -> Any:
-            return _Stream()
+            return _MAIN
 
         def available_memory(self, _: Any = None) -> int:
             return 2**60
@@ -253,14 +256,24 @@ class _Gathering:
         return self._work.wait(*args, **options)
 
 
-class _Stream:
-    """Stands for a stream or an event of a device without any."""
+class _Event:
+    """Stands for an event of a device without any."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def __getattr__(self, name: str) -> Any:
         return _nothing
+
+
+class _Stream(_Event, torch.cpu.Stream):
+    """A stream of the CPU, which stands for one of a card and has nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        torch.cpu.Stream.__init__(self)
+
+
+_MAIN = torch.cpu.current_stream()
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -69,7 +69,6 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._apart: dict[int, torch.UntypedStorage] = {}
         self._booked: dict[Component, dict[int, int]] = {}
         self._told: bool | None = None
-        self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
 
     def __torch_dispatch__(
         self,
@@ -140,10 +139,6 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
         if self._told and own.untyped_storage()._cdata not in self._alive:
             self.set_apart(own)
         return None if self.suspended or self.is_apart(own) else super()._see(own, operation)
-
-    def _stream(self) -> int:
-        """Return the number of the stream that operators run on: those of the CPU stand for a card's."""
-        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
     suspended = False
 

@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage], int]] = {}
         self._host: dict[int, torch.UntypedStorage] = {}
         self._spans: list[int] = []
+        self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
         self._backward = False
         self._with_workspace: set[tuple[bool, str, int]] = set()
         self._operators = RepeatedOperators()
@@ -232,8 +233,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._born(size, library, (), "library_workspaces")
 
     def _stream(self) -> int:
-        """Return the number of the stream that operators run on."""
-        return 0
+        """Return the number of the stream that operators run on: those of the CPU stand for a card's."""
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
     def _line(self) -> tuple[CodeType, int] | None:
         """Return the innermost line of code that is neither torch's nor the tracer's."""

@@ -71,7 +71,7 @@ def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trac
     if not is_flat(setup.config.parallel):
         return stack_trace(job.stack, inputs, workspaces=workspaces)[0]
     fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in fullest_ranks(model, setup))
-    return fullest_of([stack_trace(job.stack, rank, workspaces=False)[0] for rank in fullest])
+    return fullest_of([stack_trace(job.stack, rank, workspaces=workspaces)[0] for rank in fullest])
 
 
 def with_fullest(job: StackJob, number: int, catalog: Catalog) -> StackJob:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from memplan.step.events.event_stream import EventStream, WholeModel
 from memplan.step.events.model_tensors import ModelTensors
+from memplan.step.events.ranks.flat_events import FlatEngine
 from memplan.step.events.ranks.gathered_events import Units
 from memplan.step.events.ranks.replicated_events import Replicas
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.states.parallel_shards import is_replicated
+from memplan.step.states.parallel_shards import is_flat, is_replicated
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.taped_operations import Value
 
@@ -26,6 +27,8 @@ def around_parts(
     """
     if sharded is not None:
         return lambda stream, _: Units(stream, sharded, values)
+    if is_flat(inputs.setup.config.parallel):
+        return lambda stream, tensors: FlatEngine(stream, inputs, tensors)
     if is_replicated(inputs.setup.config.parallel):
         return lambda stream, tensors: Replicas(stream, inputs, tensors, logits, values)
     return lambda _, __: WholeModel()

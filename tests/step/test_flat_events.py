@@ -1,0 +1,58 @@
+"""The events of DeepSpeed's ZeRO 1 and 2: as many bytes alive as the formula has, and what each step leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memplan.catalog.config_keys.parallel_keys import DeepSpeed, Parallel
+from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
+from memplan.step.events.ranks.flat_events import REDUCES
+from tests.step.test_events import peak_of
+from tests.step.test_gathered_events import CATALOG, plan_of
+
+FP32 = {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}}
+ADAPTER = {"adapter": replace(CATALOG.configs["lora"].adapter, dtype="bf16")}
+
+
+def plan_under(stage, config="bf16-adamw", *, ranks=4, zero=None, **keys):
+    parallel = Parallel(data=ranks, zero_stage=stage, engine="deepspeed", deepspeed=zero or DeepSpeed())
+    return plan_of(config, parallel, **ADAPTER | keys if config == "lora" else FP32 | keys)
+
+
+@pytest.mark.parametrize("size", [200_000, 5_000_000, "auto"])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("config", ["bf16-adamw", "lora"])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_fullest_moment_of_a_ranks_events_is_the_peak_of_the_formula(
+    stage, steps, config, checkpointing, overlaps, size
+):
+    zero = DeepSpeed(overlap_comm=overlaps, reduce_bucket_size=size)
+    keys = {"activation_checkpointing": checkpointing, "gradient_accumulation_steps": steps}
+    plan = plan_under(stage, config, zero=zero, **keys)
+    assert not shares_reason(plan)
+    events = events_of(plan)
+    assert peak_of(events) == pytest.approx(plan.requested_bytes, rel=0.01)
+    left = [
+        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
+    ]
+    assert left[1] == left[2]
+    assert {*events.stream.streams.values()} <= ({REDUCES} if overlaps else set())
+
+
+def test_a_plan_under_zero_has_its_reserve_simulated():
+    plan = simulated(plan_under(2))
+    assert plan.reserve_by_share == ""
+    assert plan.allocated_bytes <= plan.least_bytes - plan.allowances.context_bytes <= plan.reserved_bytes
+
+
+@pytest.mark.parametrize(("stage", "offloads", "reason"), [(3, False, "stage 3"), (2, True, "host memory")])
+def test_what_is_not_told_under_zero_says_so(stage, offloads, reason):
+    from memplan.catalog.training_config import Offload
+
+    plan = plan_under(stage, offload=Offload(optimizer_states="cpu")) if offloads else plan_under(stage)
+    assert reason in shares_reason(plan)
+    assert simulated(replace(plan)).reserve_by_share == shares_reason(plan)
