@@ -1,4 +1,4 @@
-"""How much faster scales of grid formats are found than by comparing every group with every point at every scale.
+"""How much faster scales of grid formats are found than by comparing every group with every point at every scale; updates' times.
 
 Run it itself: ``python tests/benchmarks/bench_grid_formats.py``.
 """
@@ -38,6 +38,15 @@ def main():
         plain = seconds(plain_sub_scales, chosen, subs, DEFAULT_SEARCH)
         ours = seconds(chosen._sub_scales, subs, DEFAULT_SEARCH)
         print(f"{name}: {plain / ours:.1f} times as fast ({ours / subs.numel() * 1e9:.0f} ns an element)")
+        values, noise = torch.randn(subs.numel()), torch.Generator()
+        codes = torch.zeros((BLOCKS, chosen.block_bytes), dtype=torch.uint8)
+        chosen.encode_(values, codes)
+        nearest = seconds(chosen.encode_, values * 1.01, codes, None, 1, True)
+        drawn = seconds(chosen.encode_, values * 1.01, codes, noise, 1, True)
+        each = 1e9 / subs.numel()
+        print(
+            f"    updates: {nearest * each:.0f} ns an element to nearest, {drawn * each:.0f} with stochastic rounding"
+        )
 
 
 if __name__ == "__main__":

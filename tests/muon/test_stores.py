@@ -11,7 +11,15 @@ from memplan.muon.byte_model import predict_bytes, predict_optimizer_bytes
 from memplan.muon.group_options import DEFAULTS
 from memplan.muon.stores.gradient_stores import DEFAULT_CHUNK_ELEMENTS
 from memplan.muon.updates.handles import join_, split_
-from memplan.muon.weights.grid_formats import GridFormat, grid_of, lengths_of
+from memplan.muon.weights.grid_formats import (
+    FRACTIONS,
+    GridFormat,
+    _nearest,
+    _rounded,
+    grid_of,
+    largest_of,
+    lengths_of,
+)
 from memplan.muon.weights.quantised import DECODE_CHUNK, QuantisedWeight
 from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS, weight_format
@@ -213,6 +221,24 @@ def test_scales_are_those_of_a_search_through_every_point(name):
     subs[0], subs[1] = 0, 1e-6 * subs[1]
     plain = plain_sub_scales(chosen, subs.clamp_min(1e-20), 9)
     assert torch.allclose(chosen._sub_scales(subs, 9)[1:], plain[1:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("groups", [3, 1024, 2500])
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_nearest_point_is_that_of_exact_sums_the_first_of_equal_ones(name, groups):
+    """Numbers on the points, between two of them, far beyond all, and anywhere."""
+    chosen, grid = weight_format(name), grid_of(name, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(groups)
+    one, other = grid.points[torch.randint(len(grid.points), (2, groups), generator=generator)]
+    share = torch.randint(3, (groups, 1), generator=generator) / 2
+    points = one + share * (other - one)
+    points[::3] += torch.randn(points[::3].shape, generator=generator) * 30
+    points[::50] *= 1e5
+    points = _rounded(points, largest_of(name))
+    exact = points.double() @ grid.points.double().mT - grid.halves.double()
+    assert exact.abs().max() * FRACTIONS * 2 < 2**24
+    assert torch.equal(_nearest(points, grid).long(), exact.argmax(dim=1))
+    assert points.shape == (groups, chosen.group)
 
 
 def test_rows_that_do_not_divide_and_unknown_formats_are_refused():

@@ -17,7 +17,7 @@ FORMATS = ("q8-0", "q4-0", "q5-0", "q5-b64", "q6-b64", "iq3-xxs", "iq2-xxs")
 INTERPRETED = """
 from tests.muon.test_triton_formats import FORMATS, assert_equal_codes, assert_equal_steps
 for name in FORMATS:
-    for seed in range(3):
+    for seed in range(1 if name.startswith("iq") else 3):  # all points of a grid, one after another
         assert_equal_codes(name, seed, "cpu")
 assert_equal_steps("q4-0", "cpu")
 """
@@ -96,3 +96,20 @@ def test_a_format_without_kernels_is_refused(name):
 def test_kernels_that_nobody_has_are_refused():
     with pytest.raises(LookupError, match="kernels"):
         quantise_(nn.Sequential(nn.Linear(32, 32)), "q8-0", kernels="cuda")
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs Triton")
+@pytest.mark.parametrize(("mixed", "group", "size"), [(False, 4, 98), (True, 8, 66)])
+def test_the_kernel_of_a_grids_codes_compiles_for_a_gpu(mixed, group, size):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from memplan.muon.weights.triton_grids import ROWS, _update_grid
+
+    pointers = {"values": "*fp32", "blocks": "*u8", "noise": "*fp32", "count": "i32"}
+    tables = {"grid": "*fp32", "halves": "*fp32", "closeness": "*fp32", "share": "fp32", "largest": "fp32"}
+    fixed = {"GROUP": group, "BYTES": size, "MIXED": mixed, "POINTS": 256, "FINE": 256, "ROWS": ROWS, "NOISY": True}
+    signature = {**pointers, **tables, **dict.fromkeys(fixed, "constexpr")}
+    source = triton.compiler.ASTSource(fn=_update_grid, signature=signature, constexprs=fixed)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert made.asm["cubin"]

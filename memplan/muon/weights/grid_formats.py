@@ -8,11 +8,13 @@ are stored, the eighth makes the number of minus signs even.
 ``gguf`` itself cannot encode these formats: the encoder here finds the nearest grid point by one matrix product
 with all points, for scales that are least squares fits over a few candidates. Nothing is left out of either search:
 of points of one length only that of the largest product can be the nearest, at any scale, so that candidates are
-compared by one number for each length.
+compared by one number for each length. Numbers are rounded to ``FRACTIONS`` of a grid's unit, whose points are some 8
+apart: sums of products with whole numbers are then exact in fp32, and no order of sums decides which point is nearest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -26,6 +28,9 @@ from memplan.muon.weights.weight_formats import WeightFormat, read_scale, write_
 
 SUPER = 256
 LEAST_DISTANCE = 1e-3
+FRACTIONS = 256
+"""Of a grid's unit, in which groups are compared with its points; numbers beyond twice its largest are taken as that."""
+GROUPS_AT_ONCE = 1024
 _SMALLEST_SCALE = 1e-30
 _SIGN_GROUP = 8
 _FAR = 1e30
@@ -38,12 +43,13 @@ class Grid(NamedTuple):
     Attributes:
         points: ``(points, group)``.
         halves: Half the squared length of each point, ``(points,)``.
-        distances: Between any two points, at least ``LEAST_DISTANCE``, ``(points, points)``.
+        closeness: One over the distance between any two points, which is taken as at least ``LEAST_DISTANCE``,
+            ``(points, points)``.
     """
 
     points: Tensor
     halves: Tensor
-    distances: Tensor
+    closeness: Tensor
 
 
 @lru_cache(maxsize=32)
@@ -61,7 +67,7 @@ def grid_of(name: str, device: torch.device) -> Grid:
     kind.init_grid()
     grid = torch.from_numpy(kind.grid.reshape(kind.grid_shape)).clone().to(device)
     distances = torch.cdist(grid, grid, compute_mode="donot_use_mm_for_euclid_dist").clamp_min_(LEAST_DISTANCE)
-    return Grid(grid, grid.square().sum(dim=1).div_(2), distances)
+    return Grid(grid, grid.square().sum(dim=1).div_(2), distances.reciprocal_())
 
 
 class Lengths(NamedTuple):
@@ -124,7 +130,7 @@ class GridFormat(WeightFormat):
         else:
             d, scales = self._fresh_scales(subs, blocks, search)
         step = (scales.add(0.5) * d).mul_(self.factor).clamp_min_(_SMALLEST_SCALE)
-        points = (subs / step[:, :, None]).view(-1, self.group)
+        points = _rounded(subs / step[:, :, None], largest_of(self.name)).view(-1, self.group)
         index = _nearest(points, grid)
         if generator is not None:
             index = _stochastic(points, index, grid, generator)
@@ -216,10 +222,48 @@ class GridFormat(WeightFormat):
         write_scale(blocks, torch.where(ratio > 0, old * ratio, old))
 
 
+def _rounded(points: Tensor, largest: float) -> Tensor:
+    """Round numbers in units of a grid to whole ``FRACTIONS``, in place: every sum of products with its points is then exact."""
+    points.clamp_(-2 * largest, 2 * largest)
+    return points.mul_(FRACTIONS).add_(0.5).floor_().div_(FRACTIONS)
+
+
 def _nearest(points: Tensor, grid: Grid) -> Tensor:
     """Return the index of the grid point nearest to each of ``points``, ``(groups, group)``, as int32."""
-    scores = torch.addmm(grid.halves, points, grid.points.mT, beta=-1)
-    return scores.argmax(dim=1).to(torch.int32)
+    table, index = _table(points, grid), points.new_empty(len(points), dtype=torch.int64)
+    for part in _parts(points):
+        scores = torch.addmm(grid.halves, points[part], grid.points.mT, beta=-1, out=table[: part.stop - part.start])
+        _first_of_largest_(scores, table[len(scores) :], index[part])
+    return index.to(torch.int32)
+
+
+def _table(points: Tensor, grid: Grid) -> Tensor:
+    """Return memory for a score of each group and point of a grid."""
+    return points.new_empty((len(points), len(grid.points)))
+
+
+def _parts(points: Tensor) -> Iterator[slice]:
+    """Yield the groups that are compared with a grid's points at a time: on a CPU as many as its caches hold the scores of."""
+    step = GROUPS_AT_ONCE if points.device.type == "cpu" else max(len(points), 1)
+    for first in range(0, len(points), step):
+        yield slice(first, min(first + step, len(points)))
+
+
+def _first_of_largest_(scores: Tensor, spare: Tensor, index: Tensor) -> None:
+    """Write the place of the largest of each row, of equal ones the first, into ``index``, int64; ``scores`` are used up.
+
+    ``argmax`` along rows takes three times as long on a CPU: where a part leaves rows of its table free, the largest is
+    sought by places in the order of what is left from each on.
+    """
+    count = scores.shape[1]
+    if spare.numel() < len(scores) + count:
+        torch.argmax(scores, 1, out=index)
+        return
+    left, first = spare[0], spare[1:].view(-1)[: len(scores), None]
+    torch.amax(scores, 1, keepdim=True, out=first)
+    torch.eq(scores, first, out=scores).mul_(torch.arange(count, 0, -1, out=left))
+    torch.amax(scores, 1, keepdim=True, out=first)
+    index.copy_(first.neg_().add_(count).clamp_(max=count - 1)[:, 0])
 
 
 def _stochastic(points: Tensor, index: Tensor, grid: Grid, generator: torch.Generator) -> Tensor:
@@ -231,13 +275,28 @@ def _stochastic(points: Tensor, index: Tensor, grid: Grid, generator: torch.Gene
     """
     near = torch.index_select(grid.points, 0, index)
     remainder = points - near
-    along = remainder @ grid.points.mT
-    along.sub_((remainder * near).sum(dim=1, keepdim=True))
-    far = torch.index_select(grid.distances, 0, index)
-    neighbour = torch.div(along, far, out=far).argmax(dim=1, keepdim=True)
-    odds = remainder.square().sum(dim=1) / along.gather(1, neighbour).squeeze(1).clamp_min_(1e-6)
+    from_near = near.mul_(remainder).sum(dim=1)
+    neighbour = _nearest_direction(remainder, from_near, index, grid)
+    way = torch.index_select(grid.points, 0, neighbour).mul_(remainder).sum(dim=1).sub_(from_near)
+    squares = remainder.square_()
+    odds = squares[:, 0].clone()
+    for element in range(1, squares.shape[1]):  # in this order everywhere: squares are not exact
+        odds += squares[:, element]
+    odds.div_(way.clamp_min_(1e-6))
     drawn = uniform(odds.shape, generator, odds.device)
-    return torch.where(drawn < odds, neighbour.squeeze(1).to(torch.int32), index)
+    return torch.where(drawn < odds, neighbour, index)
+
+
+def _nearest_direction(remainder: Tensor, from_near: Tensor, index: Tensor, grid: Grid) -> Tensor:
+    """Return the points, as int32, that lie from those of ``index`` most nearly where the remainders point to."""
+    scores, rows = _table(remainder, grid), _table(remainder, grid)
+    neighbour = remainder.new_empty(len(remainder), dtype=torch.int64)
+    for part in _parts(remainder):
+        count = part.stop - part.start
+        along = torch.mm(remainder[part], grid.points.mT, out=scores[:count]).sub_(from_near[part, None])
+        along.mul_(torch.index_select(grid.closeness, 0, index[part], out=rows[:count]))
+        _first_of_largest_(along, scores[count:], neighbour[part])
+    return neighbour.to(torch.int32)
 
 
 def odd_ones(numbers: Tensor) -> Tensor:

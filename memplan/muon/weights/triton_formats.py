@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202 - kernels are Triton code, whose arguments are pointers and numbers of the device
-"""Codes of weights by one kernel each way: Q8_0 and evenly spaced codes both ways, IQ3_XXS and IQ2_XXS as they are read.
+"""Codes of weights by one kernel each way: Q8_0, evenly spaced codes, and updates of IQ3_XXS and IQ2_XXS.
 
 The formats of ``weight_formats`` and ``grid_formats`` are the judge: tests run these kernels in Triton's interpreter, and
-every byte and value is equal. Where Triton does not run, the plain code does. Codes of a grid are found by the plain code
-everywhere: the sums of its products, whose order a kernel of its own would change, decide which point is nearest.
+every byte and value is equal. Where Triton does not run, the plain code does, and everywhere where scales of a grid's codes
+are sought anew, which happens once: their sums are not exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from memplan.muon.state_codecs.triton_codecs import AVAILABLE, runs_on
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import uniform
-from memplan.muon.weights.grid_formats import SUPER, grid_of
+from memplan.muon.weights.grid_formats import GridFormat
+from memplan.muon.weights.triton_grids import decode_grid, update_grid
 from memplan.muon.weights.weight_codecs import Iq2Xxs, Iq3Xxs
 from memplan.muon.weights.weight_formats import Q8Format, UniformFormat, WeightFormat
 from memplan.units import ceil_div
@@ -27,24 +28,12 @@ if AVAILABLE:
     import triton
     import triton.language as tl
 
+    from memplan.muon.weights.triton_grids import scale_at, store_scale
+
 TILE = 1024
 """Elements that a program handles."""
 
 if AVAILABLE:
-
-    @triton.jit
-    def _scale_at(place, inside):  # type: ignore[no-untyped-def]
-        low = tl.load(place, mask=inside, other=0).to(tl.int16)
-        high = tl.load(place + 1, mask=inside, other=0).to(tl.int16)
-        return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-
-    @triton.jit
-    def _store_scale(place, scale, inside):  # type: ignore[no-untyped-def]
-        half = tl.minimum(tl.maximum(scale, -65504.0), 65504.0).to(tl.float16)
-        bits = half.to(tl.int16, bitcast=True).to(tl.int32)
-        tl.store(place, (bits & 255).to(tl.uint8), mask=inside)
-        tl.store(place + 1, ((bits >> 8) & 255).to(tl.uint8), mask=inside)
-        return half.to(tl.float32)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _reciprocal_or_zero(scale, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -70,7 +59,7 @@ if AVAILABLE:
                 above = tl.load(first + 2 + element // count, mask=inside, other=0).to(tl.int32)
                 code |= ((above >> (element % count * (BITS - 4))) & ((1 << (BITS - 4)) - 1)) << 4
             code = code.to(tl.float32) - (1 << (BITS - 1))
-        tl.store(out + place, code * _scale_at(first, inside), mask=inside)
+        tl.store(out + place, code * scale_at(first, inside), mask=inside)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _encode_q8(  # type: ignore[no-untyped-def]
@@ -84,9 +73,9 @@ if AVAILABLE:
         scale, first = tl.max(tl.abs(value), axis=1), blocks + rows * 34
         scale = tl.div_rn(scale, tl.full((ROWS,), 127.0, tl.float32)) if DIVIDES else scale * inverse
         if KEEP:
-            old = _scale_at(first, inside)
+            old = scale_at(first, inside)
             scale = tl.where((scale <= old * most) & (scale >= old * least), old, scale)
-        written = _store_scale(first, scale, inside)
+        written = store_scale(first, scale, inside)
         if NOISY:
             code = value * _reciprocal_or_zero(written, ROWS)[:, None]
             code = tl.floor(code + tl.load(noise + rows[:, None] * 32 + element, mask=both, other=0.0))
@@ -141,13 +130,13 @@ if AVAILABLE:
         picked = tl.where(element == at, one, 0.0) + tl.where(element + half == at, two, 0.0)
         scale = tl.sum(picked, axis=1) * (-1.0 / zero)
         if KEEP:
-            old = _scale_at(first, inside)
+            old = scale_at(first, inside)
             factor = _reciprocal_or_zero(old, ROWS)[:, None]
             low = tl.minimum(tl.min(one * factor, axis=1), tl.min(two * factor, axis=1))
             high = tl.maximum(tl.max(one * factor, axis=1), tl.max(two * factor, axis=1))
             fits = (low >= -zero - 0.5) & (high <= zero - 0.5) & ((low <= -zero / 2) | (high >= zero / 2))
             scale = tl.where(fits, old, scale)
-        written = _store_scale(first, scale, inside)
+        written = store_scale(first, scale, inside)
         factor = _reciprocal_or_zero(written if NOISY else scale, ROWS)
         one = _code_of(one, factor, noise + begin, both, BITS, NOISY)
         two = _code_of(two, factor, noise + begin + half, both, BITS, NOISY)
@@ -155,32 +144,6 @@ if AVAILABLE:
         if BITS > 4:
             _store_high(first + 2, one, both, BITS, half, ROWS)
             _store_high(first + 2 + half * (BITS - 4) // 8, two, both, BITS, half, ROWS)
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _decode_grid(  # type: ignore[no-untyped-def]
-        blocks, out, grid, elements, share,
-        GROUP: tl.constexpr, BYTES: tl.constexpr, MIXED: tl.constexpr, SIZE: tl.constexpr,
-    ) -> None:  # fmt: skip
-        place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-        inside = place < elements
-        first, element = blocks + place // 256 * BYTES, place % 256
-        sub, eight = element // 32, element // 8
-        if MIXED:  # four indices and a word, for each 32 elements
-            at, words = first + 2 + sub * 8 + eight % 4, first + 2 + sub * 8 + 4
-        else:
-            at, words = first + 2 + element // GROUP, first + 66 + sub * 4
-        word = tl.zeros((SIZE,), dtype=tl.int32)
-        for number in tl.static_range(4):
-            word |= tl.load(words + number, mask=inside, other=0).to(tl.int32) << (8 * number)
-        signs = (word >> (eight % 4 * 7)) & 127
-        odd = signs ^ (signs >> 4)
-        odd ^= odd >> 2
-        odd ^= odd >> 1
-        minus = ((signs | ((odd & 1) << 7)) >> (element % 8)) & 1
-        step = _scale_at(first, inside) * (((word >> 28) & 15).to(tl.float32) + 0.5) * share
-        index = tl.load(at, mask=inside, other=0).to(tl.int32)
-        value = tl.load(grid + index * GROUP + element % GROUP, mask=inside, other=0.0) * step
-        tl.store(out + place, value * (1.0 - 2.0 * minus.to(tl.float32)), mask=inside)
 
 
 def in_kernels(chosen: WeightFormat) -> WeightFormat:
@@ -263,22 +226,35 @@ class TritonUniform(_Writes, UniformFormat):
         _encode_uniform[grid](*given, **sizes, **options)
 
 
-class TritonIq3Xxs(_Reads, Iq3Xxs):
-    """IQ3_XXS, read by one kernel."""
+class _Updates(_Reads):
+    """Reads blocks of a grid's codes so, and writes those whose scales stay."""
 
     __slots__ = ()
 
     def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
-        _decoded_grid(self, blocks, out, mixed=False)
+        assert isinstance(self, GridFormat)
+        decode_grid(self, blocks, out)
+
+    def _encode_part(
+        self, values: Tensor, blocks: Tensor, generator: torch.Generator | None, search: int, keep: bool
+    ) -> None:
+        if keep and runs_on(blocks.device):
+            assert isinstance(self, GridFormat)
+            update_grid(self, values, blocks, generator)
+        else:
+            super()._encode_part(values, blocks, generator, search, keep)
 
 
-class TritonIq2Xxs(_Reads, Iq2Xxs):
-    """IQ2_XXS, read by one kernel."""
+class TritonIq3Xxs(_Updates, Iq3Xxs):
+    """IQ3_XXS by one kernel each way."""
 
     __slots__ = ()
 
-    def _decode_by_kernel(self, blocks: Tensor, out: Tensor) -> None:
-        _decoded_grid(self, blocks, out, mixed=True)
+
+class TritonIq2Xxs(_Updates, Iq2Xxs):
+    """IQ2_XXS by one kernel each way."""
+
+    __slots__ = ()
 
 
 _TWINS: dict[type[WeightFormat], type[Any]] = {
@@ -293,13 +269,4 @@ def _decoded(chosen: WeightFormat, blocks: Tensor, out: Tensor, bits: int, low: 
     _decode_uniform[(ceil_div(out.numel(), TILE),)](
         blocks, out, out.numel(),
         BITS=bits, BLOCK=chosen.block_elements, BYTES=chosen.block_bytes, LOW=low, SIZE=TILE, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _decoded_grid(chosen: Iq3Xxs | Iq2Xxs, blocks: Tensor, out: Tensor, *, mixed: bool) -> None:
-    grid = grid_of(chosen.name, blocks.device).points
-    assert chosen.block_elements == SUPER
-    _decode_grid[(ceil_div(out.numel(), TILE),)](
-        blocks, out, grid, out.numel(), chosen.factor,
-        GROUP=chosen.group, BYTES=chosen.block_bytes, MIXED=mixed, SIZE=TILE, enable_fp_fusion=False,
     )  # fmt: skip
