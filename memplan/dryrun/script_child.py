@@ -105,19 +105,15 @@ def run_here(request: Request) -> Outcome:
         skipped=tuple(files.skipped.items()),
         seconds=seconds,
         peaks=peaks,
-        notes=(
-            *notes,
-            *([RECURRENT_NOTE] if watched.recurrent else ()),
-            *_uncounted(trace),
-            *map(_handled, recorder.handled),
-        ),
+        notes=(*notes, *_uncounted(trace, recurrent=watched.recurrent), *map(_handled, recorder.handled)),
         told=calls.told,
     )
 
 
-def _uncounted(trace: Trace) -> list[str]:
+def _uncounted(trace: Trace, *, recurrent: bool) -> list[str]:
     operators = {storage.operation for storage in trace.storages}
-    return [note for names, note in UNCOUNTED.items() if any(re.match(names, name) for name in operators)]
+    notes = [note for names, note in UNCOUNTED.items() if any(re.match(names, name) for name in operators)]
+    return [*([RECURRENT_NOTE] if recurrent else []), *notes]
 
 
 def _handled(failed: RunsOut) -> str:

@@ -216,8 +216,7 @@ def _capped(builder: Builder, x: Value) -> Value:
 def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) -> Section:
     """Return head and loss of one chunk of tokens.
 
-    Chunks add up their gradients as they are formed; the sum is cast and stored once, at the end. Where each runs
-    backward at once, each stores them.
+    Chunks add up their gradients, and the sum is stored at the end; where each runs backward at once, each stores them.
     """
     builder = Builder(settings.block, weights)
     tape = builder.tape
