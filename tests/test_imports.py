@@ -41,6 +41,7 @@ OTHERS_SIGNATURES = {
     "flash_attn_package.py",
     "triton_codecs.py",
     "triton_formats.py",
+    "triton_grids.py",
     "triton_kernels.py",
 }
 """Modules whose functions take what another library passes, or are kernels, which take no values."""

@@ -29,14 +29,14 @@ ROWS = 4
 
 if AVAILABLE:
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def scale_at(place, inside):  # type: ignore[no-untyped-def]
         """Return the fp16 numbers that begin at ``place``, uint8, as fp32."""
         low = tl.load(place, mask=inside, other=0).to(tl.int16)
         high = tl.load(place + 1, mask=inside, other=0).to(tl.int16)
         return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def store_scale(place, scale, inside):  # type: ignore[no-untyped-def]
         """Write fp32 numbers there as fp16, and return what was written."""
         half = tl.minimum(tl.maximum(scale, -65504.0), 65504.0).to(tl.float16)
@@ -71,13 +71,13 @@ if AVAILABLE:
         value = tl.load(grid + index * GROUP + element % GROUP, mask=inside, other=0.0) * step
         tl.store(out + place, value * (1.0 - 2.0 * minus.to(tl.float32)), mask=inside)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _parity(number):  # type: ignore[no-untyped-def]
         odd = number ^ (number >> 4)
         odd ^= odd >> 2
         return (odd ^ (odd >> 1)) & 1
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit
     def _grid_scales(  # type: ignore[no-untyped-def]
         first, words, most, share, largest, inside
     ):

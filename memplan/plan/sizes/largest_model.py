@@ -74,8 +74,8 @@ def largest_models(
     rows = []
     for device in devices_for(setup, devices):
         room = _Room(setup, device, by_share=simulate is None)
-        found = (one for one in planned if one[-1].fits(room, simulate))
-        name, count, plan = next(found, (None, 0, None))
+        fitting = (one for one in planned if one[-1].fits(room, simulate))
+        name, count, plan = next(fitting, (None, 0, None))
         played = plan is not None and plan.played is not None and plan.played.by_share is not None
         rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count, played))
     return rows
