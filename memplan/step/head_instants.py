@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from memplan.step.blocks.block_settings import Regime
@@ -19,7 +19,7 @@ from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant, Played
 from memplan.step.tapes.taped_operations import Value
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_weight import Mode, Weight
 
 TIED_SUM = "sum of the tied gradients"
 """Operation that adds up the gradients of a tied embedding and head where neither is written over."""
@@ -199,11 +199,9 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     stored = sum(w.gradient_bytes for w in trained if w.coded and w.own_mode(mode) == "first")
     floats = [weight for weight in head.weights if weight.trainable and not weight.coded]
     retained = all(weight.stays_summed(weight.own_mode(mode)) for weight in floats)
-    sums, codes = (
-        constant_form(Part.GRADIENTS if retained else Part.TEMPORARIES, plain),
-        constant_form(Part.GRADIENTS, stored),
-    )
-    summed = sums + codes
+    sums_in = Part.GRADIENTS if retained else Part.TEMPORARIES
+    codes = constant_form(Part.GRADIENTS, stored)
+    summed = constant_form(sums_in, plain) + codes
     # Of two chunks there is no sum before both are done.
     before = constant_form(Part.TEMPORARIES, plain) + codes if inputs.setup.profile.loss_chunks == 2 else summed
     # The gradient of the last chunk's rows is formed in its own backward, which has used up the gradient of the
@@ -226,15 +224,21 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
         first = ZERO if inputs.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
         form = around + first + summed + both + rows_of_chunk * 2
         yield Instant("head backward", "sum of two chunks' head gradients", form)
-    for weight in reversed(floats):  # a bias is done first: it is stored, or stepped and gone, as the matrix is stored
+    yield from _sums_stored(floats, around + parts, summed, sums_in, mode)
+
+
+def _sums_stored(weights: Sequence[Weight], around: Form, summed: Form, sums_in: Part, mode: Mode) -> Iterator[Instant]:
+    """Yield the moments at which sums of the chunks' gradients are stored, each of which then goes from its part.
+
+    A bias is done first: it is stored, or stepped and gone, as the matrix is stored.
+    """
+    for weight in reversed(weights):
         own: Mode = "first" if weight.delayed else mode
         if weight.storing_bytes(own):
-            form = around + parts + summed + weight.storing_form(own)
+            form = around + summed + weight.storing_form(own)
             yield Instant("head backward", f"{weight.name} gradient", form)
-        formed, left = weight.formed_bytes, weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
-        summed += constant_form(Part.GRADIENTS, left) - constant_form(
-            Part.GRADIENTS if retained else Part.TEMPORARIES, formed
-        )
+        left = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
+        summed += constant_form(Part.GRADIENTS, left) - constant_form(sums_in, weight.formed_bytes)
 
 
 def _norm_backward(head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
