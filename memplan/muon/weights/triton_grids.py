@@ -139,9 +139,9 @@ if AVAILABLE:
         words = first[:, None] + (2 + sub * 8 + 4 if MIXED else 66 + sub * 4)
         eight = (sub * 4)[:, :, None] + four
         element = tl.arange(0, 8)[None, None, None, :]
-        present = inside[:, None, None, None]
+        covered = inside[:, None, None, None]
         value = tl.load(
-            values + rows[:, None, None, None] * 256 + eight[:, :, :, None] * 8 + element, mask=present, other=0.0
+            values + rows[:, None, None, None] * 256 + eight[:, :, :, None] * 8 + element, mask=covered, other=0.0
         )
         signs, size = tl.sum((value < 0).to(tl.int32) << element, axis=3), tl.abs(value)
         smallest = tl.min(size, axis=3)[:, :, :, None]
@@ -159,10 +159,10 @@ if AVAILABLE:
         index = _nearest_of_grid(points, grid, halves, GROUP, POINTS)
         group = eight[:, :, :, None] * each + tl.arange(0, each)[None, None, None, :]
         if NOISY:
-            drawn = tl.load(noise + rows[:, None, None, None] * (32 * each) + group, mask=present, other=1.0)
+            drawn = tl.load(noise + rows[:, None, None, None] * (32 * each) + group, mask=covered, other=1.0)
             index = _drawn_of_grid(points, index, drawn, grid, closeness, GROUP, POINTS)
         at = (sub * 8)[:, :, None, None] + four[:, :, :, None] if MIXED else group
-        tl.store(first[:, None, None, None] + 2 + at, index.to(tl.uint8), mask=present)
+        tl.store(first[:, None, None, None] + 2 + at, index.to(tl.uint8), mask=covered)
         word = tl.sum((signs & 127) << (7 * four), axis=2) | (scales.to(tl.int32) << 28)
         for number in tl.static_range(4):
             tl.store(words + number, ((word >> (8 * number)) & 255).to(tl.uint8), mask=inside[:, None])
