@@ -79,6 +79,8 @@ def _refuse_other(spec: ModelSpec, setup: TrainingSetup) -> None:
             "torchtitan 0.2.2 is traced with its own Llama, whose heads are as wide as the model, in fp32 or bf16, over shards "
             "at most: --stack torchtitan@0.2.2"
         )
+    if any(entry.orthogonalises for entry in setup.optimizers.values()):
+        raise CannotAnswerError("optimizer: torchtitan 0.2.2 is traced with its own AdamW alone; Muon is with 0.3.0")
 
 
 # -------------------------------------------------------------------- model
