@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
+from typing import get_args, get_type_hints
 
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
-from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.catalog.stack_versions import with_stack
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import load_document
-from memplan.errors import CannotAnswerError, InvalidFileError, UnknownNameError
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError, UnknownNameError
 from memplan.library.lookup import Overrides, find_setup
 from memplan.library.lookup.model_lookup import catalog_model
 from memplan.model.inventory import ROLES
@@ -195,3 +196,21 @@ def test_a_record_of_before_is_read_with_the_stack_in_place_of_its_preset():
     training = {"kernels": {"preset": "bundled", "loss": "bf16"}, "micro_batch_size": 2}
     assert with_stack(training) == {"kernels": {"loss": "bf16"}, "micro_batch_size": 2, "stack": "bundled"}
     assert with_stack({"micro_batch_size": 2}) == {"micro_batch_size": 2}
+
+
+CHOSEN = ("attention", "norm", "rotary", "activation", "loss", "adapters")
+OTHERS = {key: get_args(get_type_hints(KernelProfile)[key]) for key in CHOSEN}
+
+
+@pytest.mark.parametrize("name", [name for name in CATALOG.stacks if name != "megatron"])
+def test_a_kernel_that_a_stack_does_not_say_that_it_runs_is_refused(name):
+    """``fit`` answered for some forty kernels that nothing of a stack calls, as though it did."""
+    stack, config = CATALOG.stack(name), CATALOG.configs["bf16-adamw"]
+    assert set(stack.runs) <= set(CHOSEN)
+    for key, words in OTHERS.items():
+        own = {getattr(stack.kernels, key), *stack.runs.get(key, ())}
+        assert own <= set(words), (key, own)
+        for word in set(words) - own:
+            given = replace(config, stack=name, kernels=Kernels(**{key: word}))
+            with pytest.raises(MemplanError, match=rf"kernels\.{key}"):
+                resolve(given, CATALOG, name)

@@ -140,6 +140,45 @@ def test_gradients_of_narrow_layers_come_and_go_as_in_autograd(catalog, family, 
     assert dict(verdict(job, catalog).differences) == {}
 
 
+CHUNKED = {"kernels": {"loss": "chunked"}, "micro_batch_size": 5}
+BIASED = {"model_type": "phi", "hidden_size": 48, "intermediate_size": 3, "num_attention_heads": 6, "vocab_size": 32000}
+FEW_WORDS = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "intermediate_size": 40,
+    "num_attention_heads": 3,
+    "vocab_size": 97,
+}
+ENDS_OF_CODES = {
+    "weights": {"default": "fp32", "embedding": "iq3-xxs", "hidden_matrix": "q4-0"},
+    "weight_average": "fp32",
+}
+DROPS = {"compute_dtype": "fp16", "weights": {"default": "fp16"}}
+NEAR = 64
+"""Bytes: the numbers of a loss, and blocks of the smallest tensors."""
+
+
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [
+        (BIASED, {**CHUNKED, "gradients": {"dtype": "fp32"}}),  # its bias is stored before its matrix
+        (BIASED, {**CHUNKED, "gradients": {"dtype": "fp32", "lifetime": "layer"}}),
+        (BIASED, {**CHUNKED, "gradients": {"dtype": "fp8-e4m3"}}),  # chunks add up, and store nothing
+        (BIASED, {**CHUNKED, "gradients": {"lifetime": "layer"}}),
+        (FEW_WORDS, {**CHUNKED, "weights": {"default": "fp32"}, "sequence_length": 1000}),
+        ({**FEW_WORDS, "vocab_size": 20011}, {**ENDS_OF_CODES, "compute_dtype": "fp32"}),
+        (FEW_WORDS, {**DROPS, "adapter": {"kind": "dora", "dropout": 0.1}}),
+        (FEW_WORDS, {**DROPS, "adapter": {"dropout": 0.1}, "activation_checkpointing": "full"}),
+        (FEW_WORDS, {"evaluation": True, "evaluation_batch_size": 7, "dropout": 0.1}),
+    ],
+)
+def test_what_later_draws_found_agrees(catalog, model, training):
+    keys = {"num_hidden_layers": 1, "max_position_embeddings": 1024, "tie_word_embeddings": False}
+    sizes = {"description": "test", "micro_batch_size": 1, "sequence_length": 2}
+    found = verdict(Job({**keys, **model}, {**sizes, **training}), catalog)
+    assert {name: size for name, size in found.differences.items() if abs(size) > NEAR} == {}, found.reason
+
+
 SMALL = {
     "model_type": "mistral",
     "hidden_size": 64,

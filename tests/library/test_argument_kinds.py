@@ -81,6 +81,7 @@ def test_odd_arguments_are_answered_or_refused_in_lines(name):
         ("plan", {"set": 2.5}, "set: expected keys and values or a list or text, got 2.5"),
         ("plan", {"set": {"kernels.loss": {1}}}, "set: expected text, numbers, true, false, None, and lists or keys and values of these"),
         ("compare", {"configs": "lora"}, "configs: expected a list, got 'lora'"),
+        ("compare", {"configs": []}, "configs: expected at least one training config"),
         ("where", {"price": 2}, "price: expected text or a path, got 2"),
     ],
 )  # fmt: skip

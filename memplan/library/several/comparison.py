@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
+from memplan.errors import InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.argument_kinds import checked
@@ -88,6 +89,8 @@ def compare(
         (['fits', 'fits'], ['bf16', 'nf4-dq'])
     """
     inputs = job_inputs("compare", model, options, refused={"config": "name all of them in configs"})
+    if not configs:
+        raise InvalidFileError(["configs: expected at least one training config"])
     known = inputs.model()
     setups = [find_setup(config, inputs.overrides(inputs.gpus), inputs.catalog, known) for config in configs]
     devices = inputs.devices_named(on)
