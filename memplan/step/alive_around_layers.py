@@ -66,9 +66,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     first = taped.layer_of(0)
     if spec.embedding_norm is not None and FIRST_RESULT in taped.embedding.tape.saved_storages():
         return ZERO
-    apart = (
-        spec.embedding_norm or spec.learned_positions or taped.settings.embedding_dropout
-    )  # the first layer is given something else
+    apart = _is_apart(inputs, taped)
     if taped.again[taped.kinds[0]] and first.tape.nodes and not apart:
         return ZERO
     row = spec.hidden_size * setup.embedded_bytes
@@ -81,6 +79,29 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
         return tokens
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     return ZERO if saved else tokens
+
+
+def names_given(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether what the first layer is given is what a model has a name for until its layers have run, and nothing else keeps."""
+    return not _is_apart(inputs, taped) and named_embeddings(inputs, taped) is not ZERO
+
+
+def _is_apart(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether the first layer is given something else than the embeddings that the model has a name for.
+
+    Source:
+        ``GemmaModel.forward`` in transformers/models/gemma/modeling_gemma.py (4.44.2), line 856: a product with another name.
+    """
+    spec = inputs.spec
+    scaled = spec.architecture in inputs.setup.stack.models.scales_embedded
+    return bool(spec.embedding_norm or spec.learned_positions or taped.settings.embedding_dropout) or scaled
+
+
+def part_before_leaf(taped: ModelOnTape) -> int | None:
+    """Return the place of the part whose result is a leaf that its gradient stays with: 0 is the embedding; None for none."""
+    if taped.leaf is None or taped.embedding.tape.nodes:
+        return None
+    return sum(run.count for run in taped.runs[: taped.leaf])
 
 
 def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:

@@ -37,6 +37,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "llama-factory.reference": {21, 40},
     "ms-swift": {7},
     "plain-loop.4-51": {30, 42},
+    "transformers.4-44": {9, 32},
     "transformers.4-51": {27, 53},
     "transformers.4-57": {4},
     "transformers.ends": {1, 20},
@@ -57,6 +58,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.offload.shards": {3, 28, 33},
     "transformers.fsdp1-offload.shards": {4, 25, 31},
     "trl.flash-attn": {42},
+    "trl.0-19": {8},
     "trl.0-28": {8, 23},
     "trl.grpo": {17, 23, 33},
     "trl.grpo-0-29": {8},
@@ -78,6 +80,7 @@ with `transformers.vision-deepspeed.shards` 11 and 28 what the rank that was tra
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
 both without trained ends too;
 with `plain-loop.4-51`, `transformers.4-51`, `transformers.4-57` and `trl.0-28` instants below the peak, whose causes were not followed;
+with `transformers.4-44` it is the end of backward, 5 and 3 % high below the peak, and with `trl.0-19` BLOOM's probabilities, which it returned to none up to 4.57;
 with `transformers.newer` 17 it is an instant below the peak of Ministral 3 with attention step by step, which was not followed;
 in `axolotl.kto-reward` 6 a reward model of 20 features, 10 kB low; in `axolotl.staged.shards` 30 it is Gemma 3's layer, 2 % low below it. Of the others the
 instants, and with `trl.grpo` 23 and ZeRO 3 the peaks, were not followed further.
@@ -143,6 +146,9 @@ NEAR = {
     "plain-loop": 0.98,
     "plain-loop.latent": 1.0,
     "plain-loop.4-51": 1.0,
+    "plain-loop.4-44": 1.0,
+    "transformers.4-44": 1.0,
+    "trl.0-19": 1.0,
     "plain-loop.4-48": 0.97,
     "plain-loop.4-55": 1.0,
     "plain-loop.4-57": 1.0,
@@ -203,10 +209,12 @@ ROWS = {
     "plain-loop.4-55": "a plain loop on transformers 4.55",
     "plain-loop.4-51": "a plain loop on transformers 4.51",
     "plain-loop.4-48": "a plain loop on transformers 4.48",
+    "plain-loop.4-44": "a plain loop on transformers 4.44",
     "transformers": "transformers' Trainer",
     "transformers.4-57": "transformers' Trainer 4.57",
     "transformers.4-55": "transformers' Trainer 4.55",
     "transformers.4-51": "transformers' Trainer 4.51",
+    "transformers.4-44": "transformers' Trainer 4.44",
     "transformers.classification": "transformers' Trainer, heads of 1 to 1,000 classes",
     "transformers.images": "transformers' Trainer, rows with images, Qwen2.5-VL",
     "transformers.qwen3-images": "Trainer, rows with images, Qwen3-VL",
@@ -219,6 +227,7 @@ ROWS = {
     "transformers.no-autocast": "Trainer, 16-bit weights without autocast",
     "transformers.ends": "transformers' Trainer, ends and norms beside adapters",
     "trl": "TRL's SFTTrainer 1.16",
+    "trl.0-19": "TRL's SFTTrainer 0.19 on transformers 4.53",
     "trl.0-28": "TRL's SFTTrainer 0.28 on transformers 4.57",
     "trl.0-29": "TRL's SFTTrainer and DPOTrainer 0.29",
     "trl.preferences": "TRL's DPOTrainer and KTOTrainer 1.16",

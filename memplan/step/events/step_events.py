@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+from memplan.step.alive_around_layers import names_given, part_before_leaf
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents, WholeModel
@@ -82,7 +83,7 @@ class StepPlayer:
         self._held: list[int] = []
         self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
         self._all_at_once = inputs.setup.profile.loss == "chunked-logits"
-        self._leaf = _part_before_leaf(taped)
+        self._leaf, self._names_given = part_before_leaf(taped), names_given(self.inputs, taped)
         self._graph: list[int] = []
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
@@ -246,12 +247,17 @@ class StepPlayer:
         """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
         played: list[tuple[str, PlayedSection]] = []
         hidden: list[int] = []  # what layers were given, where the loop asks for it
+        first: list[int] = []  # what the first one was given, where nothing but the model's name keeps it
         handed, owned, returned = NO_STORAGE, False, NO_STORAGE
         chunked, self._named = self.taped.head.chunk is not None and self._all_at_once, []
         for number, events in parts:
             named = bool(number) if self.inputs.setup.has_value_head else chunked and bool(played) and not number
             named = named and not owned and 2 * events.entry + 1 in events.forward
-            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned or named)
+            stays = len(played) == 1 and arguments is not None and self._names_given and not owned
+            if not number:  # the model's name goes when its layers have run
+                self.stream.free_all(first)
+            first = [handed] if stays else first if number else []
+            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned or named or stays)
             (self._named if chunked else hidden).extend([handed] if named else [])
             if renames and not number and played:
                 before = self._held or [NO_STORAGE] * len(self._held_logits)
@@ -337,10 +343,3 @@ class StepPlayer:
                 played.region_end()
         self.stream.free_all([] if named == NO_STORAGE else [named])
         self.values, self._sizes = own
-
-
-def _part_before_leaf(taped: ModelOnTape) -> int | None:
-    """Return the place of the part whose result is a leaf that its gradient stays with: 0 is the embedding; None for none."""
-    if taped.leaf is None or taped.embedding.tape.nodes:
-        return None
-    return sum(run.count for run in taped.runs[: taped.leaf])

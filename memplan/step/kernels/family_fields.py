@@ -40,7 +40,8 @@ class FamilyCode:
     # Whether rotated dimensions are joined with those that are not, even where there are none of these.
     joins_rotated: bool = False
     names_norm: bool = False  # Whether a layer has a name of its own, until it returns, for what attention is given
-    names_fed: bool = False  # The same for what the feed-forward part is given, where its result has another name
+    # The same, until their result is added, for what attention and the feed-forward part are given, where that has another name.
+    names_fed: bool = False
     # Whether functions have names for all that they form until they return, one for what each norm does.
     names_all: bool = False
     names_attention: bool = False  # The same for what attention returns

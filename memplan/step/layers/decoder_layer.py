@@ -92,9 +92,10 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         return out
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []
-    part = builder.dropped(attention_part(builder, first, layer))
-    builder.named_values += [part] if code.names_attention else []
-    x = added(x, part)
+    with builder.tape.alive(*((first,) if code.names_fed else ())):
+        part = builder.dropped(attention_part(builder, first, layer))
+        builder.named_values += [part] if code.names_attention else []
+        x = added(x, part)
     with builder.tape.alive(x):
         second = normed(x, 1)
         with builder.tape.alive(*((second,) if code.names_fed else ())):

@@ -64,7 +64,8 @@ def _flattens(setup: TrainingSetup) -> bool:
 
 def quantised(model: Any, setup: TrainingSetup) -> Any:
     """Return ``model`` with its linear layers, the head aside, replaced as transformers' loading does."""
-    from transformers.integrations import bitsandbytes
+    with mock.patch("torch.cuda.is_available", return_value=True):  # else transformers up to 4.44 imports half of it
+        from transformers.integrations import bitsandbytes
     from transformers.quantizers import base
 
     layers: Any = bitsandbytes

@@ -29,17 +29,18 @@ def lora_config(inputs: StackInputs, chosen: list[str] | str | None = None) -> A
         targets = sorted({*targets, *projections(inputs.model)} - {"all-linear"})
     elif "all-linear" in targets:
         targets = "all-linear"
+    tower = {"exclude_modules": TOWER} if chosen is None and not adapter.vision else {}
     return peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=ALPHA_PER_RANK * adapter.rank,
         lora_dropout=details.adapter_dropout,
         target_modules=targets,
-        exclude_modules=TOWER if chosen is None and not adapter.vision else None,
         use_dora=adapter.kind == "dora",
         modules_to_save=list(details.modules_to_save) or None,
         fan_in_fan_out=inputs.model.spec.transposed_linear,
         bias="none",
         task_type="SEQ_CLS" if inputs.setup.scores else "CAUSAL_LM",
+        **tower,
     )
 
 

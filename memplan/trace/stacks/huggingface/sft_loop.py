@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import datasets
 import tokenizers
 import transformers
@@ -91,15 +93,15 @@ def run_on(
         if config.method.balances is False:
             more["router_aux_loss_coef"] = 0.0
         arguments: Any = arguments_class(**keywords, **more)
-        with made_on(inputs.device), loaded_reference(load, inputs):
+        with made_on(inputs.device), loaded_reference(load, inputs), _codes_on_a_card():
             trainer: Any = trainer_class(
                 model=model,
                 args=arguments,
                 train_dataset=_rows(inputs),
                 eval_dataset=_rows(inputs) if config.evaluation else None,
-                processing_class=_tokenizer(),
                 peft_config=adapters,
                 **beside,
+                **_tokenizer(trainer_class),
             )
         own = trainer.data_collator
         trainer.data_collator = lambda rows: {**own(rows), **image_columns(inputs.model.spec, inputs.setup, len(rows))}
@@ -114,6 +116,24 @@ def run_on(
         with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
+
+
+@contextmanager
+def _codes_on_a_card() -> Iterator[None]:
+    """Let TRL up to 0.25, which takes 4-bit codes on ``meta`` for those of a sharded model, prepare the model beside them all the same.
+
+    Source:
+        ``is_sharded_qlora`` in trl/trainer/sft_trainer.py, lines 571 to 601 (0.19.1), which asks for the name of the class.
+    """
+    codes = bitsandbytes.nn.Params4bit
+    if not hasattr(sft_trainer, "peft_module_casting_to_bf16"):
+        yield
+        return
+    name, codes.__name__ = codes.__name__, "Params4bit on a card"
+    try:
+        yield
+    finally:
+        codes.__name__ = name
 
 
 def _in_the_setups_dtype(model: Any, inputs: StackInputs) -> None:
@@ -168,10 +188,13 @@ def pair_arguments(setup: TrainingSetup) -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> Any:
+def _tokenizer(trainer: Any) -> dict[str, Any]:
+    """Return a tokenizer by the name that a trainer has for it, ``tokenizer`` up to TRL 0.11."""
     words = tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
     fast: Any = transformers.PreTrainedTokenizerFast
-    return fast(tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
+    made = fast(tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>")
+    named = "processing_class" in signature(trainer.__init__).parameters
+    return {"processing_class" if named else "tokenizer": made}
 
 
 @contextmanager
@@ -196,8 +219,9 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
         ]
         if stage in REFERRED:
             replaced.append((import_module(own.__module__), "hash_module", _nothing))
-        if stage in PAIRS and inputs.setup.config.compute_dtype != "bf16":  # it is told of bf16 in place of fp16
-            replaced.append((import_module(own.__module__), "peft_module_casting_to_bf16", _nothing))
+    casts = import_module(trainer_of(stage)[0].__module__)
+    if hasattr(casts, "peft_module_casting_to_bf16") and inputs.setup.config.compute_dtype != "bf16":
+        replaced.append((casts, "peft_module_casting_to_bf16", _nothing))  # it is told of bf16 in place of fp16
     saved = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
         setattr(owner, name, function)

@@ -15,6 +15,7 @@ import accelerate.accelerator
 import peft
 import torch
 import transformers
+import transformers.modeling_utils
 import transformers.training_args
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -98,6 +99,8 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
         (accelerate.accelerator, "is_bf16_available", lambda _=False: True),
         (torch.amp.GradScaler, "_maybe_opt_step", _finite_step),
     ]
+    if hasattr(transformers.modeling_utils, "is_bitsandbytes_available"):  # which asks for a device up to 4.44
+        answers.append((transformers.modeling_utils, "is_bitsandbytes_available", lambda: True))
     saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in answers]
     with ExitStack() as stack:
         for one in (
