@@ -80,19 +80,10 @@ def run_on(
         keywords = training_arguments(inputs, Path(folder))
         with made_on(inputs.device):
             adapters = lora_config(inputs) if config.adapter is not None and not adapted else None
-        more: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}} if stage == "sft" else {}
-        if reference == "precomputed":
-            more["precompute_ref_log_probs"] = True
         beside = {"ref_model": load(inputs).eval()} if reference == "resident" and stage in REFERRED else {}
         if stage in GENERATING:
-            more, beside = rollout_arguments(inputs.setup), {"reward_funcs": len}
-        else:
-            longest = "max_length" if hasattr(arguments_class, "max_length") else "max_seq_length"  # up to 0.15
-            more[longest] = config.sequence_length
-            more |= pair_arguments(inputs.setup)
-        if config.method.balances is False:
-            more["router_aux_loss_coef"] = 0.0
-        arguments: Any = arguments_class(**keywords, **more)
+            beside = {"reward_funcs": len}
+        arguments: Any = arguments_class(**keywords, **_stage_arguments(inputs.setup, arguments_class))
         with made_on(inputs.device), loaded_reference(load, inputs), _codes_on_a_card():
             trainer: Any = trainer_class(
                 model=model,
@@ -116,6 +107,23 @@ def run_on(
         with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
+
+
+def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, Any]:
+    """Return what a stage's trainer is told beyond Trainer's arguments."""
+    method = setup.config.method
+    if method.stage in GENERATING:
+        more: dict[str, Any] = rollout_arguments(setup)
+    else:
+        longest = "max_length" if hasattr(arguments_class, "max_length") else "max_seq_length"  # up to 0.15
+        more = {longest: setup.config.sequence_length, **pair_arguments(setup)}
+    if method.stage == "sft":
+        more["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    if method.reference_model == "precomputed" and method.stage not in GENERATING:
+        more["precompute_ref_log_probs"] = True
+    if method.balances is False:
+        more["router_aux_loss_coef"] = 0.0
+    return more
 
 
 @contextmanager
