@@ -97,13 +97,6 @@ def _is_apart(inputs: StepInputs, taped: ModelOnTape) -> bool:
     return bool(spec.embedding_norm or spec.learned_positions or taped.settings.embedding_dropout) or scaled
 
 
-def part_before_leaf(taped: ModelOnTape) -> int | None:
-    """Return the place of the part whose result is a leaf that its gradient stays with: 0 is the embedding; None for none."""
-    if taped.leaf is None or taped.embedding.tape.nodes:
-        return None
-    return sum(run.count for run in taped.runs[: taped.leaf])
-
-
 def named_input(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
     """Return what a layer of a kind is given, where its loop asks for all hidden states, which stay until forward ends, and nothing saves it.
 

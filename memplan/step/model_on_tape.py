@@ -78,6 +78,13 @@ class ModelOnTape:
     balanced: Mapping[int, Form] = field(default_factory=dict)
 
     @property
+    def part_before_leaf(self) -> int | None:
+        """The place of the part whose result is a leaf that its gradient stays with: 0 is the embedding; None for none."""
+        if self.leaf is None or self.embedding.tape.nodes:
+            return None
+        return sum(run.count for run in self.runs[: self.leaf])
+
+    @property
     def scattered(self) -> bool:
         """Whether the layers are given a tensor apart, of embedded tokens and images, where the embedded tokens are a leaf."""
         return self.tower is not None and self.tower.settings.reads_tokens

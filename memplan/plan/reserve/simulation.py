@@ -19,7 +19,7 @@ from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.states.optimizer_scratch import step_temporaries
-from memplan.step.states.parallel_shards import is_accelerated, is_flat, is_replicated, is_sharded
+from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
 from memplan.step.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -143,12 +143,10 @@ def _untold_units(plan: MemoryPlan) -> str:
     setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
     if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
         return "the events of GPUs that share layers, stages, experts or sequences are not told"
-    if is_flat(parallel) and setup.steps_on_host:
-        return "the events of DeepSpeed's steps in host memory are not told"
-    if is_replicated(parallel) or is_flat(parallel):
+    if runs_engine(parallel):
+        return _untold_engine(plan)
+    if is_replicated(parallel):
         return ""
-    if not is_sharded(parallel):
-        return "the events of DeepSpeed's stage 3 are not told"
     if setup.offloads_weights or parallel.staged_codes:
         return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
     if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):
@@ -162,6 +160,15 @@ def _untold_units(plan: MemoryPlan) -> str:
     return ""
 
 
+def _untold_engine(plan: MemoryPlan) -> str:
+    """Return why the events of a job that DeepSpeed runs are not told, or nothing."""
+    if plan.setup.steps_on_host:
+        return "the events of DeepSpeed's steps in host memory are not told"
+    if plan.setup.config.evaluation and is_partitioned(plan.setup.config.parallel):
+        return "what DeepSpeed's stage 3 gathers to evaluate is not told as events"
+    return ""
+
+
 def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     """Return the events of a plan's run: what is made first, and so many steps."""
     setup, states = plan.setup, plan.states
@@ -172,7 +179,7 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     sizes = plan.values, plan.evaluated_values
     sharded = sharded_step(plan.model, setup, states, regime) if is_sharded(setup.config.parallel) else None
     taped = sharded.taped if sharded else model_on_tape(inputs)
-    around = around_parts(inputs, taped.head.logits, plan.values, sharded)
+    around = around_parts(inputs, taped, plan.values, sharded)
     whole = sharded.inputs if sharded else None
     return StepPlayer(inputs, taped, sizes, plan.forms.buffers, library_bytes, around, whole).run(steps)
 
@@ -222,7 +229,7 @@ def simulated(
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
         return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
     by_share, plan = plan, _without_streams(plan)
-    allowances, parallel = plan.allowances, plan.setup.config.parallel
+    allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     apart = missing + plan.apart_bytes
     if least is None and result.most_bytes + apart + allowances.upper_context_bytes > plan.usable_bytes:
@@ -232,7 +239,7 @@ def simulated(
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
-        allocated_bytes=plan.allocated_bytes if is_sharded(parallel) else result.allocated_bytes + missing,
+        allocated_bytes=plan.allocated_bytes if _gathers(plan) else result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + apart,
         device_bytes=result.spare_bytes + apart + allowances.context_bytes,
         upper_bytes=result.most_bytes + apart + allowances.upper_context_bytes,
@@ -257,6 +264,11 @@ def _without_streams(plan: MemoryPlan) -> MemoryPlan:
     )
 
 
+def _gathers(plan: MemoryPlan) -> bool:
+    """Whether the rank that is played gathers or reduces by code of its own, and may not be the fullest at every instant."""
+    return is_sharded(plan.setup.config.parallel) or runs_engine(plan.setup.config.parallel)
+
+
 def _survives(simulation: Simulation, apart: int, capacity_bytes: int) -> bool:
     return simulation.runs_in(capacity_bytes - apart)
 
@@ -266,14 +278,14 @@ def _verdict(
 ) -> tuple[Verdict, int]:
     """Return the verdict, and the least that the run is known to need: less where it runs in what the device has.
 
-    A rank that gathers units fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
+    A rank that gathers or reduces on streams of their own fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
     """
     allowances = plan.allowances
     upper, expected = (
         plan.usable_bytes - context for context in (allowances.upper_context_bytes, allowances.context_bytes)
     )
     for verdict, capacity in (("fits", upper), *([("tight", expected)] if tight else [])):
-        if verdict == "fits" and is_sharded(plan.setup.config.parallel) and most > capacity:
+        if verdict == "fits" and _gathers(plan) and most > capacity:
             continue
         if capacity > 0 and runs_in(capacity):
             return verdict, min(least, capacity)  # type: ignore[return-value]

@@ -80,6 +80,21 @@ def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
     return [*(modules.begins(kind, name) if kind != "backward" or modules.runs(name) else modules.enters(name))]
 
 
+def followed(modules: Modules, gathered: GatheredParameters, name: str, kind: str) -> int:
+    """Gather and let go of what a mark of a tape tells, which is no gradient; return the most that is there as modules begin."""
+    if kind == "saved":
+        gathered.hold(modules.parameters(name))
+        return 0
+    if kind == "unsaved":
+        gathered.unhold(modules.parameters(name))
+        return 0
+    if kind.startswith("left") and name:
+        way = kind.removeprefix("left ")
+        for module, parameters in modules.ends(way, name):
+            gathered.release(module, parameters, backward=way == "backward")
+    return max((gathered.fetch() for _ in begun(modules, name, kind)), default=0)
+
+
 class Leaving(NamedTuple):
     """How a rank's pieces of gradients leave for host memory.
 
@@ -137,17 +152,7 @@ class GatheredGradients:
         if kind == "gradient":
             return self._take(name)
         before = self.resident
-        if kind == "saved":
-            self._gathered.hold(self._modules.parameters(name))
-            return before
-        if kind == "unsaved":
-            self._gathered.unhold(self._modules.parameters(name))
-            return before
-        if kind.startswith("left") and name:
-            way = kind.removeprefix("left ")
-            for module, parameters in self._modules.ends(way, name):
-                self._gathered.release(module, parameters, backward=way == "backward")
-        most = max((self._gathered.fetch() for _ in begun(self._modules, name, kind)), default=0)
+        most = followed(self._modules, self._gathered, name, kind)
         return max(before, EngineBytes(most, before.gradients), key=lambda resident: resident.bytes)
 
     def end(self) -> EngineBytes:
@@ -185,21 +190,27 @@ class GatheredStep:
 
     Args:
         rules: What a rank gathers and reduces by.
+
+    Attributes:
+        elements: Of each parameter, in the order in which the model has them.
+        frozen: Those that are not trained.
+        whole: Those that stay gathered.
     """
 
     def __init__(self, inputs: StepInputs, taped: ModelOnTape, rules: Partitions) -> None:
         self.inputs, self.taped, self.rules = inputs, taped, rules
         self._pass = replace(engine_pass(inputs, taped, visits=True), forward=walked_forward, tied=_tied)
         tensors = list(in_layers(inputs.states.tensors))
-        self._elements = {name: entry.tensor.elements for name, entry in tensors}
-        self._frozen = frozenset(name for name, entry in tensors if not entry.trainable)
+        self.elements = {name: entry.tensor.elements for name, entry in tensors}
+        self.frozen = frozenset(name for name, entry in tensors if not entry.trainable)
         if embedded_leaf(inputs, taped) is not ZERO:  # whose output needs a gradient, which asks for the weight
             mark = Mark(0, "backward", inputs.spec.names.embedding)
             gathered = (((), Instant("", "gather", ZERO), mark),)
             self._pass = replace(self._pass, embedding=Segments(self._pass.embedding.forward, gathered))
-        self._whole = frozenset(name for name, size in self._elements.items() if size <= rules.threshold)
+        self.whole = frozenset(name for name, size in self.elements.items() if size <= rules.threshold)
 
-    def _modules(self) -> Modules:
+    def modules(self) -> Modules:
+        """Return the model's modules, of which none has run."""
         setup, spec = self.inputs.setup, self.inputs.spec
         tables = int(family_code(setup.stack, spec.architecture).forms_tables and not spec.learned_positions)
         wrapped = setup.config.adapter is not None
@@ -207,22 +218,27 @@ class GatheredStep:
         head = f"{spec.names.embedding if spec.tie_word_embeddings else spec.names.head}.weight" if outside else ""
         tied = spec.tie_word_embeddings
         return Modules(
-            tuple(self._elements), spec.names, head, spec.architecture, tied=tied, wrapped=wrapped, tables=tables
+            tuple(self.elements), spec.names, head, spec.architecture, tied=tied, wrapped=wrapped, tables=tables
         )
+
+    def listed(self) -> Sequence[Visit]:
+        """Return all modules that run in a forward and backward, in order."""
+        listed = _Listed(self.modules())
+        for _ in self._pass.instants(listed):
+            pass
+        return listed.visits
 
     def instants(self) -> Iterator[Instant]:
         """Yield the candidates for the peak."""
         inputs, rules = self.inputs, self.rules
-        listed = _Listed(self._modules())
-        for _ in self._pass.instants(listed):
-            pass
+        visits = self.listed()
         limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance, rules.moved)
         several = inputs.setup.config.gradient_accumulation_steps > 1
 
         def one_pass(*, second: bool) -> Iterator[Instant]:
-            gathered = GatheredParameters(listed.visits, self._elements, self._whole, self._frozen, limits)
+            gathered = GatheredParameters(visits, self.elements, self.whole, self.frozen, limits)
             leaving = Leaving(last=second or not several, summed=second) if rules.offloads else None
-            return self._pass.instants(GatheredGradients(self._modules(), gathered, self._elements, rules, leaving))
+            return self._pass.instants(GatheredGradients(self.modules(), gathered, self.elements, rules, leaving))
 
         most = 0
         for instant in one_pass(second=False):

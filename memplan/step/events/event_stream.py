@@ -10,7 +10,6 @@ from operator import itemgetter
 from memplan.step.events.section_events import SectionEvents
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.taped_weight import Mode
 
 Libraries = dict[str, int]
 """Libraries that have made no workspace yet in a thread, and the bytes of one."""
@@ -112,60 +111,6 @@ class RunEvents:
         return replace(self, codes=codes)
 
 
-class WholeModel:
-    """Parts of a step that nothing lies around: the model is whole on each device."""
-
-    copies_returned = False  # Whether what it returns is copied
-    takes_gradients = False  # Whether gradients are taken as they are formed, and stepped here
-
-    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
-        """Allocate what a rank stores of the weights, given the bytes of each."""
-        stream.allocate_all(sizes)
-
-    def wrap(self) -> None:
-        """Write what is made once the model is there, before the first step."""
-
-    def mode(self, mode: Mode, micro_step: int) -> Mode:
-        """Return what becomes of weight gradients in a micro-step, given what does in the first one."""
-        return "again" if micro_step else mode
-
-    def begin(self, micro_step: int) -> None:
-        """Write what comes before a forward."""
-
-    def enter(self, place: int) -> None:
-        """Write what comes before the forward of a part: 0 is the embedding, the last one norm and head."""
-
-    def leave(self, place: int) -> None:
-        """Write what comes behind it."""
-
-    def leave_head(self) -> None:
-        """Write what comes behind the head's product."""
-
-    def copy_returned(self, logits: Sequence[int]) -> None:
-        """Write copies of what the model returns, given storages of its logits, which go then."""
-
-    def turn(self) -> None:
-        """Write what comes before backward."""
-
-    def reach_head(self) -> None:
-        """Write what comes when backward has the gradient of the logits, before the head's product."""
-
-    def enter_backward(self, place: int) -> None:
-        """Write what comes before the backward of a part."""
-
-    def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
-        """Write what comes behind it, and take what is reduced out of the gradients: names of weights, and their storages."""
-
-    def use_up(self, name: str, gradient: int) -> None:
-        """Write what becomes of the gradient of a weight, where gradients are taken."""
-
-    def update(self, *, first: bool) -> None:
-        """Write the events of the step of what was taken, which makes states where it is the first."""
-
-    def stepped(self) -> None:
-        """Write what comes behind the update."""
-
-
 class PlayedSection:
     """One run of a part of the model within a stream.
 
@@ -174,7 +119,7 @@ class PlayedSection:
         owned: Whether the part before keeps that for itself, so that it is not to be freed here.
     """
 
-    __slots__ = ("_aliases", "_base", "_events", "_given", "_stream")
+    __slots__ = ("_aliases", "_base", "_events", "_given", "_stream", "visited")
 
     def __init__(
         self, stream: EventStream, events: SectionEvents, sizes: Sequence[int], entry: int, owned: bool = False
@@ -184,6 +129,7 @@ class PlayedSection:
         stream.sections.append((self._base, events))
         self._aliases = {events.entry: NO_STORAGE if owned else entry}
         self._given: dict[int, Sequence[int]] = {}
+        self.visited: Callable[[str, str], None] | None = None  # Writes what comes as a module begins or ends
 
     def is_given(self, storage: int, others: Sequence[int]) -> None:
         """Stand a storage of the part's own for others of the stream, which are there already and which it frees."""
@@ -251,8 +197,13 @@ class PlayedSection:
 
     def forward(self, libraries: Libraries, behind_product: Callable[[], None] | None = None) -> None:
         """Write the events of forward, and the workspaces that libraries make at their first product."""
-        more = [(self._first_product(0), behind_product)] if behind_product else []
+        more = self._visits(0) + ([(self._first_product(0), behind_product)] if behind_product else [])
         self._with_libraries(self._events.forward, self._events.products[0], libraries, more=more)
+
+    def _visits(self, way: int) -> list[tuple[int, Callable[[], None]]]:
+        """Return what is written where modules begin and end, in forward (0) or in backward (1)."""
+        visited = self.visited
+        return [(place, partial(visited, kind, name)) for place, kind, name in self._events.visits[way] if visited]
 
     def _first_product(self, way: int) -> int:
         """Return the place of the first product in forward (0), or in backward (1)."""
@@ -284,7 +235,8 @@ class PlayedSection:
             self._aliases.pop(events.entry)
         if events.arriving != NO_STORAGE:
             self._aliases[events.arriving] = arriving
-        more = [(max(self._first_product(1) - 1, 0), at_product)] if at_product else []  # before its result
+        at = [(max(self._first_product(1) - 1, 0), at_product)] if at_product else []  # before its result
+        more = self._visits(1) + at
         self._with_libraries(events.backward, events.products[1], libraries, events.used_up, use_up, more)
 
     def _with_libraries(

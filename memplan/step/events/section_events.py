@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from memplan.documents.frozen_values import dataclass
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
-from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
+from memplan.step.playing.recomputation import NOTHING_AGAIN, Mark, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity, Storage
@@ -20,6 +20,27 @@ from memplan.step.tapes.taped_weight import Mode
 
 MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""
+
+
+Visits = tuple[tuple[int, str, str], ...]
+"""Places among events at which a module begins or ends, with the kind of the mark and the name of the module."""
+
+
+class _Placed(list[Mark]):
+    """Marks, and the place among a recorder's events at which each was made."""
+
+    def __init__(self, recorder: EventRecorder) -> None:
+        super().__init__()
+        self._recorder, self._places = recorder, list[int]()
+
+    def append(self, mark: Mark) -> None:
+        """Take down a mark and its place."""
+        super().append(mark)
+        self._places.append(len(self._recorder.codes))
+
+    def visits(self) -> Visits:
+        """Return what has been marked."""
+        return tuple((place, mark.kind, mark.name) for place, mark in zip(self._places, self, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +68,8 @@ class SectionEvents:
     cached: tuple[
         int, ...
     ] = ()  # Keys and values that a model returns, and nothing else keeps until its loss is formed
+    # Where modules begin and end among events, in forward and in backward: the place, the kind of the mark and its name.
+    visits: tuple[Visits, Visits] = ((), ())
     returned: int = NO_STORAGE  # What its function returns besides its output, and forward alone frees
 
     def holding(self, storage: int) -> SectionEvents:
@@ -70,24 +93,28 @@ def _size(storage: Storage | Reduction, values: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=MOST_SECTIONS)
-def section_events(section: Section, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN) -> SectionEvents:
+def section_events(
+    section: Section, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False
+) -> SectionEvents:
     """Return what a part allocates and frees in forward, and in backward from the gradient of its output.
 
     Args:
         mode: What becomes of weight gradients.
         recomputation: What forward saves, and what is computed again.
+        visits: Whether it is told where modules begin and end.
     """
     tape, entry, output = section.tape, section.entry, section.output
     recorder = EventRecorder(tape.storages, entry.storage, output.storage)
     player = Player(tape, mode, entry, recomputation, recorder)
+    player.visits, begun, ended = visits, _Placed(recorder), _Placed(recorder)
+    player.marks = begun if visits else None
     player.forward(saves=True)
     recorder.end_of_forward()
     forward, in_forward = recorder.cut()
+    player.marks = ended if visits else None
     player.region_ends()
     region_end, _ = recorder.cut()
-    arriving = NO_STORAGE
-    if tape.nodes:
-        arriving = play_backward(player, output)
+    arriving = play_backward(player, output) if tape.nodes else NO_STORAGE
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
     escaped = player.escaping_storages()
@@ -113,8 +140,14 @@ def section_events(section: Section, mode: Mode, recomputation: Recomputation = 
         waits=tape.waits,
         cached=cached,
         returned=_returned(tape, forward),
+        visits=(begun.visits(), ended.visits()),
     )
-    for storage in {*leaf, *cached, *[value.storage for value in tape.named]}:
+    return _holding(events, {*leaf, *cached, *[value.storage for value in tape.named]})
+
+
+def _holding(events: SectionEvents, storages: Iterable[int]) -> SectionEvents:
+    """Return events without what frees some storages."""
+    for storage in storages:
         events = events.holding(storage)
     return events
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from memplan.step.alive_around_layers import names_given, part_before_leaf
+from memplan.step.alive_around_layers import names_given
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
-from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents, WholeModel
+from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks, measure_logits
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
+from memplan.step.events.whole_model import WholeModel
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape, evaluated_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
@@ -83,7 +84,7 @@ class StepPlayer:
         self._held: list[int] = []
         self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
         self._all_at_once = inputs.setup.profile.loss == "chunked-logits"
-        self._leaf, self._names_given = part_before_leaf(taped), names_given(self.inputs, taped)
+        self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
         self._graph: list[int] = []
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
@@ -123,7 +124,7 @@ class StepPlayer:
         config, ends = self.config, []
         fills, leaves = config.zero_gradients == "fill", self.inputs.setup.leaves_gradients
         mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
-        for micro_step in range(config.gradient_accumulation_steps):
+        for micro_step in self.around.micro_steps(config.gradient_accumulation_steps):
             self._pass(self.around.mode(mode, micro_step), micro_step)
             ends.append((len(self.stream.codes), len(self.stream.sizes)))
         if self.around.takes_gradients:
@@ -146,7 +147,7 @@ class StepPlayer:
             self.around.stepped()
         if config.evaluation:
             self._evaluate(EVALUATED if self._in_time else 1)
-        return tuple(ends)
+        return () if self.around.takes_gradients else tuple(ends)  # an engine's last is like no other
 
     # ---------------------------------------------------------------- forward and backward
     def _pass(self, mode: Mode, micro_step: int) -> None:
@@ -213,13 +214,14 @@ class StepPlayer:
     def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
         """Yield embedding, layers, and norm and head, with the number that names of their weights carry."""
         taped = self.taped
-        yield "", section_events(taped.embedding, mode)
+        events = partial(section_events, mode=mode, visits=self.around.visits)
+        yield "", events(taped.embedding)
         for index, run in enumerate(taped.runs):
             way = self.inputs.recomputation if taped.again[taped.kinds[index]] else NOTHING_AGAIN
-            events = section_events(taped.layer_of(index), mode, way)
+            layer = events(taped.layer_of(index), recomputation=way)
             for number in range(run.first, run.first + run.count):
-                yield str(number), events
-        head = section_events(taped.head.section, mode)
+                yield str(number), layer
+        head = events(taped.head.section)
         for storage in self._held_logits if not self._in_time else ():
             head = head.holding(storage)
         yield "", head
@@ -265,6 +267,8 @@ class StepPlayer:
                     part.frees_instead(storage, other)
             if arguments is not None and not number and played:
                 arguments.named_by(part)
+            if self.around.visits:
+                part.visited = partial(self._visit, number)
             self.around.enter(len(played))
             behind = self.around.leave_head if played and not number else None
             returned = part.returns(self._libraries["forward"], returned, behind)
@@ -281,6 +285,10 @@ class StepPlayer:
         if known is None:
             known = self._sizes[id(events)] = (events, events.sizes(self.values))
         return known[1]
+
+    def _visit(self, number: str, kind: str, name: str) -> None:
+        own = self.inputs.spec.names.layer if number else ""
+        self.around.visit(kind, numbered(name or own, number))
 
     def _use_up(self, number: str, name: str, gradient: int) -> None:
         self._taker.use_up(numbered(name, number), gradient)
@@ -300,7 +308,8 @@ class StepPlayer:
         """Add up the gradients of a tied embedding and head, and store the sum."""
         total = first
         self.stream.of("gradients")
-        if not joined_in_place(self.inputs.regime, self.taped.head, self.taped.settings):
+        in_place = joined_in_place(self.inputs.regime, self.taped.head, self.taped.settings)
+        if not (in_place or self.around.adds_tied):
             total = self.stream.allocate(weight.formed_bytes)
             self.stream.free(first)
         self.stream.free(second)

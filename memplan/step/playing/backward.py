@@ -256,7 +256,7 @@ class _Backward:
 
     def store(self, node: Node, weight: Weight, formed: int) -> None:
         """Store, add or use up a weight's gradient, which has just been formed."""
-        if self.player.marks is not None and not weight.delayed:
+        if self.player.marks is not None and not weight.delayed and not isinstance(self.live, EventRecorder):
             self.player.note(node.instant, f"{weight.name} gradient")
             self.player.marks.append(Mark(len(self.player.instants) - 1, "gradient", weight.name))
             self.live.release(formed)

@@ -191,6 +191,18 @@ def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[Rank
     )
 
 
+def fullest_rank(setup: TrainingSetup, shares: Sequence[RankShare]) -> int:
+    """Return the rank whose step is told as events: the one with the most gradients.
+
+    Where whole gradients are reduced behind backward, in the order of the model, it is the first, whose own are copied while all
+    others are there.
+    """
+    parallel = setup.config.parallel
+    if parallel.zero_stage == 1 and not parallel.deepspeed.overlap_comm:
+        return 0
+    return max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes + shares[rank].zeros_bytes)
+
+
 @lru_cache(maxsize=8)
 def _shares(groups: tuple[FlatGroup, ...], width: int, scratch: tuple[int, ...]) -> tuple[RankShare, ...]:
     return tuple([_share(groups, rank, width, scratch) for rank in range(groups[0].ranks)])

@@ -74,11 +74,7 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
     pieces = sum(ceil_div(tensor.elements, ranks) * tensor.count for tensor in tensors)
     small = [tensor for tensor in tensors if tensor.elements <= threshold]
     whole = sum(ranks * ceil_div(tensor.elements, ranks) * tensor.count for tensor in small)
-    groups = [
-        part
-        for group in trained_groups(stepped_tensors(setup, states))
-        for part in _parts([ceil_div(tensor.elements, ranks) for _, tensor in group], zero.sub_group_size)
-    ]
+    groups = subgroups(setup, states)
     stepped = [partition_states(setup, sum(part)) for part in groups]
     retained = Partitions(
         ranks=ranks,
@@ -137,6 +133,18 @@ def _step_bytes(setup: TrainingSetup, part: Sequence[int]) -> int:
     joined = width * elements if len(part) > 1 else 0
     cast = 4 * elements if width < 4 else 0
     return max(joined + cast, (cast or joined) + flat_scratch(setup, elements).bytes)
+
+
+def subgroups(setup: TrainingSetup, states: ModelStates) -> list[list[int]]:
+    """Return the elements of a rank's piece of each trained parameter, in lists of those that are stepped together."""
+    parallel = setup.config.parallel
+    return [
+        part
+        for group in trained_groups(stepped_tensors(setup, states))
+        for part in _parts(
+            [ceil_div(tensor.elements, parallel.data) for _, tensor in group], parallel.deepspeed.sub_group_size
+        )
+    ]
 
 
 def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.step.engines.engine_step import EngineStep
 from memplan.step.instants import regime_of, step_on_tape
-from memplan.step.states.flat_partitions import flat_groups, rank_shares, stepped_tensors
+from memplan.step.states.flat_partitions import flat_groups, fullest_rank, rank_shares, stepped_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
@@ -117,7 +117,11 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
     fullest = [max(range(len(shares)), key=lambda rank: by_rank[rank].get(name, 0)) for name in by_rank[0]]
     return list(
         dict.fromkeys(
-            (max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes + shares[rank].zeros_bytes), *fullest)
+            (
+                fullest_rank(setup, shares),
+                max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes + shares[rank].zeros_bytes),
+                *fullest,
+            )
         )
     )
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memplan.step.events.event_stream import EventStream, WholeModel
+from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.ranks.flat_events import FlatEngine
 from memplan.step.events.ranks.gathered_events import Units
+from memplan.step.events.ranks.partitioned_events import PartitionedEngine
 from memplan.step.events.ranks.replicated_events import Replicas
+from memplan.step.events.whole_model import WholeModel
+from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.states.parallel_shards import is_flat, is_replicated
+from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_replicated
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.taped_operations import Value
 
 
 def around_parts(
-    inputs: StepInputs, logits: Value | None, values: Sequence[int], sharded: ShardedStep | None
+    inputs: StepInputs, taped: ModelOnTape, values: Sequence[int], sharded: ShardedStep | None
 ) -> Callable[[EventStream, ModelTensors], WholeModel]:
     """Return what makes what writes the events around the parts of a step, given what they are written to and the model's tensors.
 
     Args:
-        logits: What the model returns beside the loss; None for nothing.
+        taped: The model on tape.
         values: Values of the quantities that sizes are made of.
         sharded: The units that the rank gathers its model in; None where it is whole.
     """
@@ -29,6 +31,8 @@ def around_parts(
         return lambda stream, _: Units(stream, sharded, values)
     if is_flat(inputs.setup.config.parallel):
         return lambda stream, tensors: FlatEngine(stream, inputs, tensors)
+    if is_partitioned(inputs.setup.config.parallel):
+        return lambda stream, tensors: PartitionedEngine(stream, inputs, tensors, taped)
     if is_replicated(inputs.setup.config.parallel):
-        return lambda stream, tensors: Replicas(stream, inputs, tensors, logits, values)
+        return lambda stream, tensors: Replicas(stream, inputs, tensors, taped.head.logits, values)
     return lambda _, __: WholeModel()

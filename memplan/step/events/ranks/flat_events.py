@@ -1,4 +1,4 @@
-"""The events of DeepSpeed's ZeRO 1 and 2 on the rank that has the most gradients: flat weights, buckets, and its own piece of the step.
+"""The events of DeepSpeed's ZeRO 1 and 2 on its fullest rank: flat weights, buckets, and its own piece of the step.
 
 What is there only while the engine is made, when it lays weights into flat tensors, is left out: it gives that memory back to the
 driver (``empty_cache`` before each group), and lays them on the CPU where the device has no room.
@@ -17,12 +17,14 @@ from itertools import chain
 
 from memplan.step.engines.engine_step import NORM_BYTES
 from memplan.step.engines.reduced_gradients import parts_of_bucket
-from memplan.step.events.event_stream import EventStream, WholeModel
+from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.update_events import Updates
+from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.states.flat_partitions import (
     FlatGroup,
     flat_groups,
+    fullest_rank,
     in_fp32,
     partition_states,
     rank_shares,
@@ -53,7 +55,7 @@ class FlatEngine(WholeModel):
         self._stream, self._tensors, self._width = stream, tensors, setup.compute_bytes
         self._groups = flat_groups(setup, stepped_tensors(setup, inputs.states))
         shares = rank_shares(setup, self._groups)
-        self._rank = max(range(len(shares)), key=lambda rank: shares[rank].gradient_bytes + shares[rank].zeros_bytes)
+        self._rank = fullest_rank(setup, shares)
         self._share = shares[self._rank]
         self._pieces = {name: group.pieces(place) for group in self._groups for place, name in enumerate(group.names)}
         pieces = [(str(place), partition_states(setup, group.partition)) for place, group in enumerate(self._groups)]
@@ -86,6 +88,10 @@ class FlatEngine(WholeModel):
     def wrap(self) -> None:
         """Make the states that an optimizer makes when it is made."""
         self._updates.make_early_states()
+
+    def micro_steps(self, count: int) -> Sequence[int]:
+        """Return the micro-steps that are played."""
+        return first_and_last(count)
 
     def mode(self, mode: Mode, micro_step: int) -> Mode:
         """Have every gradient handed over as it is formed."""
@@ -174,8 +180,8 @@ class FlatEngine(WholeModel):
         """Form the norm, and step group by group: gradients joined and cast to fp32, then the update."""
         stream, sizes = self._stream, [self._sizes(group) for group in self._groups]
         stream.of("temporaries")
-        for piece in (*chain(*sizes), 0):
-            stream.passing(NORM_BYTES * piece)
+        for elements in chain(*sizes):
+            stream.passing(NORM_BYTES * elements)
         last = max((place for place, own in enumerate(sizes) if own), default=-1)
         for place, (group, own, pads) in enumerate(zip(self._groups, sizes, self._pads, strict=True)):
             joined = stream.allocate_all([self._width * group.partition] * (len(own) + len(pads) > 1))

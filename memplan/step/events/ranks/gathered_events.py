@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memplan.step.collectives.gathered_units import Unit
-from memplan.step.events.event_stream import EventStream, WholeModel
+from memplan.step.events.event_stream import EventStream
+from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.ranks.flat_adapters import retained_by_hooks
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.single_tensors import numbered
@@ -90,6 +91,10 @@ class Units(WholeModel):
     def mode(self, mode: Mode, micro_step: int) -> Mode:
         """Return ``again`` where micro-steps add to whole gradients; what is reduced, or put together, is formed anew."""
         return "again" if micro_step and self._step.reduces_last and not self._flat else mode
+
+    def micro_steps(self, count: int) -> Sequence[int]:
+        """Return the micro-steps that are played."""
+        return first_and_last(count)
 
     def begin(self, micro_step: int) -> None:
         """Gather what the model itself has, which stays to the end of backward."""

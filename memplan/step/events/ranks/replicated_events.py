@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from memplan.step.events.event_stream import EventStream, WholeModel
+from memplan.step.events.event_stream import EventStream
 from memplan.step.events.head_events import LOSS_BYTES
 from memplan.step.events.model_tensors import ModelTensors
+from memplan.step.events.whole_model import WholeModel
 from memplan.step.states.parallel_shards import looks_for_unused_parameters
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.taped_operations import Value

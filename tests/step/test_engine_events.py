@@ -1,4 +1,4 @@
-"""The events of DeepSpeed's ZeRO 1 and 2: as many bytes alive as the formula has, and what each step leaves."""
+"""The events of DeepSpeed's ZeRO 1 to 3: as many bytes alive as the formula has, and what each step leaves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from memplan.catalog.config_keys.parallel_keys import DeepSpeed, Parallel
+from memplan.catalog.training_config import Offload
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
 from memplan.step.events.ranks.flat_events import REDUCES
+from memplan.step.events.ranks.partitioned_events import GATHERS
 from tests.step.test_events import peak_of
 from tests.step.test_gathered_events import CATALOG, plan_of
+from tests.step.test_replicated_events import alive_before
 
 FP32 = {"master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}}
 ADAPTER = {"adapter": replace(CATALOG.configs["lora"].adapter, dtype="bf16")}
@@ -49,10 +52,31 @@ def test_a_plan_under_zero_has_its_reserve_simulated():
     assert plan.allocated_bytes <= plan.least_bytes - plan.allowances.context_bytes <= plan.reserved_bytes
 
 
-@pytest.mark.parametrize(("stage", "offloads", "reason"), [(3, False, "stage 3"), (2, True, "host memory")])
-def test_what_is_not_told_under_zero_says_so(stage, offloads, reason):
-    from memplan.catalog.training_config import Offload
+@pytest.mark.parametrize("overlaps", [False, None])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("config", ["bf16-adamw", "lora"])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("threshold", [0, "auto"])
+def test_gathered_parameters_and_reduced_gradients_are_as_many_bytes_as_the_formula_has(
+    threshold, steps, config, checkpointing, overlaps
+):
+    zero = DeepSpeed(overlap_comm=overlaps, persistence_threshold=threshold, reduce_bucket_size="auto")
+    keys = {"activation_checkpointing": checkpointing, "gradient_accumulation_steps": steps}
+    plan = plan_under(3, config, zero=zero, **keys)
+    assert not shares_reason(plan)
+    events = events_of(plan)
+    step = replace(events, codes=[2 * s for s in alive_before(events)] + list(events.codes[events.steps[0] :]))
+    assert peak_of(step) == pytest.approx(plan.requested_bytes, rel=0.01)
+    left = [
+        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
+    ]
+    assert left[1] == left[2]
+    assert {*events.stream.streams.values()} == (set() if overlaps is False else {GATHERS, REDUCES})
 
-    plan = plan_under(stage, offload=Offload(optimizer_states="cpu")) if offloads else plan_under(stage)
-    assert reason in shares_reason(plan)
-    assert simulated(replace(plan)).reserve_by_share == shares_reason(plan)
+
+def test_what_deepspeed_steps_in_host_memory_or_gathers_to_evaluate_is_not_told():
+    offloaded = plan_under(2, offload=Offload(optimizer_states="cpu"))
+    evaluated = plan_under(3, evaluation=True)
+    for plan, reason in ((offloaded, "host memory"), (evaluated, "evaluate")):
+        assert reason in shares_reason(plan)
+        assert simulated(plan).reserve_by_share == shares_reason(plan)
