@@ -69,7 +69,7 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("nothing: the same update in one kernel", (("kernels.optimizer", "fused"),))
     if config.parallel.staged_codes and profile.fused_adapters:
         yield Change("weights are decoded once more in backward", (("kernels.adapters", "composite"),))
-    if profile.loss in ("bf16", "fp32"):
+    if profile.loss in ("bf16", "fp32") and "chunked" in setup.stack.runs.get("loss", ()):
         yield Change("the head's matrix product is recomputed in backward", (("kernels.loss", "chunked"),))
     if config.gradients.lifetime == "step" and config.adapter is None and config.gradient_accumulation_steps == 1:
         yield Change("no gradient accumulation and no clipping by the global norm", _released(config))
