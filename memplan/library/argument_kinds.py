@@ -70,6 +70,7 @@ def _is(value: object, kind: Any) -> bool:
         return isinstance(value, str)
     if origin in (Sequence, Iterable):
         listed = isinstance(value, origin) and not isinstance(value, str | bytes | Mapping)
+        value = value[:1] if isinstance(value, range) else value  # whose numbers are all of a kind
         return listed and (not isinstance(value, Sequence) or all(_is(element, inner[0]) for element in value))
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from inspect import signature
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,10 +22,20 @@ from .hostile import some_text
 SLOW = frozenset(("fit", "largest", "run", "suggest", "suggest_configs", "suggest_layouts", "trace", "where"))
 """Functions that plan hundreds of jobs, or start torch."""
 FUNCTIONS = tuple(name for name in memplan.__all__ if name[0].islower() and name not in SLOW)
+
+
+class PathOfBytes:
+    """A path-like object as ``os.fspath`` takes it, whose path is bytes."""
+
+    def __fspath__(self) -> bytes:
+        return b"x\xff"
+
+
 KINDS: tuple[Any, ...] = (
     None, True, 0, 1, -1, 8, 10**30, 10**5000, 2.5, float("nan"), float("-inf"), 1j, Fraction(4), b"x", bytearray(b"x"), "", "x",
     "\x1b[31m", "\u2028", "\udcff", "a\x00b", [], [1], [None], [[]], (), ("a",), {}, {"a": 1}, {1: 2}, {"a": 10**5000}, set(), {1},
     range(3), object(), len, int, ..., Path("x"), Path("/dev/zero"), Path(), ValueError("x"), memoryview(b"x"),
+    range(10**9), repeat(1), repeat("a=1"), PathOfBytes(),
 )  # fmt: skip
 GOOD: dict[str, tuple[Any, ...]] = {
     "gpu": GPUS, "gpu_memory": SIZES, "gpus": (1, 2, 8), "host_memory": SIZES, "config": CONFIGS, "micro_batch_size": (1, 2, 2**24),

@@ -92,6 +92,7 @@ BOMBS: Mapping[str, Bomb] = {
     "messages": lambda n: b"CUDA out of memory. Tried to allocate 2.00 GiB. " * n,
     "a message of digits": lambda n: b"CUDA out of memory. Tried to allocate " + b"9" * n + b" GiB.",
     "progress": lambda n: b"1/2 [0" * n,
+    "cells": lambda n: b'{"cells": [' + b",".join([b'{"cell_type": "code", "source": "x=1"}'] * n) + b"]}",
     "lying header": lambda n: _sized(b"{}", (2**63, n, -1, 100_000_000)[n % 4]),
     "lying shape": lambda n: _sized(b'{"a":{"dtype":"F32","shape":[%s1],"data_offsets":[0,9]}}' % (b"9999999999," * (n % 99))),
     "a deep header": lambda n: _sized(b'{"a":' * n),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # each question imports what it alone needs
 
 MOST_CELLS = 100
 """Batches, or lengths, of a grid at most."""
+MOST_NUMBERS = 10_000
+"""The same with those that are given several times; what is gone through may have no end."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -122,7 +125,8 @@ def _numbers(name: str, values: Iterable[int], most: int) -> tuple[int, ...]:
     Raises:
         InvalidFileError: One is out of range, or there are more than a grid has use for.
     """
-    numbers = list(values)
-    if not all(is_whole(number, most) for number in numbers) or len(set(numbers)) > MOST_CELLS:
+    numbers = list(islice(values, MOST_NUMBERS + 1))
+    wrong = not all(is_whole(number, most) for number in numbers) or len(set(numbers)) > MOST_CELLS
+    if wrong or len(numbers) > MOST_NUMBERS:
         raise InvalidFileError([f"{name}: expected at most {MOST_CELLS} whole numbers from 1 to {most:,}"])
     return tuple(sorted(set(numbers)))
