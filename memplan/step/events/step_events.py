@@ -38,11 +38,8 @@ behind one, where more are like the last."""
 CUBLASLT_WORKSPACE_BYTES = MIB
 """Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
 
-Values = tuple[Sequence[int], Sequence[int]]
-"""Values of quantities: of a step, and of a forward that evaluates."""
-
-Around = Callable[[EventStream, ModelTensors], WholeModel]
-"""Returns what lies around the parts of a step."""
+Values = tuple[Sequence[int], Sequence[int]]  # of quantities: of a step, and of a forward that evaluates
+Around = Callable[[EventStream, ModelTensors], WholeModel]  # returns what lies around the parts of a step
 
 
 class StepPlayer:
@@ -67,8 +64,7 @@ class StepPlayer:
         whole: StepInputs | None = None,
     ) -> None:
         self.taped, (self.values, self._evaluated_values) = taped, values
-        self.inputs = whole or inputs
-        self.config = inputs.setup.config
+        self.inputs, self.config = whole or inputs, inputs.setup.config
         self.stream = EventStream()
         self.tensors = ModelTensors(inputs)
         self.around = around(self.stream, self.tensors)
