@@ -7,8 +7,6 @@ Example:
     'fits'
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -36,12 +34,12 @@ if TYPE_CHECKING:
     from memplan.library.runs.dry_run import DryRun as DryRun
     from memplan.library.runs.dry_run import RunOptions as RunOptions
     from memplan.library.runs.dry_run import run as run
-    from memplan.library.runs.failed_run import Why as Why
-    from memplan.library.runs.failed_run import why as why
     from memplan.library.runs.gridded_model import Gridded as Gridded
     from memplan.library.runs.gridded_model import plan_grid as plan_grid
-    from memplan.library.runs.history_replay import Replay as Replay
-    from memplan.library.runs.history_replay import replay as replay
+    from memplan.library.runs.real_runs import Replay as Replay
+    from memplan.library.runs.real_runs import Why as Why
+    from memplan.library.runs.real_runs import replay as replay
+    from memplan.library.runs.real_runs import why as why
     from memplan.library.runs.searched_layouts import Layouts as Layouts
     from memplan.library.runs.searched_layouts import suggest_layouts as suggest_layouts
     from memplan.library.runs.shared_ranks import Ranks as Ranks
@@ -87,7 +85,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "memplan.library.several.capacity": ("LargestModels", "LargestValues", "Where", "largest", "where"),
     "memplan.library.several.comparison": ("Comparison", "compare"),
     "memplan.library.several.config_rows": ("Fit", "fit"),
-    "memplan.library.runs.history_replay": ("Replay", "replay"),
     "memplan.library.component_values": ("Components",),
     "memplan.library.answers.planned_job": ("Job", "Plan", "job", "plan"),
     "memplan.library.several.suggested_plans": (
@@ -99,7 +96,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     ),
     "memplan.library.answers.traced_step": ("TraceOptions", "Traced", "trace"),
     "memplan.library.runs.dry_run": ("DryRun", "RunOptions", "run"),
-    "memplan.library.runs.failed_run": ("Why", "why"),
+    "memplan.library.runs.real_runs": ("Replay", "Why", "replay", "why"),
     "memplan.library.runs.gridded_model": ("Gridded", "plan_grid"),
     "memplan.library.runs.searched_layouts": ("Layouts", "suggest_layouts"),
     "memplan.library.runs.shared_ranks": ("Ranks", "plan_ranks"),

@@ -1,7 +1,5 @@
 """Every error that memplan raises on purpose, and the exit code that each one means."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache

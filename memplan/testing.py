@@ -7,8 +7,6 @@ Example:
     'fits'
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

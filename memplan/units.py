@@ -1,7 +1,5 @@
 """Bytes, shares and parameter counts: exact integers inside, readable text at the edges."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from functools import lru_cache

@@ -7,18 +7,14 @@ while a CUDA graph is captured has a pool of its own, whose segments serve nothi
 for as long as the graph does.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from memplan.allocator.pools import LARGE_POOL, SMALL_POOL, Block, Pool, Turn
 from memplan.allocator.release import collect_garbage, release_oversize, release_unsplit
 from memplan.allocator.results import AllocationError, AllocatorResult, OutOfMemory
 from memplan.allocator.segments import Driver
 from memplan.allocator.settings import MINIMUM_BLOCK_BYTES, SMALL_BYTES, AllocatorSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 _NEVER = 2**63
 
@@ -164,11 +160,8 @@ class CachingAllocator:
         return rest_bytes > SMALL_BYTES and size_bytes < self._max_split_bytes
 
     def _cached_block(self, pool: Pool, size_bytes: int, stream: int) -> Block | None:
-        """Return the free block that fits best, out of its list; None when there is none.
-
-        Source:
-            get_free_block in c10/cuda/CUDACachingAllocator.cpp.
-        """
+        """Return the free block that fits best, out of its list; None when there is none."""
+        # Source: get_free_block in c10/cuda/CUDACachingAllocator.cpp.
         if self._collects:
             pool.searches += 1
         index = pool.first_fit(stream, size_bytes)
@@ -222,11 +215,8 @@ class CachingAllocator:
 
 
 def _least_expandable(pool: Pool, index: int, stream: int) -> Block:
-    """Return the free block from ``index`` on that could grow least: the end of a segment comes last.
-
-    Source:
-        ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
-    """
+    """Return the free block from ``index`` on that could grow least: the end of a segment comes last."""
+    # Source: ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
     block = pool.at(index)
     while block.virtual is not None and index + 1 < len(pool.order) and pool.order[index + 1][0] == stream:
         candidate = pool.at(index + 1)

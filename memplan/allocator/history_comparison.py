@@ -1,10 +1,7 @@
 """A real run's memory history against the simulated allocator, event by event."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from memplan.allocator.caching_allocator import CachingAllocator, result_of
 from memplan.allocator.memory_history import (
@@ -17,15 +14,12 @@ from memplan.allocator.memory_history import (
     SEGMENT_UNMAP,
     HistoryBlock,
     HistoryEvent,
+    MemoryHistory,
 )
+from memplan.allocator.results import AllocatorResult
 from memplan.allocator.segments import DriverCall
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.documents.frozen_values import dataclass
-
-if TYPE_CHECKING:
-    from memplan.allocator.memory_history import MemoryHistory
-    from memplan.allocator.results import AllocatorResult
-
 
 _FALLBACK_ADDRESS = 2**63
 _GROWTH = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}

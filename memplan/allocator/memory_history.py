@@ -14,18 +14,14 @@ Source:
     c10/core/CachingDeviceAllocator.h.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import read_text, shown_path
 from memplan.documents.strict_json import parse_json
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.units import MIB
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAXIMUM_HISTORY_BYTES = 256 * MIB
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = "alloc", "free_requested", "free_completed"

@@ -1,14 +1,10 @@
 """How the caching allocator gives cached memory back: all of it, the oversize, or the oldest."""
 
-from __future__ import annotations
-
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from memplan.allocator.pools import Pool
-    from memplan.allocator.segments import Driver
-    from memplan.allocator.settings import AllocatorSettings
+from memplan.allocator.pools import Pool
+from memplan.allocator.segments import Driver
+from memplan.allocator.settings import AllocatorSettings
 
 
 def release_unsplit(pool: Pool, driver: Driver) -> None:

@@ -1,7 +1,5 @@
 """The result of a simulated run of the caching allocator: its peaks, or why it failed."""
 
-from __future__ import annotations
-
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import MemplanError
 from memplan.units import format_bytes

@@ -1,15 +1,11 @@
 """What the caching allocator asks of the driver: segments, mapped pages, and their release."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from memplan.allocator.pools import SMALL_POOL, Block, Pool, VirtualSegment
 from memplan.allocator.settings import SMALL_SEGMENT_BYTES
 from memplan.units import round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _FIRST_ADDRESS = 2**40
 _UNLIMITED_ADDRESS_SPACE = 2**100
@@ -148,11 +144,8 @@ class Driver:
         return self._reserve_addresses(pool, stream)
 
     def _reserve_addresses(self, pool: Pool, stream: int) -> Block:
-        """Return a new virtual segment, all unmapped: addresses for 9/8 of the card.
-
-        Source:
-            The constructor of ExpandableSegment in c10/cuda/CUDACachingAllocator.cpp.
-        """
+        """Return a new virtual segment, all unmapped: addresses for 9/8 of the card."""
+        # Source: The constructor of ExpandableSegment in c10/cuda/CUDACachingAllocator.cpp.
         page_bytes = SMALL_SEGMENT_BYTES if pool.name == SMALL_POOL else self._large_page_bytes
         wanted = _UNLIMITED_ADDRESS_SPACE
         if self.capacity_bytes is not None:

@@ -1,17 +1,13 @@
 """Settings of the CUDA caching allocator, as ``PYTORCH_CUDA_ALLOC_CONF`` writes them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint
 from memplan.units import MIB, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MINIMUM_BLOCK_BYTES = 512
 SMALL_BYTES = MIB

@@ -1,7 +1,5 @@
 """A baseline: what every job needed when it was written, as JSON that is the same for the same figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path

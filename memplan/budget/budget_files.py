@@ -1,7 +1,5 @@
 """A budget file and the files that it includes, read into one list of jobs."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Jobs of a budget with defaults applied and quantities read, each with the place that it stands at."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -119,7 +117,6 @@ def job_of(entry: JobEntry, defaults: Defaults, place: Place) -> tuple[Job | Non
 
     Args:
         defaults: Those of its file, with those of including files filled in.
-        place: Where it stands.
     """
     values = merged(defaults, entry)
     if values.config is None and values.model is not None and values.model.endswith(TRAINER_FILES):

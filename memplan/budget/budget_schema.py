@@ -1,7 +1,5 @@
 """A budget file: every key of ``memplan-budget.yaml``, with its default."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """What a job needs, compared with what it may need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal

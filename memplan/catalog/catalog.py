@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
-from memplan.catalog.entry_checks import codec_problems, entry_problems, link_problems
 from memplan.catalog.shipped_entries import BuiltEntries, aliases_of, all_names, indexed, shipped_texts, yaml_files
 from memplan.catalog.shipped_tables import TABLES, ShippedTables
+from memplan.catalog.update_classes import codec_problems, entry_problems, link_problems
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import Document, load_document
 from memplan.documents.opening import is_file, path_kind, read_bytes, shown_path

@@ -1,7 +1,5 @@
 """Kernel profiles: which implementation of each operation runs, where that moves memory."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Our own entries: texts by name, each parsed and built when it is asked for; names and aliases of all entries."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Tables of figures that ship with memplan, are read once, and are no entries that a user may add to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path

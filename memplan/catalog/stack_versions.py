@@ -1,7 +1,5 @@
 """Names of stacks: their versions, and what took the place of older names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Stacks: whose training loop a job runs, and what of that loop decides memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal

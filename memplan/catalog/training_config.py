@@ -1,7 +1,5 @@
 """A training config: every key of DESIGN section 6, with its default."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal

@@ -4,8 +4,6 @@ Shells ask at every press of a key, so that nothing is imported here but the sta
 (``memplan --install-completion``; typer/_completion_classes.py, 0.29); what is no name is left to it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -105,12 +105,7 @@ class GridOptions:
         return replace(training, settings=[*self.settings, *(training.settings or ())]) if self.settings else training
 
     def divides(self, model: str | None, options: JobOptions) -> bool:
-        """Tell whether the model itself is divided.
-
-        Args:
-            model: MODEL as it was typed.
-
-        """
+        """Tell whether the model itself is divided."""
         told = any(setting.startswith("parallel") for setting in options["set"] or ())
         files = any(_may_divide(str(name)) for name in (options["config"], model) if str(name).endswith(FILES))
         if told or files or (options["stack"] or "").startswith("megatron"):

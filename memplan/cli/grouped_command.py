@@ -1,7 +1,5 @@
 """Commands whose options are declared in groups: frozen values, whose fields are the options."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields
@@ -50,11 +48,7 @@ def with_defaults(**defaults: Any) -> Variation:
 
 
 def command(example: str) -> Callable[[Callable[..., int]], Callable[..., NoReturn]]:
-    """Return a decorator for a command that takes groups of options and returns an exit code.
-
-    Args:
-        example: A command line to show in its help.
-    """
+    """Return a decorator for a command that takes groups of options and returns an exit code."""
 
     def declared(function: Callable[..., int]) -> Callable[..., NoReturn]:
         hints = get_type_hints(function, include_extras=True)

@@ -1,7 +1,5 @@
 """The ``memplan`` command: its parts, and the one place where errors become exit codes."""
 
-from __future__ import annotations
-
 import gc
 import re
 import sys
@@ -40,9 +38,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "ui.page_commands",
         "A page whose answer follows sliders: model, GPU, method, library, batch, length, precision; and its command line.",
     ),
-    "trace": ("torch_commands.trace", "What would torch do, exactly?"),
-    "run": ("torch_commands.script_run", "What would my own script need?"),
-    "validate": ("torch_commands.validate", "Is that true here?"),
+    "trace": ("commands.torch_commands", "What would torch do, exactly?"),
+    "run": ("commands.torch_commands", "What would my own script need?"),
+    "validate": ("commands.torch_commands", "Is that true here?"),
     "import": ("commands.trainer_commands", "What does my trainer's file say?"),
     "emit": ("commands.trainer_commands", "How do I say that in my trainer's file?"),
     "check": ("commands.check", "Does every job of a budget file still fit its budget?"),
@@ -210,12 +208,7 @@ def refuse_undecodable(arguments: Iterable[str]) -> None:
 
 
 def usage_line(error: Exception, commands: Iterable[str]) -> str:
-    """Return the one line that says what was wrong with a command line, or the help that it asked for by being empty.
-
-    Args:
-        error: What typer raised.
-        commands: Names of all commands.
-    """
+    """Return the one line that says what was wrong with a command line, or the help that it asked for by being empty."""
     text = str(getattr(error, "format_message", error.__str__)())
     if text.startswith("Usage:"):
         return text

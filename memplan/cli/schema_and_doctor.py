@@ -1,7 +1,5 @@
 """``memplan schema`` and ``memplan doctor``: for programs that read answers, and for bug reports."""
 
-from __future__ import annotations
-
 import platform
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -15,48 +13,17 @@ from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import OutputOptions
 from memplan.cli.output import emit, emit_as
 from memplan.documents.frozen_values import dataclass
-from memplan.host.nvidia_gpus import nvidia_devices
+from memplan.host.this_machine import nvidia_devices
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes
 
-
-class SchemaName(StrEnum):
-    """Things that have a JSON Schema."""
-
-    plan = "plan"
-    fit = "fit"
-    grid = "grid"
-    ranks = "ranks"
-    layouts = "layouts"
-    inference = "inference"
-    max = "max"
-    where = "where"
-    largest = "largest"
-    frontier = "frontier"
-    suggest = "suggest"
-    compare = "compare"
-    recommend = "recommend"
-    check = "check"
-    diff = "diff"
-    why = "why"
-    imported = "import"
-    rewrite = "rewrite"
-    evidence = "evidence"
-    literature = "literature"
-    validation = "validation"
-    experiment = "experiment"
-    list = "list"
-    tables = "tables"
-    training = "training"
-    budget = "budget"
-    baseline = "baseline"
-    gpu = "gpu"
-    weight_format = "format"
-    gradient = "gradient"
-    optimizer = "optimizer"
-    model = "model"
-    stack = "stack"
-    published = "published"
+SchemaName = StrEnum(
+    "SchemaName",
+    "plan fit grid ranks layouts inference max where largest frontier suggest compare recommend check diff why import rewrite "
+    "evidence literature validation experiment list tables training budget baseline gpu format gradient optimizer model stack "
+    "published",
+)
+"""Things that have a JSON Schema."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,9 +206,6 @@ def job_options(
     """Return groups of options as keywords of the library.
 
     Args:
-        training: The training config, and what is changed in it.
-        model: Whose shapes count.
-        device: The GPU, or none.
         configs: The configs in question, where ``training`` has no option for one.
 
     Raises:

@@ -5,8 +5,6 @@ characters in them, a code forge lines that begin with ``::``, a spreadsheet cel
 browser tags, and XML cannot hold some characters at all.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

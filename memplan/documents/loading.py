@@ -1,7 +1,5 @@
 """Outside text to plain values, with the line of every key, whatever the text is."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -113,9 +111,6 @@ def setting_text(value: object) -> str:
 
 def written_json(value: object, name: str) -> str:
     """Return a program's value as JSON.
-
-    Args:
-        name: What the value is called in messages.
 
     Raises:
         InvalidFileError: It is none that JSON can hold, or holds itself.

@@ -1,7 +1,5 @@
 """Regular expressions from outside that select parameters or modules by name: compiled only where matching takes no time."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ A path may name anything: a pipe without a writer, a device without an end, a fo
 file can have. Nothing but a regular file is opened, and no more of it is read than its kind can need.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -180,10 +178,6 @@ def require_file(path: Path) -> None:
 def mapped(path: Path, signature: bytes, name: str) -> Iterator[mmap.mmap]:
     """Map a file that begins with ``signature`` into memory, so that only what is looked at is read.
 
-    Args:
-        signature: Its first bytes.
-        name: What such a file is called in messages.
-
     Raises:
         InvalidFileError: As of :func:`opened`, or it begins with other bytes.
     """
@@ -206,7 +200,6 @@ def read_bytes(
     """Return the bytes of a text file of bounded size; ``-`` is standard input.
 
     Args:
-        maximum_bytes: No more is read.
         instead: What to give in place of a file that is no text.
         suggestion: What a message says of a larger file.
 

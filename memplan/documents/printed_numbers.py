@@ -1,7 +1,5 @@
 """A number in the form of a printed one: its decimals, its suffix, its sign."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal

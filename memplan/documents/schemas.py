@@ -4,8 +4,6 @@ Files that ship with memplan are built directly (the tests validate every one of
 user go through pydantic, which is imported only then.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

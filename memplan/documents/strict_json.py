@@ -1,7 +1,5 @@
 """JSON to plain values, read strictly by its grammar and within limits: Python's own reader accepts far more."""
 
-from __future__ import annotations
-
 import json
 import re
 from math import isfinite
@@ -41,9 +39,6 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 def parse_json(text: str, name: str) -> Any:
     """Return the value in a JSON text.
-
-    Args:
-        name: How messages call it.
 
     Raises:
         InvalidFileError: Not JSON, a key given twice, NaN, an infinity, a number of more than 40 digits,

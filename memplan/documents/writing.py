@@ -1,7 +1,5 @@
 """The one writer: whatever memplan prints or saves is written whole, or an error says why not."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

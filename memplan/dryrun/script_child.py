@@ -3,8 +3,6 @@
 The script runs as ``python`` would run it: by its own name, with its own arguments, its folder first in the path.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

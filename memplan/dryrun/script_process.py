@@ -1,7 +1,5 @@
 """Starts the process that a script runs in, waits for what comes of it, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import selectors
@@ -36,10 +34,6 @@ def run_script(request: Request, *, quiet: bool = False) -> Outcome:
     """Run a script in a process of its own; it, and all that it started, is gone when this returns.
 
     What the script prints goes to standard error.
-
-    Args:
-        request: What to run, and where.
-        quiet: Whether what the script prints is dropped.
     """
     with TemporaryDirectory(prefix="memplan-run-") as scratch:
         read, write = os.pipe()

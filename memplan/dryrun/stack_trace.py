@@ -4,8 +4,6 @@ unsloth patches what it imports, asks which GPU there is and chooses by the memo
 whole, in a process of its own.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,8 +28,6 @@ def stack_trace(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
     """Return the trace of a stack's own training step, and what was run, in words.
 
     Args:
-        name: Of the stack.
-        inputs: The job.
         workspaces: Whether what CUDA's libraries hold is added to the events; it is in no requested figure.
 
     Raises:

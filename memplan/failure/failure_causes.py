@@ -1,7 +1,5 @@
 """Which of a few causes an out-of-memory error has, and what the plan of the job says to it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from memplan.documents.frozen_values import dataclass

@@ -3,8 +3,6 @@
 Source: ``malloc`` in c10/cuda/CUDACachingAllocator.cpp (torch 1.4 to 2.13), whose wording has changed twice.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 
@@ -126,11 +124,7 @@ def read_message(text: str, where: str) -> OutOfMemory:
 
 
 def _refuse_contradictions(message: OutOfMemory, where: str) -> None:
-    """Refuse figures that no device can have had; torch's own may exceed the capacity, where a driver pages to the host.
-
-    Raises:
-        InvalidFileError: There is no capacity, or more of it is free than there is.
-    """
+    """Refuse figures that no device can have had; torch's own may exceed the capacity, where a driver pages to the host."""
     if message.capacity <= 0 or message.free > message.capacity:
         free, capacity = format_bytes(message.free), format_bytes(message.capacity)
         raise InvalidFileError([f"{where}: the message contradicts itself: {free} free, of a capacity of {capacity}"])

@@ -1,5 +1,5 @@
 """Reproduction and exploration: experiments, training runs, and formula against trace."""
 
-from memplan.host.installed_torch import ignore_missing_numpy
+from memplan.host.this_machine import ignore_missing_numpy
 
 ignore_missing_numpy()

@@ -1,7 +1,5 @@
 """The record of an experiment: rows of measurements over several seeds, and the settings behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -39,7 +37,6 @@ def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, 
 
     Args:
         date: Of the run, ISO 8601.
-        device: ``cpu`` or ``cuda``.
     """
     return {
         "schema": SCHEMA,

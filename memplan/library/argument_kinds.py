@@ -1,7 +1,5 @@
 """Arguments of the library's functions, held against their annotations before anything looks into them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from inspect import signature

@@ -1,7 +1,5 @@
 """From the jobs of a budget to what they need: every name looked up, every problem collected."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a question about a training job is asked with: keywords, and the values that they stand for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -179,7 +177,6 @@ class JobInputs:
         """Return the training setup.
 
         Args:
-            model: The model that it is to train.
             default: The config where none was given.
         """
         config = default if self.config is None else self.config

@@ -1,7 +1,5 @@
 """Which document ``memplan show NAME`` means: an entry of some kind, or a model from anywhere."""
 
-from __future__ import annotations
-
 from memplan.catalog.catalog import SECTIONS, Catalog
 from memplan.catalog.stack_versions import split_name
 from memplan.documents.opening import usable_path

@@ -1,11 +1,9 @@
 """Predicted beside measured: what is measured is chosen, run, compared and recorded."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stack_versions import DEFAULT_STACK
@@ -13,8 +11,10 @@ from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import read_text
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.host.installed_torch import require_torch
+from memplan.host.this_machine import require_torch
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop
+from memplan.measure.measured import Measurement
+from memplan.measure.task import Scale, Task
 from memplan.report.document import Document
 from memplan.report.validation_answer import (
     Facts,
@@ -24,14 +24,8 @@ from memplan.report.validation_answer import (
     replay_document,
 )
 from memplan.step.states.parallel_shards import FULLY_SHARDED, is_sharded
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from memplan.measure.measured import Measurement
-    from memplan.measure.task import Scale, Task
-    from memplan.training.resolved import TrainingSetup
 
 SMALL_BATCH, SMALL_LENGTH = 2, 128
 DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen3-0.6b", "smollm2-135m")
@@ -81,7 +75,7 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
     _refuse_beside_processes(request, chosen)
     if request.calibrate is not None:
         return _calibrated(request.calibrate)
-    require_torch("measuring")
+    require_torch("measuring needs")
     if request.replay is not None:
         return _replayed(request, request.replay, catalog, unit)
     device = request.device or ("cuda" if request.processes == 1 and _cuda() else "cpu")
@@ -120,7 +114,7 @@ def _refuse_beside_processes(request: ValidateRequest, chosen: Sequence[str]) ->
 
 def _cuda() -> bool:
     """Tell whether torch can use a CUDA device, without making a context in this process."""
-    from memplan.host.nvidia_gpus import nvidia_devices
+    from memplan.host.this_machine import nvidia_devices
 
     if not nvidia_devices():
         return False
@@ -174,11 +168,7 @@ def _overrides(request: ValidateRequest, device: str, scale: Scale) -> Overrides
 
 
 def _require_shards(setup: TrainingSetup, processes: int) -> None:
-    """Raise unless torch's fully_shard divides the model among so many processes, and nothing else does.
-
-    Raises:
-        CannotAnswerError: The job is divided otherwise.
-    """
+    """Raise unless torch's fully_shard divides the model among so many processes, and nothing else does."""
     parallel = setup.config.parallel
     if not is_sharded(parallel) or not parallel.gpus == parallel.shards == processes:
         raise CannotAnswerError(

@@ -5,8 +5,6 @@ out as lines of JSON. When its standard input ends, its parent is gone or has he
 others may still need it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

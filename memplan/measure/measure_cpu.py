@@ -11,13 +11,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from memplan.measure.measured import Measurement, Progress
 from memplan.measure.storage_bytes import component_bytes, gradient_bytes
+from memplan.measure.task import Task
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from memplan.measure.task import Task
 
 MARK = "memplan instant: "
 NEXT_STEP = "next step"

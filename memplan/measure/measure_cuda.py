@@ -1,26 +1,21 @@
 """Measure training steps on a CUDA device by the allocator's own counters."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memplan.host.nvidia_gpus import driver_version, nvidia_smi_rows
+from memplan.host.this_machine import driver_version, nvidia_smi_rows
 from memplan.measure.measure_cpu import GradientCounter
 from memplan.measure.measured import Measurement, Progress
 from memplan.measure.storage_bytes import component_bytes
+from memplan.measure.task import Task
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.units import MIB
-
-if TYPE_CHECKING:
-    from memplan.measure.task import Task
-
 
 PEAKS = {
     "requested": "requested_bytes.all.peak",

@@ -22,12 +22,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from memplan.measure.measure_cpu import measure_cpu
 from memplan.measure.measured import Measurement, Progress
+from memplan.measure.task import Task
 from memplan.trace.ranks.sharded_trace import ShardedSession
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from memplan.measure.task import Task
 
 LONGEST = timedelta(days=1)
 """Of a collective: whoever started the processes waits for a word of them, and ends all."""

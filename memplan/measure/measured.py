@@ -1,7 +1,5 @@
 """What a measurement returns: bytes by component, by instant, and in total."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

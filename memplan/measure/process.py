@@ -1,7 +1,5 @@
 """Run a measurement in a fresh process, and leave nothing behind, whatever happens."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What a measurement runs: a model, a setup, a device, and how a record names them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal

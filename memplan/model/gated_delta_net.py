@@ -1,7 +1,5 @@
 """A gated delta network: linear attention whose state decays and is corrected token by token."""
 
-from __future__ import annotations
-
 from memplan.documents.frozen_values import dataclass
 
 CHUNK_TOKENS = 64

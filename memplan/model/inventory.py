@@ -1,7 +1,5 @@
 """Every parameter tensor of a model, exact to the element, each with its role."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby

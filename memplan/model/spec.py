@@ -4,8 +4,6 @@ A model is runs of equal layers, a layer is attention and a feed-forward part jo
 tape and the lab's reference model are derived from these values and from nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal, NamedTuple

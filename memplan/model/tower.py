@@ -1,7 +1,5 @@
 """What a vision-language model has beside its text model: a vision tower, and the projector behind it."""
 
-from __future__ import annotations
-
 from math import isqrt
 from typing import Literal
 

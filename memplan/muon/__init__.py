@@ -1,7 +1,7 @@
 """The bundled Muon: quantised momentum, trained quantised weights, and bytes that can be named."""
 
 # ruff: noqa: E402 (the filter has to be there before torch is)
-from memplan.host.installed_torch import ignore_missing_numpy
+from memplan.host.this_machine import ignore_missing_numpy
 
 ignore_missing_numpy()
 

@@ -3,8 +3,6 @@
 Each is a named line of its own in every answer, with its source; none is hidden in another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -133,7 +131,6 @@ def allowances_for(gpu: Gpu, count: int, share: ReserveShare, tables: HardwareTa
 
     Args:
         share: What the allocator needs besides.
-        tables: What is taken on cards, by architecture.
     """
     workspace = tables.workspaces[entry_name(gpu, tables.workspaces)]
     context = context_range(gpu, tables)
@@ -162,18 +159,10 @@ def communicator_of(gpu: Gpu, ranks: int, tables: HardwareTables) -> Communicato
 
 
 def library_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
-    """Return the bytes of the workspaces of matrix products that a training process has on one device.
-
-    Args:
-        tables: What is taken on cards, by architecture.
-    """
+    """Return the bytes of the workspaces of matrix products that a training process has on one device."""
     return HANDLES * tables.workspaces[entry_name(gpu, tables.workspaces)].handle_bytes
 
 
 def engine_workspace_bytes(gpu: Gpu, tables: HardwareTables) -> int:
-    """Return the bytes of one workspace of Transformer Engine's products on one device.
-
-    Args:
-        tables: What is taken on cards, by architecture.
-    """
+    """Return the bytes of one workspace of Transformer Engine's products on one device."""
     return tables.workspaces[entry_name(gpu, tables.workspaces)].engine_bytes

@@ -1,14 +1,12 @@
 """Bytes per parameter: the uniform figure of a training setup, by component."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
 from memplan.step.states.parallel_shards import share
-from memplan.step.tensors.state_slots import slot_bytes
+from memplan.step.tensors.update_kernels import slot_bytes
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 MATRIX_SIDE = 2**14

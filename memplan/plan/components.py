@@ -1,4 +1,4 @@
-"""The lines of the sum at the peak: what each is, how its bytes come about, and who says so."""
+"""The lines of the sum at the peak: what each is, how its bytes come about, and who says so; and a plan's closed forms as lines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,65 @@ from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.entries import Kind
 from memplan.documents.frozen_values import dataclass
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
-from memplan.plan.closed_forms import form_text, part_text
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
-from memplan.step.tapes.linear_forms import Part
+from memplan.step.tapes.linear_forms import QUANTITIES, Form, Part, Quantity, constant_form
 from memplan.units import format_fraction
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor that one layer saves for backward."""
+
+    layer: str  # The run of layers
+    operation: str  # The first operation that saves it
+    coefficient: int  # Its bytes for each unit of ``quantity``
+    quantity: str  # What its size grows with, as formulas write it
+    bytes: int  # Its size in this plan
+
+
+@dataclass(frozen=True, slots=True)
+class InstantForm:
+    """An instant of the step at its fullest moment."""
+
+    name: str
+    operation: str
+    bytes: int  # What is alive besides weights, optimizer states and buffers
+    formula: str  # The same as a closed form
+
+
+def form_text(form: Form) -> str:
+    """Return a form as text: coefficients of the quantities, parts summed."""
+    terms = [f"{c:,} {QUANTITIES[q]}" if q else f"{c:,}" for q, c in zip(Quantity, form.totals(), strict=True) if c]
+    return " + ".join(terms) or "0"
+
+
+def part_text(plan: MemoryPlan, part: Part) -> str:
+    """Return one part of what is alive at the peak as a closed form; what passes between GPUs is no temporary."""
+    form = plan.peak.form.only(part)
+    return form_text(form - constant_form(part, plan.peak.communication if part is Part.TEMPORARIES else 0))
+
+
+def saved_tensors(plan: MemoryPlan) -> tuple[SavedTensor, ...]:
+    """Return what one layer of each kind saves for backward, tensor by tensor."""
+    return tuple(
+        SavedTensor(layer, operation, coefficient, QUANTITIES[quantity], coefficient * plan.values[quantity])
+        for layer, tensors in plan.forms.layer_saved
+        for operation, quantity, coefficient, _ in tensors
+    )
+
+
+def instant_forms(plan: MemoryPlan) -> tuple[InstantForm, ...]:
+    """Return every instant at its fullest moment."""
+    fullest: dict[str, InstantForm] = {}
+    for candidate in plan.forms.candidates:
+        name, size = candidate.name, candidate.form.total_bytes(plan.values)
+        if name not in fullest or size > fullest[name].bytes:
+            fullest[name] = InstantForm(name, candidate.operation, size, form_text(candidate.form))
+    return tuple(fullest.values())
+
 
 COMPONENTS = (
     "weights",

@@ -1,7 +1,5 @@
 """Allowances of a job: those of its device, and what its collectives and an engine beside it take."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.errors import CannotAnswerError

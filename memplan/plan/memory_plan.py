@@ -11,8 +11,7 @@ from memplan.model.model import Model
 from memplan.plan.allowances import Allowances, MachineProfile
 from memplan.plan.assumptions import assumptions, not_modelled
 from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
-from memplan.plan.closed_forms import InstantForm, SavedTensor, instant_forms, saved_tensors
-from memplan.plan.components import Component, components
+from memplan.plan.components import Component, InstantForm, SavedTensor, components, instant_forms, saved_tensors
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.units.host_memory import HostMemory, waiting_inputs
 from memplan.training.own_settings import OwnSetting
@@ -20,7 +19,7 @@ from memplan.training.resolved import TrainingSetup, resolved_keys
 
 if TYPE_CHECKING:
     from memplan.step.instants import StepForms
-    from memplan.step.pipelines.rank_rows import RankRow
+    from memplan.step.pipelines.rank_timeline import RankRow
     from memplan.step.states.model_states import ModelStates
     from memplan.step.tapes.moments import Instant
 

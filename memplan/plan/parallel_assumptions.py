@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.training_config import TrainingConfig
 from memplan.plan.model_notes import decoded_weights_note
-from memplan.step.collectives.sent_bytes import divided_sent_bytes, exchanged_bytes, gathered_keys_bytes, sent_bytes
+from memplan.step.collectives.gathered_units import divided_sent_bytes, exchanged_bytes, gathered_keys_bytes, sent_bytes
 from memplan.step.divided.divided_model import divided
 from memplan.step.states.parallel_shards import is_accelerated, is_coded, is_flat, is_partitioned, is_sharded, is_whole
 from memplan.step.tapes.linear_forms import Part
@@ -102,12 +102,9 @@ def _flooded_bytes(plan: MemoryPlan) -> int:
 
 
 def _shards_apart(plan: MemoryPlan) -> int:
-    """Return the shards of gradients that are not there at the peak, and whose memory no other stream uses meanwhile.
-
-    Source:
-        ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and ``_reduce_grad`` in
-        torch/distributed/fsdp/_runtime_utils.py (v2.13.0) allocate them within the stream of their reductions.
-    """
+    """Return the shards of gradients that are not there at the peak, and whose memory no other stream uses meanwhile."""
+    # Source: ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and ``_reduce_grad`` in
+    # torch/distributed/fsdp/_runtime_utils.py (v2.13.0) allocate them within the stream of their reductions.
     return max(0, sum(plan.forms.unit_gradients) - plan.parts[Part.GRADIENTS])
 
 

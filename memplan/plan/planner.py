@@ -20,7 +20,7 @@ from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, regime_of
 from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
-from memplan.step.states.cast_biases import with_cast_biases
+from memplan.step.states.model_states import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.tapes.linear_forms import Part
@@ -230,7 +230,7 @@ class CompiledPlan:
 
     def _fullest(self, plans: Sequence[MemoryPlan]) -> MemoryPlan:
         """Return the plan of the rank whose GPU holds most, the first of equals, with a row for each."""
-        from memplan.step.pipelines.rank_rows import rank_row
+        from memplan.step.pipelines.rank_timeline import rank_row
 
         parallel, layers = self.setup.config.parallel, self.model.spec.num_hidden_layers
         rows = tuple(

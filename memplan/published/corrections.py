@@ -1,11 +1,8 @@
 """What memplan holds true of a printed figure: layouts, real models, planned jobs, records of runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import cached_property
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
@@ -16,8 +13,7 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import max_parameters
 from memplan.published import planned
 from memplan.published.judged_tables import CellInputs
-from memplan.published.notes_accounting import BUFFER_SIDE
-from memplan.published.notes_rules import notes_rules
+from memplan.published.notes_accounting import BUFFER_SIDE, notes_rules
 from memplan.published.planned import Planned, shape_plan
 from memplan.step.states.optimizer_scratch import tensor_temporaries
 from memplan.step.tapes.linear_forms import Part
@@ -33,9 +29,6 @@ class Corrections:
     """The corrections by name, each a method that takes a cell.
 
     A method returns the value in the cell's own terms, text, or None where memplan has nothing to say.
-
-    Args:
-        catalog: Where models, configs and GPUs come from.
     """
 
     def __init__(self, catalog: Catalog, records: Records) -> None:
@@ -45,44 +38,24 @@ class Corrections:
         self._activations: dict[str, CompiledPlan] = {}
         self._shapes: dict[tuple[str, str], CompiledPlan] = {}
 
-    @cached_property
-    def by_name(self) -> dict[str, Callable[[CellInputs], Value | None]]:
-        """Name -> correction."""
-        return {
-            "bytes-per-parameter": self.bytes_per_parameter,
-            "max-parameters": self.max_parameters,
-            "max-parameters-ratio": self.max_parameters_ratio,
-            "smallest-card": self.smallest_card,
-            "largest-llama": self.largest_llama,
-            "fewest-gpus": self.fewest_gpus,
-            "model-states": self.model_states,
-            "activations": self.activations,
-            "newton-schulz": self.newton_schulz,
-            "shape": self.shape,
-            "traffic": self.traffic,
-            "experiment": self.experiment,
-            "range": self.range,
-            "decades": self.decades,
-            "norm-cv": self.norm_cv,
-            "gap": self.gap,
-            "status": self.status,
-            "training": self.training,
-            "recommendation": self.suggestion,
-        }
-
     def value(self, inputs: CellInputs) -> Value | None:
         """Return what is so in place of a cell, or None where memplan has nothing to say.
 
         Raises:
-            KeyError: The cell names no correction that there is.
+            AttributeError: The cell names no correction that there is.
         """
         if inputs.origin.says is not None:
             return inputs.origin.says
         if inputs.origin.truth is None:
             return None
-        return self.by_name[inputs.origin.truth](inputs)
+        return self.correction(inputs.origin.truth)(inputs)
 
-    def suggestion(self, inputs: CellInputs) -> None:
+    def correction(self, name: str) -> Callable[[CellInputs], Value | None]:
+        """Return the method that a cell names, such as ``max-parameters``."""
+        method: Callable[[CellInputs], Value | None] = getattr(self, name.replace("-", "_"))
+        return method
+
+    def recommendation(self, inputs: CellInputs) -> None:
         """Return nothing: a suggestion is a remark, computed where it is shown."""
 
     def remark(self, inputs: CellInputs) -> str:

@@ -1,7 +1,5 @@
 """The notes' tables with every cell judged, as values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

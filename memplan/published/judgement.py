@@ -1,7 +1,5 @@
 """Each printed cell beside what its rule gives and what memplan holds true, and what follows for it."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from memplan.catalog.catalog import Catalog
@@ -20,11 +18,7 @@ TRAINS = frozenset(("learns", "level", "indistinct", "close"))
 
 
 class Judge:
-    """Judges tables; every figure is computed on first use.
-
-    Args:
-        catalog: Where data, models, configs and GPUs come from.
-    """
+    """Judges tables; every figure is computed on first use."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -114,7 +108,6 @@ def judged_tables(text: str | None, catalog: Catalog, remarks: bool = True) -> J
 
     Args:
         text: Id of a table, or of a document such as ``s000``; None for all.
-        catalog: Where data, models, configs and GPUs come from.
         remarks: Whether to look for what stands beside a correction, such as the largest model that fits.
 
     Raises:

@@ -1,7 +1,5 @@
 """What the notes' own rules answer for a GPU, a config and a model: the largest counts, the fewest cards."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 
@@ -15,10 +13,10 @@ from memplan.published.notes_accounting import (
     card_gigabytes,
     largest_parameters,
     minimum_gpus,
+    notes_rules,
     parts_of,
     state_bytes,
 )
-from memplan.published.notes_rules import notes_rules
 from memplan.units import parse_bytes
 
 
@@ -62,7 +60,6 @@ def largest_by_notes(accounting: str, config: str | None, cards: Cards, catalog:
     Args:
         accounting: One of :data:`memplan.published.notes_accounting.ACCOUNTINGS`.
         config: A config that it knows; None for all of them.
-        catalog: Where names are looked up.
 
     Raises:
         UnknownNameError: A config or card that the notes do not have.
@@ -95,11 +92,7 @@ def _card_bytes(accounting: str, cards: Cards, catalog: Catalog) -> dict[str, in
 
 
 def _configs(accounting: str, config: str | None, catalog: Catalog) -> list[str]:
-    """Return the catalog names of the configs that are meant, all of an accounting's where none is given.
-
-    Raises:
-        UnknownNameError: The notes have no rule for the config.
-    """
+    """Return the catalog names of the configs that are meant, all of an accounting's where none is given."""
     if config is None:
         return list(notes_rules().charges[accounting])
     name = catalog.configs.name_of(config) if config in catalog.configs else config
@@ -114,7 +107,6 @@ def fewest_by_notes(accounting: str, model: Model, config: str | None, catalog: 
         accounting: ``notes-min-gpus``; the other rules have no such table.
         model: A catalog model with its nominal size in its name.
         config: A config that the rule knows; None for all of them.
-        catalog: Where names are looked up.
 
     Raises:
         InvalidFileError: Another accounting, or a model without a nominal size.

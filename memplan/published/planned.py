@@ -1,9 +1,7 @@
 """The jobs of the notes, planned: models, setups and cards by catalog name, each once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import Kernels
@@ -12,13 +10,13 @@ from memplan.errors import MemplanError
 from memplan.model.families import model_spec
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.model.readers.shapes import model_from_shapes
+from memplan.model.readers.given_shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import fewest_devices, upper_bytes
 from memplan.plan.suggested.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
-from memplan.published.notes_rules import notes_rules
+from memplan.published.notes_accounting import notes_rules
 from memplan.published.table_schema import PublishedFile, Shape
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
@@ -28,39 +26,27 @@ BATCH, SEQUENCE = 1, 2048
 
 
 class Planned:
-    """Plans of the notes' jobs.
-
-    Args:
-        catalog: Where models, configs and GPUs come from.
-    """
+    """Plans of the notes' jobs."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._models: dict[str, Model] = {}
-        self._setups: dict[str, TrainingSetup] = {}
-        self._plans: dict[tuple[str, str], CompiledPlan] = {}
-        self._requested: dict[tuple[str, str], int | None] = {}
-        self._suggested: dict[str, SuggestedConfigs] = {}
+        self.model, self.setup, self.plan = cache(self._model), cache(self._setup), cache(self._plan)
+        self.requested = cache(self._requested)
+        self.suggestions = cache(self._suggestions)
 
-    def model(self, name: str) -> Model:
+    def _model(self, name: str) -> Model:
         """Return a model of the catalog."""
-        if name not in self._models:
-            entry = self.catalog.models.entries[name]
-            spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
-            self._models[name] = Model.from_spec(spec, f"catalog:{name}")
-        return self._models[name]
+        entry = self.catalog.models.entries[name]
+        spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
+        return Model.from_spec(spec, f"catalog:{name}")
 
-    def setup(self, name: str) -> TrainingSetup:
+    def _setup(self, name: str) -> TrainingSetup:
         """Return a shipped config, resolved."""
-        if name not in self._setups:
-            self._setups[name] = resolve(self.catalog.configs.entries[name], self.catalog, name)
-        return self._setups[name]
+        return resolve(self.catalog.configs.entries[name], self.catalog, name)
 
-    def plan(self, model: str, config: str) -> CompiledPlan:
+    def _plan(self, model: str, config: str) -> CompiledPlan:
         """Return a catalog model under a shipped config."""
-        if (model, config) not in self._plans:
-            self._plans[model, config] = CompiledPlan(self.model(model), self.setup(config))
-        return self._plans[model, config]
+        return CompiledPlan(self.model(model), self.setup(config))
 
     def device(self, gpu: str, count: int = 1) -> Device:
         """Return a catalog GPU, or several of which the memory is pooled."""
@@ -76,15 +62,12 @@ class Planned:
         requested = self.requested(model, config) if plan.constant_bytes <= usable else None
         return requested is not None and upper_bytes(plan, device, requested) <= usable
 
-    def requested(self, model: str, config: str) -> int | None:
+    def _requested(self, model: str, config: str) -> int | None:
         """Return the requested peak at micro-batch 1 and sequence 2048, or None where memplan cannot plan it."""
-        key = (model, config)
-        if key not in self._requested:
-            try:
-                self._requested[key] = self.plan(model, config).requested_bytes(BATCH, SEQUENCE)
-            except MemplanError:
-                self._requested[key] = None
-        return self._requested[key]
+        try:
+            return self.plan(model, config).requested_bytes(BATCH, SEQUENCE)
+        except MemplanError:
+            return None
 
     def smallest_card(self, model: str, config: str) -> str | None:
         """Return the notes' card with the least memory on which a model fits, or None."""
@@ -117,19 +100,19 @@ class Planned:
             quantity: ``config`` or ``precision``.
             verdict: Says what the record of that name found.
         """
-        if gpu not in self._suggested:
-            setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
-            models = [(name, self.model(name)) for name in self.catalog.models.entries]
-            names = notes_rules().recommended
-            cards = [self.device(name, 1) for name in names]
-            rows = suggested_configs(models, setups, cards, verdict)
-            self._suggested.update(zip(names, rows, strict=True))
-        row = self._suggested[gpu]
+        row = self.suggestions(verdict)[gpu]
         if quantity == "precision":
             narrow = " and ".join(name for name, _ in row.faster)
             return row.precision + (f"; {narrow} not measured" if narrow else "")
         chosen = [item for item in (row.established, row.experimental) if item is not None]
         return "; ".join(f"{item.setup.name} ({item.largest_fitting})" for item in chosen)
+
+    def _suggestions(self, verdict: Callable[[str], str]) -> dict[str, SuggestedConfigs]:
+        setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
+        models = [(name, self.model(name)) for name in self.catalog.models.entries]
+        names = notes_rules().recommended
+        rows = suggested_configs(models, setups, [self.device(name) for name in names], verdict)
+        return dict(zip(names, rows, strict=True))
 
 
 # ------------------------------------------------------------------ the shapes of 8-bit Muon
@@ -151,7 +134,6 @@ def shape_setup(optimizer: str, catalog: Catalog) -> TrainingSetup:
 
     Args:
         optimizer: ``muon-fp32`` or ``muon-int8``.
-        catalog: Where formats and optimizers come from.
     """
     config = TrainingConfig(
         description="fp32 weights and gradients, Muon on matrices",

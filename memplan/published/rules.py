@@ -4,8 +4,6 @@ Each rule is one sentence and one function. It raises ``LookupError`` where a ce
 an input that it does not have, an error in our data that the tests find.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 

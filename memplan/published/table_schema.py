@@ -4,8 +4,6 @@ What holds for a whole table, row or column is said once; a cell may override it
 a recomputed value: those are computed on demand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """What a terminal can show: bars, gauges and lines that keep within its width."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
 

@@ -1,7 +1,5 @@
 """The answers of ``memplan list`` and ``memplan show``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +14,7 @@ from memplan.model.inventory import active_parameter_count, parameter_count, par
 from memplan.model.model import Model
 from memplan.model.readers.safetensors import StoredTensors
 from memplan.report.document import Block, Document, Table
-from memplan.report.evidence_lines import evidence_lines
+from memplan.report.training_records import evidence_lines
 from memplan.training.learning import learning
 from memplan.training.rules.role_names import filled
 from memplan.units import format_bytes, format_count, format_fraction

@@ -1,7 +1,5 @@
 """The answer of ``memplan tables``: the notes' tables as printed, recomputed and corrected."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Predicted beside measured, as tables and JSON: one measurement, or many records."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction

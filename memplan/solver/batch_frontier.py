@@ -1,7 +1,5 @@
 """Batch against sequence length: every cell's bytes, and the line between what fits and what does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from memplan.documents.frozen_values import dataclass

@@ -1,7 +1,5 @@
 """The largest batch, sequence length, adapter rank or number of layers on each of several devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -208,7 +208,6 @@ def gauge_of(setup: TrainingSetup, device: Device, stream_bytes: int = 0, *, lea
     """Return the gauge of a device for a setup, whose reserve and allocator it takes into account.
 
     Args:
-        device: What the job has to fit on.
         stream_bytes: Buffers of collectives that no other stream can use.
         least: Leave out what depends on the step, for who looks at its plan besides.
 

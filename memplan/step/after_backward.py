@@ -1,7 +1,5 @@
 """The instants behind backward: clipping, the optimizer step, evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.step.model_on_tape import ModelOnTape

@@ -1,7 +1,5 @@
 """What a loop, its graph and its model's names keep alive around the layers of a step."""
 
-from __future__ import annotations
-
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import other_mask, other_tables, position_quantity
 from memplan.step.losses.stretched_loss import EMPTY

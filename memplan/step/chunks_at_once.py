@@ -9,8 +9,6 @@ Source:
     ``CEWithChunkedOutputLoss`` in torchtune/modules/loss/ce_chunked_output_loss.py (0.6.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.step.ends.head_on_tape import Head
@@ -30,9 +28,6 @@ def chunks_at_once(
     """Yield the moments of a loss over chunks, from the first chunk's logits to the gradient of the head's input.
 
     Args:
-        chunk: Head and loss of one chunk.
-        around: What lies around, with what the norm has saved.
-        mode: What becomes of weight gradients.
         summed: Bytes of a sum that is not what is kept, to which those of each chunk are added; None for none.
     """
     around += throughout(inputs, head)
@@ -90,12 +85,7 @@ def _later_mode(mode: Mode) -> Mode:
 
 # -------------------------------------------------------------------- logits of all chunks
 def chunked_logits_forward(inputs: StepInputs, head: Head, around: Form, chunk: Section) -> Iterator[Instant]:
-    """Yield the moments at which a chunk has been cast and its result in fp32 is there: the last, and the one before.
-
-    Args:
-        around: What lies around, with what the norm has saved.
-        chunk: Head and loss of one chunk.
-    """
+    """Yield the moments at which a chunk has been cast and its result in fp32 is there: the last, and the one before."""
     part, elements, width = all_logits(chunk)
     wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
     around += _saved_rows(head) + single_form(part, Quantity.TOKENS, elements * width) + _labels(inputs)
@@ -110,10 +100,6 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
 
     All losses run backward first, the last chunk's to begin with, when all results are still there; then the products,
     whose gradients of the head are added up, the first two into a third.
-
-    Args:
-        around: What lies around, with what the norm has saved.
-        chunk: Head and loss of one chunk.
     """
     part, elements, width = all_logits(chunk)
     rows = _saved_rows(head)

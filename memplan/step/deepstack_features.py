@@ -4,8 +4,6 @@ Source:
     ``Qwen3VLTextModel._deepstack_process`` in transformers/models/qwen3_vl/modeling_qwen3_vl.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from memplan.step.alive_around_layers import stream_form
@@ -48,11 +46,8 @@ def named_output(inputs: StepInputs, taped: ModelOnTape, kind: int) -> Form:
 
 
 def _copies(inputs: StepInputs) -> bool:
-    """Tell whether images are added to a copy: not so where ms-swift has put a function of its own there.
-
-    Source:
-        ``_patch_deepstack_process`` in swift/model/models/qwen.py (ms-swift 4.6.0).
-    """
+    """Tell whether images are added to a copy: not so where ms-swift has put a function of its own there."""
+    # Source: ``_patch_deepstack_process`` in swift/model/models/qwen.py (ms-swift 4.6.0).
     return inputs.setup.stack.images != "embedded"
 
 

@@ -1,7 +1,5 @@
 """A model that generates its completions itself, between steps: the forward of the prompts, and that of the last token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 

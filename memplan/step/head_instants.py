@@ -1,7 +1,5 @@
 """The instants around a model's head and loss, and those of the gradient of a tied embedding and head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -182,13 +180,7 @@ def head_backward(inputs: StepInputs, head: Head, played: Played, around: Form, 
 
 
 def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: Form, mode: Mode) -> Iterator[Instant]:
-    """Yield the instants of a loss over chunks, each of which runs again in backward.
-
-    Args:
-        chunk: Head and loss of one chunk.
-        around: What lies around, with what the norm has saved.
-        mode: What becomes of weight gradients.
-    """
+    """Yield the instants of a loss over chunks, each of which runs again in backward."""
     several = not inputs.regime.one_chunk
     output = head.section.output
     rows, parts = _size(Part.ACTIVATIONS, output), _size(Part.TEMPORARIES, output)

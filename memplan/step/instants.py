@@ -6,8 +6,6 @@ candidate instants, each a linear form in the quantities of :mod:`memplan.step.t
 evaluating a batch and a sequence length is arithmetic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A whole model on tape: embedding, every kind of layer once, and head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from itertools import groupby
@@ -20,8 +18,7 @@ from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.peak_layers import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
-from memplan.step.states.cast_biases import CastBias
-from memplan.step.states.model_states import ModelStates
+from memplan.step.states.model_states import CastBias, ModelStates
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Played

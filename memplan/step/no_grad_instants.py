@@ -1,7 +1,5 @@
 """The instants of forwards without gradients, and of what a loop does with their results: a reference model, metrics, evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -95,11 +93,8 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
 
 
 def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
-    """Yield the moments of a reference model's forward, which runs before backward, beside all that forward has saved.
-
-    Source:
-        ``_compute_loss`` in trl/trainer/dpo_trainer.py and kto_trainer.py (1.16.0).
-    """
+    """Yield the moments of a reference model's forward, which runs before backward, beside all that forward has saved."""
+    # Source: ``_compute_loss`` in trl/trainer/dpo_trainer.py and kto_trainer.py (1.16.0).
     if inputs.setup.answer_length:
         return  # it has been compared with before
     if inputs.setup.profile.loss != "log-probabilities":
@@ -117,10 +112,8 @@ def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, n
 
     Args:
         around: What the model's forward leaves, with its logits.
-
-    Source:
-        ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
     """
+    # Source: ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
     whole, ids = _logits(taped, Quantity.TOKENS), joined_ids(inputs.setup, forward=True)
     yield from forward_alone(inputs, taped, around + ids, name, _arguments(inputs))
     yield Instant(name, "logits of desirable and undesirable answers", around + whole)
@@ -214,12 +207,9 @@ def _named_logits(inputs: StepInputs, taped: ModelOnTape, *, graph: bool) -> For
 
 
 def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: bool) -> Iterator[Form]:
-    """Yield what is there while metrics are made of whole logits: copies of these, and a piece for the entropy.
-
-    Source:
-        ``compute_loss`` in trl/trainer/sft_trainer.py (0.19.1, 0.29.0, 1.3.0, 1.6.0), ``_compute_loss`` in
-        trl/trainer/dpo_trainer.py (0.29.0, lines 1345 to 1365) and ``entropy_from_logits`` in trl/trainer/utils.py.
-    """
+    """Yield what is there while metrics are made of whole logits: copies of these, and a piece for the entropy."""
+    # Source: ``compute_loss`` in trl/trainer/sft_trainer.py (0.19.1, 0.29.0, 1.3.0, 1.6.0), ``_compute_loss`` in
+    # trl/trainer/dpo_trainer.py (0.29.0, lines 1345 to 1365) and ``entropy_from_logits`` in trl/trainer/utils.py.
     metrics, compares = taped.settings.metrics, inputs.setup.profile.loss == "log-probabilities"
     if not inputs.setup.copies_logits:
         return

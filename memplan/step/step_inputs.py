@@ -1,7 +1,5 @@
 """What a training step is compiled from, and its parameters as tapes see them."""
 
-from __future__ import annotations
-
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.blocks.block_settings import Regime
@@ -163,11 +161,9 @@ def _scales_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
 
 
 def _decoded_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
-    """Return a weight as backward decodes it: in the dtype that it was loaded in, where products have another.
-
-    Source:
-        ``MatMul4Bit.backward`` in bitsandbytes/autograd/_functions.py (0.50.2): ``dequantize_4bit(B, state).to(...)``.
-    """
+    """Return a weight as backward decodes it: in the dtype that it was loaded in, where products have another."""
+    # Source: ``MatMul4Bit.backward`` in bitsandbytes/autograd/_functions.py (0.50.2): ``dequantize_4bit(B,
+    # state).to(...)``.
     loaded = "fp16" if setup.stack.projections.codes_from == "fp16" else setup.loaded_float
     if not entry.quantized or setup.stack.projections.codes_result != "input" or loaded == setup.config.compute_dtype:
         return 0
@@ -297,11 +293,8 @@ def _table_bytes(states: ModelStates) -> int:
 
 
 def _triangle_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
-    """Return the masks that layers keep, of one byte for each pair of positions, and the number beside each.
-
-    Source:
-        ``GPT2Attention.__init__`` in transformers/models/gpt2/modeling_gpt2.py, lines 162 to 169 (4.48.3).
-    """
+    """Return the masks that layers keep, of one byte for each pair of positions, and the number beside each."""
+    # Source: ``GPT2Attention.__init__`` in transformers/models/gpt2/modeling_gpt2.py, lines 162 to 169 (4.48.3).
     if spec.architecture not in setup.stack.models.triangles:
         return 0
     return (spec.max_position_embeddings**2 + 4) * sum(run.count for run in spec.runs)

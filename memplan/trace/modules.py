@@ -1,7 +1,5 @@
 """Trace a user's module, or the real implementation behind a ``config.json``."""
 
-from __future__ import annotations
-
 import re
 import traceback
 import warnings
@@ -143,11 +141,7 @@ def _first_argument(module: nn.Module) -> str:
 
 
 def _to_dtype(module: nn.Module, setup: TrainingSetup) -> None:
-    """Give the parameters the dtype of hidden matrices.
-
-    Raises:
-        CannotAnswerError: The setup stores them as codes, or adds adapters.
-    """
+    """Give the parameters the dtype of hidden matrices."""
     name = setup.format_names["hidden_matrix"]
     if name not in TORCH_DTYPES or setup.config.adapter is not None:
         what = "adapters" if setup.config.adapter is not None else f"weights in {name}"

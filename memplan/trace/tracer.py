@@ -1,7 +1,5 @@
 """Trace a training step: a real forward, backward and optimizer step on tensors without memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from memplan.model.model import Model

@@ -1,7 +1,5 @@
 """Transformers' implementations, built without weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

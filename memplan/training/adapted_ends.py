@@ -1,7 +1,5 @@
 """What trains of a model's ends and norms beside adapters: adapters on embedding and head, and copies of modules trained whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The parameter tensors that adapters add to a model."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -110,11 +108,8 @@ def _factors(tensor: ParameterTensor, adapter: Adapter, rows: int, columns: int)
 
 
 def _adapters_of_ends(model: Model, setup: TrainingSetup, ends: Sequence[str]) -> Iterator[ParameterTensor]:
-    """Yield the matrices of adapters on embedding and head; those of a tied head are its own.
-
-    Source:
-        ``Embedding.update_layer`` in peft/tuners/lora/layer.py (0.21.2).
-    """
+    """Yield the matrices of adapters on embedding and head; those of a tied head are its own."""
+    # Source: ``Embedding.update_layer`` in peft/tuners/lora/layer.py (0.21.2).
     spec, adapter = model.spec, setup.config.adapter
     assert adapter is not None
     table = ParameterTensor(spec.names.embedding, (spec.vocab_size, spec.hidden_size), "hidden_matrix")
@@ -157,11 +152,8 @@ def litgpt_parts(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _litgpt_tensors(model: Model, setup: TrainingSetup, parts: Sequence[str]) -> Iterator[ParameterTensor]:
-    """Yield the matrices that LitGPT adds: one pair for query, key and value together, with a rank for each of these.
-
-    Source:
-        ``LoRALinear`` and ``LoRAQKVLinear`` in litgpt/lora.py (0.5.13).
-    """
+    """Yield the matrices that LitGPT adds: one pair for query, key and value together, with a rank for each of these."""
+    # Source: ``LoRALinear`` and ``LoRAQKVLinear`` in litgpt/lora.py (0.5.13).
     assert setup.config.adapter is not None
     names, rank = model.spec.names, setup.config.adapter.rank
     kinds = {names.output: "projection", names.head: "head"}
@@ -278,10 +270,8 @@ def _cast_by_name(tensor: ParameterTensor, linear: Container[str], rest: Role) -
 
     Biases of ``linear`` layers that images pass through go with these, which cast them for good. Others are in the role of
     the ``rest``, which no forward casts either: what torch shards stays as it was loaded.
-
-    Source:
-        ``_convert_embedding_modules_dtype`` in axolotl/loaders/model.py (0.21.0).
     """
+    # Source: ``_convert_embedding_modules_dtype`` in axolotl/loaders/model.py (0.21.0).
     if not tensor.name.startswith(TOWER_PARTS) or tensor.role == "hidden_matrix":
         return tensor
     if tensor.used and tensor.role == "bias" and tensor.name.removesuffix(".bias") in linear:

@@ -1,7 +1,5 @@
 """Vision-language models as stacks train them on rows with images: what of a tower trains, and what is not modelled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -152,12 +150,9 @@ def _refuse_idle_tower(where: str, setup: TrainingSetup) -> None:
 
 
 def _shows_image(model: Model, setup: TrainingSetup) -> bool:
-    """Tell whether a batch without images gets one of the library's own.
-
-    Source:
-        ``MultiModalDataCollatorForSeq2Seq`` in llamafactory/data/collator.py (0.9.5); ``_get_inputs_embeds_hf`` in
-        swift/template/base.py (ms-swift 4.6.0).
-    """
+    """Tell whether a batch without images gets one of the library's own."""
+    # Source: ``MultiModalDataCollatorForSeq2Seq`` in llamafactory/data/collator.py (0.9.5); ``_get_inputs_embeds_hf``
+    # in swift/template/base.py (ms-swift 4.6.0).
     ahead = setup.stack.images == "embedded" and model.spec.architecture in EMBEDDED_AHEAD
     return ahead or setup.stack.images == "positions"
 
@@ -185,12 +180,7 @@ def multiplies_integers(setup: TrainingSetup) -> bool:
 
 
 def _with_images(model: Model, setup: TrainingSetup) -> Model:
-    """Return a vision-language model as a stack trains it on rows with images.
-
-    Raises:
-        InvalidFileError: Images are no whole patches, or leave a row no text.
-        CannotAnswerError: They pass through a tower, or in a way, that is not modelled.
-    """
+    """Return a vision-language model as a stack trains it on rows with images."""
     config, tower = setup.config, model.spec.tower
     assert tower is not None
     where, shape, images = f"{setup.name}: images:", tower.shape, config.images

@@ -3,8 +3,6 @@
 Nothing that only moves memory or time counts here: batch, length, checkpointing, kernels, parallelism, offloading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -69,7 +67,6 @@ def recipe_of(
     Args:
         formats: Weight format of each role, by catalog name.
         optimizers: Optimizer of each role, by catalog name.
-        catalog: Where they are looked up.
     """
     hidden = formats["hidden_matrix"]
     is_float = catalog.formats[hidden].training == "float"

@@ -1,7 +1,5 @@
 """Settings as a stack's own users write them: memplan's key and value in the stack's words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any

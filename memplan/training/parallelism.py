@@ -1,7 +1,5 @@
 """What several GPUs can be planned for, and why the rest is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -21,8 +19,7 @@ from memplan.training.rules.flat_rules import (
     steps_shards,
 )
 from memplan.training.rules.image_rules import out_of_range
-from memplan.training.rules.offload_rules import offload_refusal, steps_beside
-from memplan.training.rules.shared_rules import shared_refusals, unmodelled_keys
+from memplan.training.rules.shared_rules import offload_refusal, shared_refusals, steps_beside, unmodelled_keys
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor, context and expert parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
@@ -332,11 +329,8 @@ def _when_adapters_are_sharded(adapter: Adapter, profile: KernelProfile, stack: 
 
 
 def _when_staged(config: TrainingConfig, coded: Collection[str]) -> Problems:
-    """Yield what codes that were staged on the CPU do not run with, or are not modelled with.
-
-    Source:
-        ``STAGED_NF4_CONSTRAINTS`` in axolotl/utils/schemas/validation.py (0.21.0).
-    """
+    """Yield what codes that were staged on the CPU do not run with, or are not modelled with."""
+    # Source: ``STAGED_NF4_CONSTRAINTS`` in axolotl/utils/schemas/validation.py (0.21.0).
     adapter, at = config.adapter, ("parallel", "staged_codes")
     if not coded or adapter is None:
         yield at, "counts with weights in nf4 and adapters alone; leave it out"

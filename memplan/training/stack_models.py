@@ -1,7 +1,5 @@
 """A model as a stack builds it: its own projections, its own head, its own vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -31,9 +29,6 @@ GROUPED_ROW_ELEMENTS = 8
 
 def built_by(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as the stack of a setup builds it, and as its parameters are frozen.
-
-    Args:
-        setup: The training setup, which names the stack.
 
     Raises:
         CannotAnswerError: The stack has no code for its family, or puts adapters on it or narrows its weights in a way
@@ -154,15 +149,10 @@ def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
 
 
 def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Refuse mixtures of experts that are divided, or multiplied, in another way than is modelled.
-
-    Source:
-        ``GroupedExperts.forward`` in torchtitan/models/common/moe.py, whose products are in bf16 always;
-        ``apply_fsdp_to_decoder`` in distributed/fsdp.py (0.3.0), which shards experts that are fewer than ranks by their width.
-
-    Raises:
-        CannotAnswerError: They are.
-    """
+    """Refuse mixtures of experts that are divided, or multiplied, in another way than is modelled."""
+    # Source: ``GroupedExperts.forward`` in torchtitan/models/common/moe.py, whose products are in bf16 always;
+    # ``apply_fsdp_to_decoder`` in distributed/fsdp.py (0.3.0), which shards experts that are fewer than ranks by their
+    # width.
     counts = [part.num_experts for run in spec.runs if isinstance(part := run.layer.feed_forward, MixtureOfExperts)]
     config, where = setup.config, f"{setup.name}: model: experts of {spec.name}"
     if not counts:
@@ -222,14 +212,8 @@ UNSCORED = ("cohere", "cohere2", "ernie4_5", "glm4_moe", "granite", "qwen3_5_moe
 
 
 def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
-    """Return a model whose head yields scores for each token.
-
-    Raises:
-        CannotAnswerError: transformers has no such model of its family.
-
-    Source:
-        ``GenericForSequenceClassification`` in transformers/modeling_layers.py (5.23.0).
-    """
+    """Return a model whose head yields scores for each token."""
+    # Source: ``GenericForSequenceClassification`` in transformers/modeling_layers.py (5.23.0).
     if spec.architecture in UNSCORED:
         raise CannotAnswerError(
             f"{setup.name}: method.stage: {setup.config.method.stage}: transformers has no head of scores for {spec.architecture} "

@@ -20,7 +20,7 @@ from memplan.budget.evaluation import worst_first
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.library.budget_plans import Workshop
 from memplan.report.checks.check_answer import check_data
-from memplan.report.checks.markdown import markdown_text
+from memplan.report.checks.forge_texts import markdown_text
 
 JOBS = 500
 SAMPLES = 5

@@ -13,11 +13,11 @@ import yaml
 
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
-from memplan.catalog.entry_checks import entry_problems
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.shipped_tables import TABLES, Link, Network, ReserveShare, table_of
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Gradients, TrainingConfig
+from memplan.catalog.update_classes import entry_problems
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
 from memplan.errors import InvalidFileError, MemplanError, UnknownNameError, normalised_name

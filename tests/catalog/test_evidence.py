@@ -11,8 +11,8 @@ import pytest
 from memplan.catalog.catalog import data_directory
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides, find_setup
-from memplan.report.evidence_lines import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.report.json_schemas import schema_of
+from memplan.report.training_records import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.training.learning import BEARS, learning
 from memplan.training.resolution.resolve_config import resolve
 

@@ -99,11 +99,11 @@ def test_the_kernel_profile_is_part_of_the_answer(cli):
 
 
 def test_progress_says_how_long_the_rest_takes(monkeypatch, capsys):
-    from memplan.cli import progress
+    from memplan.cli import output
 
     clock = iter([0.0, 1.0, 30.0, 400.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    bar = progress.Progress("runs", 5)
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    bar = output.Progress("runs", 5)
     for done in (1, 2, 3):
         bar(done)
     lines = capsys.readouterr().err.splitlines()

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from memplan.catalog.kernel_profiles import KernelProfile  # noqa: E402
 from memplan.model.spec import Attention, ModelSpec  # noqa: E402
-from memplan.trace.jobs.step_data import batch_of  # noqa: E402
+from memplan.trace.jobs.reference_job import batch_of  # noqa: E402
 from memplan.trace.pretended_cuda.cuda_kernels import cuda_kernels  # noqa: E402
 from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402

@@ -20,7 +20,7 @@ from memplan.library.budget_plans import Workshop
 from memplan.library.lookup import Overrides, Shapes, catalog_model, find_model, find_setup
 from memplan.library.lookup.device_lookup import with_profile
 from memplan.library.lookup.prices import load_prices
-from memplan.library.runs.failed_run import why
+from memplan.library.runs.real_runs import why
 from memplan.library.trainers.imported_file import import_file
 from memplan.measure.records.measurement_records import read_data, read_record
 from memplan.measure.records.prediction import planned

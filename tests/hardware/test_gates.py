@@ -9,8 +9,7 @@ import pytest
 import memplan
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.entries import Gpu
-from memplan.catalog.hardware.capabilities import capability_of
-from memplan.catalog.hardware.hardware_tables import Capability, hardware_tables
+from memplan.catalog.hardware.hardware_tables import Capability, capability_of, hardware_tables
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.shipped_tables import TABLES
 from memplan.catalog.training_config import Gradients

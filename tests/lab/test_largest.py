@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from jsonschema import Draft202012Validator  # noqa: E402
 
 from memplan.errors import CannotAnswerError  # noqa: E402
-from memplan.lab.training.memory_limit import MemoryLimit  # noqa: E402
 from memplan.lab.training.optimizer_groups import with_momentum  # noqa: E402
+from memplan.lab.training.run_bytes import MemoryLimit  # noqa: E402
 from memplan.library.lookup import Overrides, find_device, find_setup  # noqa: E402
 from memplan.library.runs.largest_trained import largest_candidate  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
@@ -91,7 +91,7 @@ def test_a_process_is_held_to_what_the_context_leaves(monkeypatch):
     """Without a GPU: what the allocator is told, with a context of 500 MB and 24 GiB of an 80 GiB card."""
     told = []
     for name, answer in (("used_bytes", lambda: 0), ("context_bytes", lambda _: 500_000_000)):
-        monkeypatch.setattr(f"memplan.lab.training.memory_limit.{name}", answer)
+        monkeypatch.setattr(f"memplan.lab.training.run_bytes.{name}", answer)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)

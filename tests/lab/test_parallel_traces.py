@@ -9,7 +9,7 @@ import pytest
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, CheckpointedLayers, TrainingConfig
-from memplan.model.readers.shapes import model_from_shapes
+from memplan.model.readers.given_shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.trace.tracer import trace_training

@@ -10,14 +10,13 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
-from memplan.lab.training.component_bytes import comparisons  # noqa: E402
-from memplan.lab.training.fp32_products import fast_products  # noqa: E402
 from memplan.lab.training.loop import LossScale, Trainer, TrainingOptions, rate_factor, train  # noqa: E402
+from memplan.lab.training.run_bytes import comparisons  # noqa: E402
 from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
-from memplan.lab.training.trained_model import trained_model  # noqa: E402
+from memplan.lab.training.trained_model import fast_products, trained_model  # noqa: E402
 from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
 from memplan.library.lookup import Overrides, find_setup  # noqa: E402
-from memplan.model.readers.shapes import model_from_shapes  # noqa: E402
+from memplan.model.readers.given_shapes import model_from_shapes  # noqa: E402
 from memplan.muon.weights.quantised import QuantisedWeight  # noqa: E402
 
 pytestmark = pytest.mark.thorough

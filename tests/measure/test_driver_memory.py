@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.host.nvidia_gpus import driver_version  # noqa: E402
+from memplan.host.this_machine import driver_version  # noqa: E402
 from memplan.measure.measure_cuda import context_bytes, used_bytes  # noqa: E402
 from memplan.units import GIB, MIB  # noqa: E402
 

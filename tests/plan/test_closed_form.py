@@ -8,7 +8,7 @@ import pytest
 
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.model.inventory import parameter_count
-from memplan.model.readers.shapes import model_from_shapes
+from memplan.model.readers.given_shapes import model_from_shapes
 from memplan.plan.planner import CompiledPlan
 
 from .closed_form import Shape, requested_peak, state_bytes

@@ -13,8 +13,8 @@ from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, update_work, work_of
 from memplan.step.states.muon_scratch import decoding_bytes
-from memplan.step.tensors.state_slots import slot_bytes
 from memplan.step.tensors.tensor_states import tensor_states
+from memplan.step.tensors.update_kernels import slot_bytes
 from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())

@@ -16,7 +16,7 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.library.lookup import catalog_model
-from memplan.model.readers.shapes import model_from_shapes
+from memplan.model.readers.given_shapes import model_from_shapes
 from memplan.plan.components import COMPONENTS
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan

@@ -20,8 +20,7 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import fewest_devices
 from memplan.report.plans.plan_answer import plan_data
-from memplan.step.collectives.gathered_units import unit
-from memplan.step.collectives.sent_bytes import sent_bytes
+from memplan.step.collectives.gathered_units import sent_bytes, unit
 from memplan.step.states.model_states import model_states
 from memplan.step.states.parallel_shards import gathered_setup, rank_tensors, shard
 from memplan.step.tapes.linear_forms import Part

@@ -15,7 +15,7 @@ from memplan.documents.printed_numbers import Records
 from memplan.documents.schemas import validate
 from memplan.published.judged_tables import STATUSES, counts_of
 from memplan.published.judgement import Judge
-from memplan.published.notes_rules import FILE, NotesRules, notes_rules
+from memplan.published.notes_accounting import FILE, NotesRules, notes_rules
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import FOLDER, Library, Origin, PublishedFile
 
@@ -73,7 +73,7 @@ def test_every_rule_and_correction_that_is_named_exists(name, judge):
     for cell in table.cells:
         origin = LIBRARY.origin(table, cell)
         assert origin.rule in {None, "none", *RULES}
-        assert origin.truth in {None, *judge.corrections.by_name}
+        assert origin.truth is None or judge.corrections.correction(origin.truth)
 
 
 @pytest.mark.parametrize("name", TABLES)

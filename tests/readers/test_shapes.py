@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from memplan.errors import InvalidFileError, MemplanError
 from memplan.model.inventory import parameter_count
-from memplan.model.readers.shapes import llama_intermediate, model_from_shapes
+from memplan.model.readers.given_shapes import llama_intermediate, model_from_shapes
 
 LLAMA_2_13B = {"layers": 40, "hidden": 5120, "heads": 40}
 

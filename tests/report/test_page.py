@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.report.page import whole_page
-from memplan.report.page.elements import text
+from memplan.report.page.plan_sections import text
 from memplan.units import format_bytes
 
 ASSETS = Path(whole_page.__file__).parent / "assets"

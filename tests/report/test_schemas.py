@@ -12,13 +12,12 @@ import pytest
 
 from memplan.cli.schema_and_doctor import SchemaName
 from memplan.plan.components import Component
-from memplan.report.json_schemas import ANSWERS, FILES, ROWS, schema_of
-from memplan.report.schemas.schema_terms import BYTES, TEXT, value_schema
+from memplan.report.json_schemas import TERMS, annotated_schema, names, schema_of
 
 
 @dataclass(frozen=True)
 class Shown:
-    name: str
+    document: str
     size: int
     ratio: Fraction
     kind: Literal["a", "b"]
@@ -33,31 +32,30 @@ class Odd:
 
 
 def test_a_value_is_described_by_its_annotations():
-    schema = value_schema(Shown, leave_out=("name",))
+    schema = annotated_schema(Shown)
     assert schema["required"] == ["size", "ratio", "kind", "reason", "parts", "values"]
-    assert schema["properties"]["size"] == BYTES
+    assert schema["properties"]["size"] == TERMS["bytes"]
     assert schema["properties"]["kind"] == {"enum": ["a", "b"]}
     assert schema["properties"]["reason"] == {"type": ["string", "null"]}
-    assert schema["properties"]["parts"] == {"type": "array", "items": BYTES}
-    assert value_schema(Shown, size=TEXT)["properties"]["size"] == TEXT
+    assert schema["properties"]["parts"] == {"type": "array", "items": TERMS["bytes"]}
 
 
 def test_an_annotation_that_json_does_not_have_is_no_schema():
     with pytest.raises(AssertionError, match="complex"):
-        value_schema(Odd)
+        annotated_schema(Odd)
 
 
 def test_a_component_follows_its_schema():
     line = Component("logits", 4, "4 b*t", {"b": 1}, "a source", "derived")
-    jsonschema.validate(asdict(line), value_schema(Component))
+    jsonschema.validate(asdict(line), annotated_schema(Component))
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(asdict(line) | {"kind": "guessed"}, value_schema(Component))
+        jsonschema.validate(asdict(line) | {"kind": "guessed"}, annotated_schema(Component))
 
 
 def test_every_schema_can_be_asked_for():
-    assert {*FILES, *ANSWERS, *ROWS} == {*SchemaName} | {"ui"}
+    assert {*names()} == {*SchemaName} | {"ui"}
 
 
-@pytest.mark.parametrize("name", [*FILES, *ANSWERS, *ROWS])
+@pytest.mark.parametrize("name", names())
 def test_every_schema_is_one(name):
     jsonschema.Draft202012Validator.check_schema(schema_of(name))

@@ -14,8 +14,8 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.report.json_schemas import schema_of
 from memplan.solver.layouts import layout_search
-from memplan.solver.layouts.arms import NOTABLE
 from memplan.solver.layouts.degrees import LayoutSpace, layouts, share
+from memplan.solver.layouts.layout_search import NOTABLE
 from memplan.solver.search.cluster import Cluster
 
 SMALL = memplan.Shapes(

@@ -8,7 +8,7 @@ import pytest
 
 import memplan
 from memplan.library.answers.trace_answer import traced_timeline
-from memplan.trace.recording.timeline import timeline_json
+from memplan.trace.recording.trace_result import timeline_json
 from memplan.trace.tracer import trace_training
 
 

@@ -261,11 +261,8 @@ class StreamAllocator:
 
     # ---------------------------------------------------------------- expandable segments
     def _least_growable(self, place: int, pool: int) -> int:
-        """Return the place of the free block from one on that could grow least.
-
-        Source:
-            ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
-        """
+        """Return the place of the free block from one on that could grow least."""
+        # Source: ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
         keys, ends, *_ = self.pools[pool]
         holes, least = self.holes[pool], None
         for number in range(place, len(keys)):
@@ -277,11 +274,8 @@ class StreamAllocator:
         return len(keys) - 1
 
     def _grown(self, size: int, pool: int) -> tuple[int, int] | None:
-        """Return a block of at least a size, made by mapping pages at the lowest addresses where they have room.
-
-        Source:
-            try_allocate_expandable_block in c10/cuda/CUDACachingAllocator.cpp.
-        """
+        """Return a block of at least a size, made by mapping pages at the lowest addresses where they have room."""
+        # Source: try_allocate_expandable_block in c10/cuda/CUDACachingAllocator.cpp.
         keys, ends, starts, _ = self.pools[pool]
         holes, page = self.holes[pool], _PAGES[pool & 1]
         start = self._range(size, pool)
@@ -315,11 +309,8 @@ class StreamAllocator:
         return start
 
     def _unmap(self, pool: int) -> None:
-        """Give back the whole pages that lie inside free blocks.
-
-        Source:
-            unmap_block in c10/cuda/CUDACachingAllocator.cpp.
-        """
+        """Give back the whole pages that lie inside free blocks."""
+        # Source: unmap_block in c10/cuda/CUDACachingAllocator.cpp.
         keys, ends, starts, _ = self.pools[pool]
         holes, page = self.holes[pool], _PAGES[pool & 1]
         for key in keys[:]:

@@ -4,8 +4,6 @@ It knows torch's defaults and expandable segments, on one CUDA stream or several
 :mod:`memplan.allocator.caching_allocator` on random streams, and on those of training steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 

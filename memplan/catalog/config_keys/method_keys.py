@@ -1,7 +1,5 @@
 """Keys of ``method`` and ``images``: what a step learns from."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from memplan.documents.frozen_values import dataclass

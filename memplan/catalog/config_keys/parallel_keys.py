@@ -1,7 +1,5 @@
 """Keys of ``parallel``: how GPUs share a job, and what the engines are told that shard it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from memplan.documents.frozen_values import dataclass

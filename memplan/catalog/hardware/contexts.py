@@ -1,7 +1,5 @@
 """Device contexts as ranges over what was measured on cards of an architecture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache

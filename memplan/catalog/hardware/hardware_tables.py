@@ -1,6 +1,4 @@
-"""Tables of what cards can do and of what is taken on them, each read when it is first asked for."""
-
-from __future__ import annotations
+"""What cards can do and what is taken on them: tables, each read when it is first asked for."""
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
@@ -159,3 +157,41 @@ def capability(version: str) -> tuple[int, int]:
     """
     major, _, minor = version.partition(".")
     return int(major), int(minor or 0)
+
+
+NOT_JUDGED = CapabilityRow("nvidia", "native")
+"""Of a card that nothing is known of, nothing is refused."""
+
+
+def capability_of(gpu: Gpu, feature: str, tables: HardwareTables) -> CapabilityRow:
+    """Return how a card does something.
+
+    Args:
+        feature: An entry of ``configs/hardware/capabilities.yaml``.
+
+    Example:
+        >>> from memplan.library.lookup import open_catalog
+        >>> from memplan.catalog.hardware.hardware_tables import hardware_tables
+        >>> catalog = open_catalog(None)
+        >>> [capability_of(catalog.gpus[name], "bf16", hardware_tables(catalog.root)).answer for name in ("t4", "a100")]
+        ['emulated', 'native']
+    """
+    return next((row for row in tables.capabilities[feature].rows if _is_about(row, gpu)), NOT_JUDGED)
+
+
+def is_native(gpu: Gpu, feature: str, tables: HardwareTables) -> bool:
+    """Tell whether a card does something itself; one that is not judged is taken to."""
+    return capability_of(gpu, feature, tables).answer == "native"
+
+
+def _is_about(row: CapabilityRow, gpu: Gpu) -> bool:
+    if row.vendor != gpu.vendor:
+        return False
+    if row.architectures:
+        return gpu.architecture.startswith(row.architectures)
+    if not (row.least or row.most):
+        return gpu.vendor != "nvidia" or gpu.compute_capability is not None
+    if gpu.compute_capability is None:
+        return False
+    version = capability(gpu.compute_capability)
+    return (not row.least or capability(row.least) <= version) and (not row.most or version <= capability(row.most))

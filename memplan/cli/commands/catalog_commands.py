@@ -1,7 +1,5 @@
 """``memplan list``, ``show`` and ``tables``: what memplan knows, with its sources, and the notes' tables."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -19,11 +19,11 @@ from memplan.cli.output import deliver, emit, emit_as
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import append_file, say
 from memplan.errors import InvalidFileError
+from memplan.report.document import Format
 
 if TYPE_CHECKING:
     from memplan import Check
     from memplan.budget.evaluation import Result
-    from memplan.report.document import Format
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 _BUDGET = "Budget"
@@ -115,7 +115,7 @@ def diff_command(sides: DiffOptions, output: Annotated[OutputOptions, without("c
 def _annotate(error: InvalidFileError, form: CheckFormat, output: Path | None) -> None:
     """Annotate the mistakes of a budget as GitHub shows them; all else is told on standard error alone."""
     if form == CheckFormat.github:
-        from memplan.report.checks.github import problems_text
+        from memplan.report.checks.forge_texts import problems_text
 
         deliver(problems_text(error.problems), output)
 
@@ -130,13 +130,11 @@ def _emit(answer: Check, form: CheckFormat, output: OutputOptions) -> int:
 
 
 def _renderer(form: CheckFormat) -> Callable[[Sequence[Result]], str]:
-    """Return what writes a format that only checks have; it alone is imported."""
-    from importlib import import_module
+    """Return what writes a format that only checks have."""
+    from memplan.report.checks import forge_texts
 
-    module = "markdown" if form == CheckFormat.md else form.value
-    render: Callable[[Sequence[Result]], str] = getattr(
-        import_module(f"memplan.report.checks.{module}"), f"{module}_text"
-    )
+    name = "markdown" if form == CheckFormat.md else form.value
+    render: Callable[[Sequence[Result]], str] = getattr(forge_texts, f"{name}_text")
     return render
 
 
@@ -154,6 +152,6 @@ def summary_path() -> Path:
 
 def append_summary(path: Path, results: Sequence[Result]) -> None:
     """Append Markdown to a step's summary."""
-    from memplan.report.checks.markdown import markdown_text
+    from memplan.report.checks.forge_texts import markdown_text
 
     append_file(path, markdown_text(results))

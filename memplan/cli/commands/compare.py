@@ -1,7 +1,5 @@
 """``memplan compare``: configs and GPUs side by side; ``memplan recommend``: what to train with, for each GPU."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import memplan

@@ -1,7 +1,5 @@
 """``memplan explain``: why this number, so that it can be redone by hand; ``memplan why``: why a run was out of memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

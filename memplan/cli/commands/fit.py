@@ -97,11 +97,7 @@ def _ranks(
 
 
 def _serves(method: MethodOptions) -> bool:
-    """Tell whether serving is asked for.
-
-    Raises:
-        MemplanError: A method that is not planned, or an option of serving without it.
-    """
+    """Tell whether serving is asked for."""
     if method.method is not None:
         from memplan.library.runs.served_model import refuse_method
 
@@ -117,12 +113,7 @@ def _serves(method: MethodOptions) -> bool:
 def _refuse_training_options(
     model: ModelOptions, device: DeviceOptions, training: TrainingOptions, grid: GridOptions
 ) -> None:
-    """Refuse what serving takes no account of.
-
-    Raises:
-        InvalidFileError: An option of training is given.
-        CannotAnswerError: There are several GPUs.
-    """
+    """Refuse what serving takes no account of."""
     if training != TrainingOptions():
         raise InvalidFileError(
             ["--method inference: no option of training counts; say --weights, --context, --concurrency"]

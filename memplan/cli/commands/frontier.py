@@ -1,7 +1,5 @@
 """``memplan frontier``: what batch and sequence length?"""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast

@@ -1,7 +1,5 @@
 """``memplan max`` and ``memplan where``: the largest that a GPU holds, the fewest GPUs for a model."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -22,10 +20,10 @@ from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
+from memplan.library.lookup import Overrides
 
 if TYPE_CHECKING:
     from memplan import LargestModels, LargestValues
-    from memplan.library.lookup import Overrides
     from memplan.solver.largest_per_device import Quantity
 
 

@@ -1,10 +1,8 @@
 """``memplan suggest``: which settings should I use?"""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import memplan
 from memplan.cli.grid_options import GridOptions
@@ -17,13 +15,11 @@ from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_folder, shown_path
 from memplan.documents.writing import make_folder, say, write_file
 from memplan.errors import InvalidFileError
+from memplan.library.job_options import JobOptions
+from memplan.library.runs.searched_layouts import Layouts
+from memplan.library.several.suggested_plans import SearchOptions as Searched
+from memplan.library.several.suggested_plans import Suggested
 from memplan.solver.search.axes import AXES
-
-if TYPE_CHECKING:
-    from memplan.library.job_options import JobOptions
-    from memplan.library.runs.searched_layouts import Layouts
-    from memplan.library.several.suggested_plans import SearchOptions as Searched
-    from memplan.library.several.suggested_plans import Suggested
 
 _SEARCH = "Search"
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")

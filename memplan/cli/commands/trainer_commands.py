@@ -1,7 +1,5 @@
 """``memplan import`` and ``memplan emit``: what a trainer's own file says, and a starting file for it."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -7,16 +7,13 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from memplan.cli.option_groups import OutputOptions, option
-from memplan.cli.output import deliver, emit
-from memplan.cli.progress import Progress
+from memplan.cli.output import Progress, deliver, emit
 from memplan.documents.frozen_values import dataclass
-from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.report.document import Document
+from memplan.errors import InvalidFileError
 from memplan.report.experiments import record_document, record_text, reporter_of
 from memplan.report.figures import check_drawable, save_figure
 
@@ -25,6 +22,8 @@ if TYPE_CHECKING:
     from memplan.lab.experiment_record import Progress as Told
 
 RUN = "Run"
+NEEDS = "experiments need"
+"""What is said where there is no torch."""
 
 
 class LabDevice(StrEnum):
@@ -59,14 +58,11 @@ def run_experiment(
     Args:
         parts: How often ``run`` reports.
         run: The experiment; it is given whom to tell of its progress, and imports torch only now.
-        options: How to run it, and where record and picture go.
-        output: How to write the answer, and whether to show progress.
 
     Raises:
-        CannotAnswerError: torch or matplotlib is missing, or there is no such device.
+        CannotAnswerError: matplotlib is missing, or there is no such device.
         InvalidFileError: A file cannot be written.
     """
-    check_torch()
     out, plot = options.out, options.plot
     if plot is not None:
         check_drawable(plot)
@@ -81,25 +77,17 @@ def run_experiment(
     outcome = run(_silent if output.quiet else progress)
     if not output.quiet:
         progress.end()
-    made = record(outcome, shlex.join(["memplan", *sys.argv[1:]]), date.today().isoformat(), device)
+    made = record(outcome, typed_command(), date.today().isoformat(), device)
     if out is not None:
         deliver(record_text(made), out)
     if plot is not None:
         save_figure(reporter_of(made).figure(made), plot)
-    document: Document = record_document(made)
-    return emit(document, output)
+    return emit(record_document(made), output)
 
 
-def check_torch() -> None:
-    """Raise where there is no torch.
-
-    Raises:
-        CannotAnswerError: There is none.
-    """
-    if find_spec("torch") is None:
-        raise CannotAnswerError(
-            "experiments need torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
-        )
+def typed_command() -> str:
+    """Return the command as it was typed."""
+    return shlex.join(["memplan", *sys.argv[1:]])
 
 
 def _silent(done: int, note: str) -> None:

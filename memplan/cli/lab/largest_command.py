@@ -1,26 +1,22 @@
 """``memplan lab largest``: the largest model that fits a GPU with all its parameters trained, really trained there."""
 
-from __future__ import annotations
-
-import shlex
-import sys
 from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any
 
+from memplan.catalog.catalog import Catalog
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.cli.grouped_command import command, without
-from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch
+from memplan.cli.lab.experiment_options import NEEDS, RUN, RunOptions, typed_command
 from memplan.cli.option_groups import ModelOptions, OutputOptions, option
-from memplan.cli.output import deliver, emit
-from memplan.cli.progress import Progress
+from memplan.cli.output import Progress, deliver, emit
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
+from memplan.host.this_machine import require_torch
 from memplan.library.lookup import Overrides, find_device, find_model, find_setup, require_one_gpu, require_own_loop
 from memplan.library.runs.largest_trained import CPU_PARAMETERS, Candidate, largest_candidate, planned_candidate
 from memplan.report.training_records import largest_run_document, record_text
 
 if TYPE_CHECKING:
-    from memplan.catalog.catalog import Catalog
     from memplan.lab.training.loop import Run
 
 VALIDATION_WINDOWS = 8
@@ -56,7 +52,7 @@ def largest_command(
 
     Without MODEL: the largest of the catalog that is planned to fit. The loss must fall, and the bytes be the planned ones.
     """
-    check_torch()
+    require_torch(NEEDS)
     catalog = output.catalog()
     candidate = _candidate(model, requested, catalog)
     require_own_loop(require_one_gpu(candidate.setup, "memplan lab largest"), "memplan lab largest")
@@ -83,7 +79,7 @@ def _candidate(model: ModelOptions, requested: LargestOptions, catalog: Catalog)
 
 def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
     from memplan.lab.training.loop import Trainer, TrainingOptions, trained
-    from memplan.lab.training.memory_limit import MemoryLimit, limit_record, refused_if_out_of_memory
+    from memplan.lab.training.run_bytes import MemoryLimit, limit_record, refused_if_out_of_memory
     from memplan.lab.training.text import library_text
     from memplan.lab.training.trained_model import prepare
     from memplan.lab.training.training_record import TrainingRequest, evidence
@@ -106,7 +102,7 @@ def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, q
         if done == 1:
             limit.forget()
         if not quiet:
-            progress(done, f"loss {loss:.3f}")
+            progress.loss(done, loss)
 
     with refused_if_out_of_memory(candidate.plan):
         limit.begin()
@@ -114,7 +110,6 @@ def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, q
         result: Run = trained(trainer, seed, on_step)
     if not quiet:
         progress.end()
-    command = shlex.join(["memplan", *sys.argv[1:]])
-    request = TrainingRequest(candidate.setup.name, (), command, date.today().isoformat())
+    request = TrainingRequest(candidate.setup.name, (), typed_command(), date.today().isoformat())
     record = evidence(request, candidate.model, candidate.setup, options, text, [result], None)
     return {**record, "memory": limit_record(limit, candidate.plan)}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from memplan.cli.grouped_command import command, with_defaults, without
-from memplan.cli.lab.experiment_options import RUN, RunOptions, check_torch, run_experiment
+from memplan.cli.lab.experiment_options import NEEDS, RUN, RunOptions, run_experiment
 from memplan.cli.option_groups import MODEL, OutputOptions, option
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
+from memplan.host.this_machine import require_torch
 from memplan.library.lookup import open_catalog
 
 if TYPE_CHECKING:
-    from memplan.lab.learning.variants import Size, Task
+    from memplan.lab.learning.variants import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,6 @@ class SizeOptions:
 def names_option(flag: str, what: str) -> Any:
     """Return an option that takes names of what is compared."""
     return option("Compared", f"{flag} NAME", f"{what}; repeatable, all by default.")
-
-
-def answer(title: str, task: Callable[[tuple[int, ...]], Task], options: RunOptions, output: OutputOptions) -> int:
-    """Run an experiment and write its answer; ``task`` imports torch."""
-    check_torch()
-    ready = task(options.seeds())
-    return run_experiment(title, ready.parts, ready.run, options, output)
 
 
 LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
@@ -97,27 +91,23 @@ def dynamic_range(
     size: Annotated[SizeOptions, with_defaults(steps=150, layers=4)], run: RunOptions, output: LabOutput
 ) -> int:
     """Measure what Adam's second moment, Muon's momentum and Newton-Schulz' X span while a model learns."""
+    require_torch(NEEDS)
+    from memplan.lab.learning.dynamic_range import dynamic_range as experiment
 
-    def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.dynamic_range import dynamic_range as experiment
-
-        return experiment(open_catalog(None), size.size(), seeds, run.device.value)
-
-    return answer("dynamic-range", task, run, output)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), run.device.value)
+    return run_experiment("dynamic-range", task.parts, task.run, run, output)
 
 
 @command(example="memplan lab momentum-bits --momentum int4 --problem teacher-student")
 def momentum_bits(compared: MomentumOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against bits, codebook, block and rounding of Muon's momentum, the notes' quantiser included."""
+    require_torch(NEEDS)
+    from memplan.lab.learning.momentum_bits import momentum_bits as experiment
 
-    def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.momentum_bits import momentum_bits as experiment
-
-        problems = tuple(one.value for one in compared.problem or ())
-        momentum = tuple(compared.momentum or ())
-        return experiment(open_catalog(None), size.size(), seeds, momentum, problems, run.device.value)
-
-    return answer("momentum-bits", task, run, output)
+    problems = tuple(one.value for one in compared.problem or ())
+    momentum = tuple(compared.momentum or ())
+    task = experiment(open_catalog(None), size.size(), run.seeds(), momentum, problems, run.device.value)
+    return run_experiment("momentum-bits", task.parts, task.run, run, output)
 
 
 @command(example="memplan lab weight-bits --steps 20 --seed 0")
@@ -128,37 +118,31 @@ def weight_bits(
     output: LabOutput,
 ) -> int:
     """Measure loss against format and rounding of the weights, which have no master copy."""
+    require_torch(NEEDS)
+    from memplan.lab.learning.weight_bits import weight_bits as experiment
 
-    def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.weight_bits import weight_bits as experiment
-
-        return experiment(open_catalog(None), size.size(), seeds, tuple(compared.weights or ()), run.device.value)
-
-    return answer("weight-bits", task, run, output)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.weights or ()), run.device.value)
+    return run_experiment("weight-bits", task.parts, task.run, run, output)
 
 
 @command(example="memplan lab gradient-dtype --steps 20 --seed 0")
 def gradient_dtype(compared: GradientOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against the dtype of gradients between backward and step, with a scale and by a plain cast."""
+    require_torch(NEEDS)
+    from memplan.lab.learning.gradient_dtype import gradient_dtype as experiment
 
-    def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.gradient_dtype import gradient_dtype as experiment
-
-        return experiment(open_catalog(None), size.size(), seeds, tuple(compared.gradient or ()), run.device.value)
-
-    return answer("gradient-dtype", task, run, output)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.gradient or ()), run.device.value)
+    return run_experiment("gradient-dtype", task.parts, task.run, run, output)
 
 
 @command(example="memplan lab adam-bits --steps 20 --seed 0")
 def adam_bits(compared: MomentOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against bits, levels and range of Adam's second moment, the notes' quantiser included."""
+    require_torch(NEEDS)
+    from memplan.lab.learning.adam_bits import adam_bits as experiment
 
-    def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.adam_bits import adam_bits as experiment
-
-        return experiment(open_catalog(None), size.size(), seeds, tuple(compared.moment or ()), run.device.value)
-
-    return answer("adam-bits", task, run, output)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.moment or ()), run.device.value)
+    return run_experiment("adam-bits", task.parts, task.run, run, output)
 
 
 def _number(flag: str, what: str, least: int = 1) -> Any:
@@ -212,18 +196,17 @@ def matched_8bit(
     """
     shapes = matched.shapes()
 
-    def task(seeds: tuple[int, ...]) -> Task:
-        from memplan.lab.learning.matched import matched_8bit as experiment
-        from memplan.lab.learning.matched import shape_named, with_steps
-        from memplan.lab.learning.variants import Size
+    require_torch(NEEDS)
+    from memplan.lab.learning.matched import matched_8bit as experiment
+    from memplan.lab.learning.matched import shape_named, with_steps
+    from memplan.lab.learning.variants import Size
 
-        name = "custom" if shapes else matched.shape or "notes-28m"
-        size = Size(**shapes, batch=8, length=128, steps=100) if shapes else shape_named(name)
-        size = with_steps(size, matched.steps, matched.batch, matched.length)
-        momentum, train = tuple(matched.momentum or ()), not matched.plan_only
-        return experiment(open_catalog(None), name, size, seeds, momentum, run.device.value, train=train)
-
-    return answer("matched-8bit", task, run, output)
+    name = "custom" if shapes else matched.shape or "notes-28m"
+    size = Size(**shapes, batch=8, length=128, steps=100) if shapes else shape_named(name)
+    size = with_steps(size, matched.steps, matched.batch, matched.length)
+    momentum, train = tuple(matched.momentum or ()), not matched.plan_only
+    task = experiment(open_catalog(None), name, size, run.seeds(), momentum, run.device.value, train=train)
+    return run_experiment("matched-8bit", task.parts, task.run, run, output)
 
 
 LEARNING = (dynamic_range, momentum_bits, weight_bits, gradient_dtype, adam_bits, matched_8bit)

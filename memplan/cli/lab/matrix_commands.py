@@ -1,16 +1,15 @@
 """``memplan lab orthogonality``, ``precision`` and ``variance``: experiments on matrices, without a model."""
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 from typing import Annotated
 
 from memplan.cli.grouped_command import command, without
-from memplan.cli.lab.experiment_options import RunOptions, check_torch, run_experiment
+from memplan.cli.lab.experiment_options import NEEDS, RunOptions, run_experiment
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import UnitError
+from memplan.host.this_machine import require_torch
 
 MATRIX = "Matrices"
 LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
@@ -92,7 +91,7 @@ def orthogonality(matrices: OrthogonalityOptions, run: RunOptions, output: LabOu
 
     Two errors: Frobenius, norm(X X^T - I) / sqrt(rows), and the largest element of X X^T - I.
     """
-    check_torch()
+    require_torch(NEEDS)
     from memplan.lab.matrices import orthogonality as lab
 
     seeds, shapes = run.seeds(), [_shape(text) for text in matrices.size or ()] or lab.SHAPES
@@ -109,7 +108,7 @@ def orthogonality(matrices: OrthogonalityOptions, run: RunOptions, output: LabOu
 @command(example="memplan lab precision --width 256 --precision bf16")
 def precision(matrices: PrecisionOptions, run: RunOptions, output: LabOutput) -> int:
     """Newton-Schulz in every precision: error, difference from fp32 and time; buffers and traffic beside."""
-    check_torch()
+    require_torch(NEEDS)
     from memplan.lab.matrices import precision as lab
 
     seeds, widths = run.seeds(), matrices.width or list(lab.WIDTHS)
@@ -128,7 +127,7 @@ def precision(matrices: PrecisionOptions, run: RunOptions, output: LabOutput) ->
 @command(example="memplan lab variance --width 128 --samples 20")
 def variance(matrices: VarianceOptions, run: RunOptions, output: LabOutput) -> int:
     """What orthogonalising noisy gradients does to their variance: the notes' table, and what it leaves out."""
-    check_torch()
+    require_torch(NEEDS)
     from memplan.lab.matrices import variance as lab
 
     seeds = run.seeds()

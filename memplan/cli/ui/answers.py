@@ -1,7 +1,5 @@
 """Answers for the page: at once with a share as the allocator's reserve, then in full, as ``memplan.plan`` gives them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path

@@ -18,7 +18,7 @@ from memplan.cli.ui.answers import Answer, catalog_of, full_answer, quick_answer
 from memplan.cli.ui.question import MOST_CHARACTERS, MOST_GPUS, PRECISIONS, Question, question_of
 from memplan.documents.escaping import escaped_json
 from memplan.errors import MemplanError
-from memplan.report.page.elements import section, text
+from memplan.report.page.plan_sections import section, text
 from memplan.report.page.whole_page import SCRIPTS, STYLES, asset, document, embedded, hashes
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
 """``memplan report`` and ``memplan ui``: the answer as one page, in a file or beside controls on this machine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from shlex import join

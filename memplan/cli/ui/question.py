@@ -1,7 +1,5 @@
 """What the page may ask: names of the catalog and numbers, nothing else; and the command line that asks the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from shlex import join

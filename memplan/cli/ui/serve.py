@@ -1,7 +1,5 @@
 """The page on a loopback port, until it is interrupted."""
 
-from __future__ import annotations
-
 import gc
 import secrets
 import socket

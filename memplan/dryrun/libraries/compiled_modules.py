@@ -4,8 +4,6 @@ Dynamo, AOTAutograd, the partitioner and Inductor are torch's (:mod:`memplan.tra
 Hooks that watch every module are not there while compiled code runs, as Dynamo would compile them too.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -93,11 +91,7 @@ class CompiledModules:
         return self._compiler()(what, **retained)
 
     def _check(self, options: dict[str, Any]) -> None:
-        """Refuse another backend; note what of the options is not known to change no buffer.
-
-        Raises:
-            RefusedError: Another backend than Inductor.
-        """
+        """Refuse another backend; note what of the options is not known to change no buffer."""
         backend = options.get("backend") or "inductor"
         if backend != "inductor":
             raise RefusedError(
@@ -160,11 +154,8 @@ class CompiledModules:
 
 
 def _padded_bytes(matrix: Any) -> int:
-    """Return what a copy takes whose rows and columns are a multiple of 16 bytes, or nothing where they are already.
-
-    Source:
-        torch/_inductor/fx_passes/pad_mm.py, ``get_alignment_size_dtype`` and ``pad_dim`` (v2.13.0).
-    """
+    """Return what a copy takes whose rows and columns are a multiple of 16 bytes, or nothing where they are already."""
+    # Source: torch/_inductor/fx_passes/pad_mm.py, ``get_alignment_size_dtype`` and ``pad_dim`` (v2.13.0).
     aligned = ALIGNED_BYTES // matrix.element_size()
     shape = [int(size) for size in matrix.shape]
     padded = [*shape[:-2], *(round_up(size, aligned) for size in shape[-2:])]

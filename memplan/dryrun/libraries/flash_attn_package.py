@@ -7,8 +7,6 @@ Source:
     flash_attn/__init__.py, flash_attn_interface.py and bert_padding.py of Dao-AILab/flash-attention (2.8).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -264,7 +262,6 @@ def flash_attn_installed(compute_capability: str, notes: list[str]) -> Iterator[
     """Let a script find flash-attn 2 where it looks for it.
 
     Args:
-        compute_capability: Of the card, such as ``9.0``.
         notes: Is told when a script has imported it.
     """
     finder = _Finder(compute_capability)

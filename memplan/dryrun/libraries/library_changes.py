@@ -11,8 +11,6 @@ Source:
     unsloth_zoo 2026.10.9, tokenizer_utils.py (``fix_untrained_tokens``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

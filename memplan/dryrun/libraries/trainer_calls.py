@@ -1,7 +1,5 @@
 """What job a trainer of transformers or TRL runs, in the words of a command that would start the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import MISSING, fields

@@ -34,11 +34,7 @@ class _Guard(Nothing):
 
 
 def _chosen(device: Any) -> None:
-    """Choose a GPU, which can only be the one that is pretended; a negative number chooses none.
-
-    Raises:
-        RefusedError: It is another.
-    """
+    """Choose a GPU, which can only be the one that is pretended; a negative number chooses none."""
     if not isinstance(device, int) or device >= 0:
         inner_device(torch.device("cuda", device) if isinstance(device, int) else device)
 
@@ -73,7 +69,6 @@ def pretended_runtime(recorder: LiveRecorder, ranks: Ranks | None = None) -> Ite
     """Let ``torch.cuda`` and ``torch.accelerator`` speak of the recorder's card while what is inside runs.
 
     Args:
-        recorder: Has the card, and the state of its memory.
         ranks: Tells how many of it there are, and which one is this process's.
     """
     saved: list[tuple[Any, str, Any, bool]] = []

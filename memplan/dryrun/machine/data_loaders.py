@@ -1,7 +1,5 @@
 """Data loaders of a script: they load in its own process, and give rows of the length that is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

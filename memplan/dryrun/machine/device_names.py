@@ -3,8 +3,6 @@
 Its fake tensors are told apart by :mod:`memplan.trace.pretended_cuda.fake_devices`; here is what a script calls devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

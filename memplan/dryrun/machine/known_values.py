@@ -4,8 +4,6 @@ Integers, masks and single numbers that come from the CPU, or follow from such, 
 positions and loss scales are what they would be. Everything else follows from weights, and is answered by rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,8 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.dryrun.terms.outcome import Answer
-from memplan.dryrun.terms.raising_conditions import harmless_answer
-from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.terms.script_lines import ScriptLines, harmless_answer
 
 KNOWN_INTEGERS = 2**20
 """Elements up to which integers and masks keep their values."""

@@ -1,7 +1,5 @@
 """A process whose tensors, queries and kernels are those of a machine with the pretended GPU."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -166,11 +164,7 @@ def _tensor_methods(values: KnownValues) -> Iterator[None]:
 
 
 def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Return a copy with a storage of its own; torch's would have two, of which its views share the other.
-
-    Raises:
-        RuntimeError: It has a history, as in torch (torch/_tensor.py, v2.13.0).
-    """
+    """Return a copy with a storage of its own; torch's would have two, of which its views share the other."""
     if not tensor.is_leaf:
         raise RuntimeError("only tensors created by the user (graph leaves) support deepcopy")
     if id(tensor) not in memo:

@@ -4,8 +4,6 @@ A script joins its group as under ``torchrun``. Every group is torch's ``fake`` 
 are given as it is; buffers that FSDP2, DistributedDataParallel or the script make for them are those of a real run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.fake_devices import replaced
+from memplan.trace.pretended_cuda.idle_kernels import Idle
 from memplan.trace.ranks.fully_shard import ShardedRecorder
-from memplan.trace.ranks.replicated import unsent
+from memplan.trace.ranks.replicated import booked_buckets, unsent
 
 PLACES = ("device", "is_cuda", "is_cpu", "is_meta")
 """What tells where a tensor is, which C++ would answer of a distributed one."""
@@ -116,25 +115,15 @@ def _drawn(_start: int, _end: int, operator: Callable[..., Any], *args: Any, **o
     return operator(*args, **options)
 
 
-class _NoLogger:
-    """Stands for DistributedDataParallel's logger, which cannot time a device that is not there."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
 def _replica_calls(recorder: LiveRecorder) -> dict[str, Callable[..., Any]]:
     """Return DistributedDataParallel's own methods, which tell a recorder what their buckets are."""
     made, forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
     hook = DistributedDataParallel.register_comm_hook
 
     def init(replica: Any, *args: Any, **options: Any) -> None:
-        with _booked(recorder):
+        with booked_buckets(recorder):
             made(replica, *args, **options)
-        replica.logger = _NoLogger()
+        replica.logger = Idle()
 
     def hooked(replica: Any, state: Any, own: Any) -> None:
         replica.sends = True
@@ -143,16 +132,8 @@ def _replica_calls(recorder: LiveRecorder) -> dict[str, Callable[..., Any]]:
     def run(replica: Any, *args: Any, **options: Any) -> Any:
         if not hasattr(replica, "sends"):
             hooked(replica, None, unsent)
-        with _booked(recorder):  # torch makes its buckets anew just here
+        with booked_buckets(recorder):  # torch makes its buckets anew just here
             replica.reducer._rebuild_buckets()
         return forward(replica, *args, **options)  # type: ignore[no-untyped-call]
 
     return {"__init__": init, "forward": run, "register_comm_hook": hooked}
-
-
-@contextmanager
-def _booked(recorder: LiveRecorder) -> Iterator[None]:
-    before = len(recorder.records)
-    yield
-    for record in recorder.records[before:]:
-        record.component = "communication"

@@ -5,8 +5,6 @@ CPU aside; what a script asks of a tensor's values is answered (:mod:`memplan.dr
 come back to the CPU are real again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any

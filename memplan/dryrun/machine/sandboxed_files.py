@@ -1,7 +1,5 @@
 """Files that a script writes go to a folder that is thrown away, and its checkpoints nowhere."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

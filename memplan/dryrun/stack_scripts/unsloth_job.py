@@ -1,7 +1,5 @@
 """What a script of unsloth is told of a job: the keywords of ``from_pretrained``, ``get_peft_model`` and ``SFTConfig``, and a model's files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

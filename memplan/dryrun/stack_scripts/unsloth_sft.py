@@ -3,8 +3,6 @@
 It is run, never imported: what it trains is told as JSON (memplan.dryrun.stack_trace).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

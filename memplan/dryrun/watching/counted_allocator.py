@@ -1,7 +1,5 @@
 """The simulated allocator with the counts that a script may print: ``torch.cuda.memory_stats``, snapshots of its segments."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from typing import Any
 

@@ -1,11 +1,12 @@
-"""The recorder of a dry run: every storage on the pretended GPU, and what the caching allocator does with it at once."""
+"""The recorder of a dry run: every storage on the pretended GPU, what the allocator does with it at once, and what a script makes of an end."""
 
-from __future__ import annotations
-
+import ast
+import linecache
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,11 +18,73 @@ from memplan.allocator.settings import AllocatorSettings
 from memplan.dryrun.terms.outcome import Card, RunsOut
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.counted_allocator import CountedAllocator
-from memplan.dryrun.watching.handled_failures import is_handled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.repeated_operators import RepeatedOperators
 from memplan.trace.recording.trace_result import Component
 from memplan.units import format_bytes
+
+_LIBRARIES = ("accelerate/utils/memory.py", "lightning/pytorch/tuner/", "pytorch_lightning/tuner/")
+"""Whose handlers try again with a smaller batch."""
+_CATCHES = frozenset({"OutOfMemoryError", "RuntimeError", "Exception", "BaseException", ""})
+"""What takes the error by its class; the empty name is ``except`` without one."""
+_MEANS_MEMORY = ("memory", "oom", "batch_size")
+"""One of these is in what a handler of more than that one error does about it."""
+
+
+def is_handled(frame: FrameType | None, is_own: Callable[[str], bool]) -> bool:
+    """Tell whether ``torch.OutOfMemoryError``, raised where a frame is now, would be handled and not end the script.
+
+    Args:
+        frame: The innermost frame.
+        is_own: Whether a file is the script's own.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if (is_own(file) or any(name in file for name in _LIBRARIES)) and _has_handler(file, frame.f_lineno):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _has_handler(file: str, line: int) -> bool:
+    return any(
+        node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0) and any(map(_handles, node.handlers))
+        for node in _attempts(file)
+    )
+
+
+@cache
+def _attempts(file: str) -> tuple[ast.Try, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Try))
+
+
+def _handles(handler: ast.ExceptHandler) -> bool:
+    """Tell whether a handler takes the error and goes on: one that ends by raising it again only says what happened."""
+    names = set(_names(handler.type))
+    if not names & _CATCHES or isinstance(handler.body[-1], ast.Raise) or _ends_script(handler.body[-1]):
+        return False
+    text = " ".join(map(ast.unparse, handler.body)).lower()
+    return "OutOfMemoryError" in names or any(word in text for word in _MEANS_MEMORY)
+
+
+def _names(node: ast.expr | None) -> Iterator[str]:
+    if isinstance(node, ast.Tuple):
+        for item in node.elts:
+            yield from _names(item)
+    elif node is None:
+        yield ""
+    else:
+        yield ast.unparse(node).rpartition(".")[2]
+
+
+def _ends_script(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and ast.unparse(statement).startswith(("sys.exit(", "exit(", "os._exit("))
+
 
 LOSSES = ("unsloth_zoo::fused_linear_", "unsloth_zoo_fused_preference")
 """Beginnings of the names of operators written in Python that allocate much inside: they run as they are, and not their forms."""
@@ -40,7 +103,6 @@ class LiveRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     Args:
         lines: Tells which line of the script is running.
-        settings: Of the allocator.
         workspaces: Whether memory that kernels of CUDA allocate inside themselves is added.
     """
 

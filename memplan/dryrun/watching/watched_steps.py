@@ -1,7 +1,5 @@
 """Where a script is in its training step, told by what it calls: modules, backward, optimizers."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Loss against bits, levels and range of Adam's second moment, the notes' own quantiser included."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
@@ -96,9 +94,7 @@ def adam_bits(
     """Return the experiment.
 
     Args:
-        seeds: Of all runs.
         moments: Of ``QUANTISERS``; all by default.
-        device: Where to train.
 
     Raises:
         UnknownNameError: A name is not known.

@@ -1,7 +1,5 @@
 """What optimizer states and Newton-Schulz' matrix really span while a tiny language model learns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import ceil, inf, log, log2
 from typing import Any
@@ -35,12 +33,7 @@ Spans = dict[tuple[str, int], dict[str, float]]
 
 
 def dynamic_range(catalog: Catalog, size: Size, seeds: Sequence[int], device: str = "cpu") -> Task:
-    """Return the experiment: the model is trained by AdamW, and by Muon.
-
-    Args:
-        seeds: Of all runs.
-        device: Where to train.
-    """
+    """Return the experiment: the model is trained by AdamW, and by Muon."""
 
     def run(progress: Progress) -> Outcome:
         text = library_text()

@@ -1,7 +1,5 @@
 """Loss against the dtype in which gradients are stored between backward and step, with a scale and without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +37,7 @@ def gradient_dtype(
     """Return the experiment.
 
     Args:
-        catalog: Of dtypes.
-        seeds: Of all runs.
         gradients: Of ``GRADIENTS``; all by default.
-        device: Where to train.
 
     Raises:
         UnknownNameError: A name is not known.

@@ -1,7 +1,5 @@
 """The comparison that the notes call for: one model, the same steps, data and seeds, momentum in several formats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -24,9 +22,9 @@ from memplan.lab.learning.variants import (
     percent_text,
     run_text,
 )
-from memplan.lab.training.component_bytes import planned_bytes
 from memplan.lab.training.loop import Run, TrainingOptions
 from memplan.lab.training.optimizer_groups import with_momentum
+from memplan.lab.training.run_bytes import planned_bytes
 from memplan.lab.training.text import library_text
 from memplan.lab.training.training_record import thinned
 from memplan.model.inventory import parameter_count
@@ -71,10 +69,7 @@ def matched_8bit(
 
     Args:
         name: What rows call the shape.
-        seeds: Of all runs.
         momenta: Of ``MOMENTA``; all but bf16 by default.
-        device: Where to train.
-        train: Whether to train, and not only to plan.
 
     Raises:
         UnknownNameError: A format is not known.

@@ -1,7 +1,5 @@
 """Loss against the bits of Muon's momentum: on the notes' own problem, and on a tiny language model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +78,6 @@ def momentum_bits(
 
     Args:
         size: The language model, and its steps; the teacher's test is always the notes'.
-        seeds: Of all runs.
         momenta: Names of ``NAMES``; all by default.
         problems: Of ``PROBLEMS``; both by default.
 

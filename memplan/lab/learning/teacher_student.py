@@ -9,8 +9,6 @@ Source:
     https://github.com/SQCU/pfhe, scripts/benchmark_muon_lowbit.py, from which the notes come.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean

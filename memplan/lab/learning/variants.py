@@ -1,7 +1,5 @@
 """A tiny language model trained in several ways that differ in one thing: what that does to its loss."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from memplan.lab.training.loop import Run, Trainer, TrainingOptions, trained
 from memplan.lab.training.text import Text, library_text
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.model.readers.shapes import model_from_shapes
+from memplan.model.readers.given_shapes import model_from_shapes
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
 
@@ -121,8 +119,6 @@ def compared(
     """Return a row for each variant; the first is what the others are compared with, seed by seed.
 
     Args:
-        seeds: Of weights, batches and rounding.
-        progress: Called after each run.
         done: Parts that were done before.
     """
     text, rows = library_text(), []
@@ -149,7 +145,6 @@ def comparison_task(
 
     Args:
         variants: Ways to train, the baseline first.
-        seeds: Of all runs.
         settings: What the record says besides the size.
         findings: Sentences that follow from the rows.
     """

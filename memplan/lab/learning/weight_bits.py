@@ -1,7 +1,5 @@
 """Loss against the bits of the weights themselves, without a master copy, by format and rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.catalog.catalog import Catalog
@@ -24,9 +22,7 @@ def weight_bits(
 
     Args:
         size: The model, whose widths are multiples of 256 for formats with such blocks.
-        seeds: Of all runs.
         weights: Of ``WEIGHTS``; all by default.
-        device: Where to train.
 
     Raises:
         UnknownNameError: A format is not known.

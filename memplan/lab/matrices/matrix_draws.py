@@ -1,7 +1,5 @@
 """What the experiments on matrices share: draws, the plain iteration, two measures of error, and time."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Sequence

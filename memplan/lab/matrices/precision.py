@@ -1,7 +1,5 @@
 """Newton-Schulz in every precision: error, difference from fp32 and time by iteration; buffers and traffic beside."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -65,13 +63,10 @@ def run(
 
     Args:
         seeds: One matrix each; widths but the first take ``OTHER_SEEDS``.
-        progress: Told of each matrix and precision.
         widths: Sides of the square matrices; all but the first take ``OTHER_PRECISIONS``, and ``input`` only.
         precisions: Of ``PRECISIONS``; fp32 is always run, to be compared with.
         products: Of ``PRODUCTS``; precisions that torch multiplies by itself know ``input`` only.
-        iterations: Of each.
         schedule: A name of ``SCHEDULES``.
-        device: ``cpu`` or ``cuda``.
 
     Raises:
         UnknownNameError: A name that is none.

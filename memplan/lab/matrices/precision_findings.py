@@ -1,7 +1,5 @@
 """What follows from Newton-Schulz in several precisions, a sentence each, made from the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

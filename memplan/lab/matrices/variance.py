@@ -1,7 +1,5 @@
 """What orthogonalising noisy gradients does to their spread: the notes' table of variance reduction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev, variance
 
@@ -37,12 +35,10 @@ def run(
 
     Args:
         seeds: One direction and its samples each.
-        progress: Told of each seed and method.
         width: Side of the square gradients.
         samples: Gradients for each seed, at least 2.
         iterations: Of Newton-Schulz, in bf16.
         noise: Standard deviation of what is added to each element of the direction.
-        device: ``cpu`` or ``cuda``.
 
     Raises:
         UnitError: A number out of range.

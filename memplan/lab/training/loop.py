@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from memplan.errors import InvalidFileError
-from memplan.lab.training.component_bytes import Comparison, comparisons, measured_bytes, planned_bytes
-from memplan.lab.training.fp32_products import fast_products
 from memplan.lab.training.optimizer_groups import (
     optimizer_for,
     refuse_unsupported,
     refuse_unused_formats,
     with_momentum,
 )
+from memplan.lab.training.run_bytes import Comparison, comparisons, measured_bytes, planned_bytes
 from memplan.lab.training.text import VOCABULARY, Text, even_windows, random_windows
-from memplan.lab.training.trained_model import TrainedModel, trained_model
+from memplan.lab.training.trained_model import TrainedModel, fast_products, trained_model
 from memplan.model.model import Model
 from memplan.muon import Muon
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.trace.jobs.step_data import batch_of
+from memplan.trace.jobs.reference_job import batch_of
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
@@ -85,8 +84,6 @@ class Trainer:
     """A model, its optimizer and its text.
 
     Args:
-        model: The shapes.
-        setup: Formats, optimizers, batch and sequence length.
         seed: Of weights, batches and rounding.
 
     Raises:

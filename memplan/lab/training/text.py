@@ -1,7 +1,5 @@
 """Text to train on that every machine has: the sources of Python's own library, as bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a training run leaves behind: a record that a config can name as its evidence."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +9,9 @@ from typing import Any
 
 import torch
 
-from memplan.lab.training.fp32_products import products_of
 from memplan.lab.training.loop import WARMUP_STEPS, Run, TrainingOptions
 from memplan.lab.training.text import Text
+from memplan.lab.training.trained_model import products_of
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Mlp
@@ -50,8 +48,6 @@ def evidence(
 
     Args:
         request: The config, the settings and the command.
-        model: The shapes.
-        runs: One for each seed.
         baseline: The record to compare with, or None.
     """
     gap = None if baseline is None else gap_percent(runs, baseline)

@@ -1,7 +1,5 @@
 """Whether the jobs of a repository are within their budgets: ``memplan.check``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +57,6 @@ def check(
     """Return whether every job of a budget file is within its budget.
 
     Args:
-        file: The budget file.
         baseline: The baseline, instead of the one that the budget names.
         update_baseline: Whether what every job needs now is written to the baseline.
         catalog: Your own catalog file or folder, added to ours; or a catalog that was opened before.

@@ -1,13 +1,13 @@
 """Answers for notebooks: HTML without scripts, styles or images from anywhere, every text escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import memplan
 from memplan.errors import escaped
+from memplan.library.answers.planned_job import Plan
+from memplan.plan.memory_plan import MemoryPlan
 from memplan.plan.reserve.step_timeline import step_timeline
 from memplan.report.document import Document, Table
 from memplan.report.page.plan_sections import (
@@ -22,11 +22,6 @@ from memplan.report.page.plan_sections import (
 from memplan.report.page.whole_page import CHART_LIBRARY, one_file
 from memplan.report.pictures.plan_bars import COLOURS
 from memplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from memplan.library.answers.planned_job import Plan
-    from memplan.plan.memory_plan import MemoryPlan
-
 
 VERDICT_COLORS = {"fits": "#2e7d32", "tight": "#b26a00", "no": "#c62828"}
 CELL = "padding:1px 8px 1px 0;border:0;text-align:"

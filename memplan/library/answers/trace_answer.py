@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import memplan
+from memplan.allocator.results import AllocatorResult
 from memplan.documents.frozen_values import dataclass
 from memplan.plan.allowances import library_workspace_bytes
 from memplan.plan.components import COMPONENTS
@@ -14,15 +15,13 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.reserve.step_timeline import COLUMNS, STACKED, Timeline, fullest_columns
 from memplan.report.document import Block, Document, Table
 from memplan.report.pictures.step_figure import Limits, step_figure
-from memplan.report.stack_words import stack_data, stack_words
+from memplan.report.plans.plan_answer import stack_data, stack_words
+from memplan.trace.recording.trace_result import Trace, TracedStorage
 from memplan.training.resolved import TrainingSetup, resolved_keys
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from memplan.allocator.results import AllocatorResult
-    from memplan.trace.recording.trace_result import Trace, TracedStorage
 
 OWN_CODE = "answers/traced_step.py:"
 """How a trace names the lines of the module that starts it."""
@@ -50,11 +49,7 @@ def _formula_parts(plan: MemoryPlan) -> dict[str, int]:
 
 
 def trace_document(traced: TracedStep, unit: str) -> Document:
-    """Return the answer of ``memplan trace``.
-
-    Args:
-        unit: Unit of bytes in tables.
-    """
+    """Return the answer of ``memplan trace``."""
     trace, plan = traced.trace, traced.plan
     formula = _formula_parts(plan) if plan else {}
     blocks: list[Block] = [_heading(traced)]

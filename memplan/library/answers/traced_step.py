@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
+from memplan.allocator.results import AllocatorResult
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.hardware.contexts import context_range
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.escaping import json_text
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.host.installed_torch import require_torch
+from memplan.host.this_machine import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.argument_kinds import checked
@@ -25,13 +26,11 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.report.document import Document
 from memplan.step.kernels.card_support import on_card
+from memplan.trace.recording.trace_result import Trace
 from memplan.training.resolved import TrainingSetup
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from memplan.allocator.results import AllocatorResult
-    from memplan.trace.recording.trace_result import Trace
 
 STEPS = 3
 """Steps of the reference model: on an H200 the allocator's segments grew by up to 4 % in the third, and not after."""
@@ -103,7 +102,7 @@ class Traced(Answer):
             from memplan.report.figures import picture_of
 
             return picture_of(self.figure(), ".svg").decode()
-        from memplan.trace.recording.timeline import timeline_json
+        from memplan.trace.recording.trace_result import timeline_json
 
         data = timeline_json(self.step.trace)
         for tensor in data["largest_at_peak"]:
@@ -170,12 +169,7 @@ def _refuse_contradictions(inputs: JobInputs, options: TraceOptions) -> None:
 
 
 def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:
-    """Return what is to be traced.
-
-    Raises:
-        CannotAnswerError: Several GPUs with code of others, or something that the GPU cannot do.
-        InvalidFileError: Sequences beyond the model's learned positions.
-    """
+    """Return what is to be traced."""
     hf, module = options.get("hf"), options.get("module")
     device = inputs.device() if inputs.names_device else None
     model = None if module is not None else _known_model(inputs, hf)

@@ -1,7 +1,5 @@
 """Names become values here, once: models, training configs, GPUs, profiles and prices, for every question alike."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training configs: from a name or a file, with what is changed on top, to a training setup."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -60,8 +58,6 @@ def find_setup(
 
     Args:
         config_given: Catalog name, path, ``-`` for standard input, or keys and values.
-        catalog: Where names are looked up.
-        model: The model that it is to train.
 
     Raises:
         InvalidFileError: Every unknown key, unknown name and impossible value at once.
@@ -117,11 +113,7 @@ def _changes(config: TrainingConfig, overrides: Overrides, given: set[KeyPath]) 
 
 
 def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
-    """Return how so many GPUs share the work: as the config says, else with everything sharded.
-
-    Raises:
-        InvalidFileError: The config is for another number of GPUs.
-    """
+    """Return how so many GPUs share the work: as the config says, else with everything sharded."""
     if divides_model(parallel):
         stage = FULLY_SHARDED if ("parallel", "zero_stage") not in given else parallel.zero_stage
         grid = grid_of(replace(parallel, expert_tensor=parallel.expert_tensor or 1), gpus)
@@ -280,11 +272,7 @@ MORE_OF_ADAPTER = frozenset(("dtype", "dropout", "modules_to_save", "vision"))
 
 
 def _refuse_settings_of_no_adapter(document: Document, settings: tuple[str, ...]) -> None:
-    """Refuse more of an adapter where a config has none and nothing set makes one.
-
-    Raises:
-        InvalidFileError: A key such as ``adapter.dropout`` is set all the same.
-    """
+    """Refuse more of an adapter where a config has none and nothing set makes one."""
     if isinstance(document.data, dict) and document.data.get("adapter"):
         return
     given = [(path, value) for path, value in _settings(settings) if path[0] == "adapter"]

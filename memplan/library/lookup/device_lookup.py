@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Gpu
@@ -16,7 +16,7 @@ from memplan.plan.memory_plan import UNLISTED, Device
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
-    from memplan.host.nvidia_gpus import NvidiaDevice
+    from memplan.host.this_machine import NvidiaDevice
 
 
 def find_device(name: str | None, memory: str | None, count: int, catalog: Catalog) -> Device:
@@ -56,7 +56,7 @@ def local_gpu(catalog: Catalog) -> tuple[Gpu, str]:
     Raises:
         CannotAnswerError: No driver, or no device.
     """
-    from memplan.host.nvidia_gpus import nvidia_devices
+    from memplan.host.this_machine import nvidia_devices
 
     devices = nvidia_devices()
     if not devices:
@@ -101,15 +101,16 @@ def _profile(path: Path) -> MachineProfile:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise InvalidFileError([f"{name}: not a profile of memplan validate --calibrate (schema {SCHEMA})"])
     problems = []
-    for item in fields(MachineProfile):
-        value, text = data.get(item.name), item.type == "str"
+    hints = get_type_hints(MachineProfile)
+    for key, hint in hints.items():
+        value, text = data.get(key), hint is str
         good = isinstance(value, str) if text else type(value) is int and 0 <= value <= MOST_OF_A_CARD
         if not good:
             problems.append(
-                f"{name}: {item.name}: expected {'text' if text else 'whole bytes, at most 4 TiB'}, got {shown_value(value, 60)}"
+                f"{name}: {key}: expected {'text' if text else 'whole bytes, at most 4 TiB'}, got {shown_value(value, 60)}"
             )
     if not problems and data["upper_context_bytes"] < data["context_bytes"]:
         problems.append(f"{name}: upper_context_bytes: expected at least context_bytes, of which it is the greatest")
     if problems:
         raise InvalidFileError(problems)
-    return MachineProfile(**{item.name: data[item.name] for item in fields(MachineProfile)})
+    return MachineProfile(**{key: data[key] for key in hints})

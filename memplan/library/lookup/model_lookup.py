@@ -1,7 +1,5 @@
 """Models: from a catalog name, a published id, a file or shapes to a model."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +60,7 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
             ]
         )
     if text is None:
-        from memplan.model.readers.shapes import model_from_shapes
+        from memplan.model.readers.given_shapes import model_from_shapes
 
         missing = [f"--{name}" for name in ("layers", "hidden", "heads") if name not in given]
         if missing:

@@ -1,7 +1,5 @@
 """What a model is called, in trainers' files and in hubs, to the shapes that it means."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

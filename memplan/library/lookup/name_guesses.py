@@ -1,7 +1,5 @@
 """Names that stand in no list: what a name that looks like a known one may be guessed to mean, and what it may not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain

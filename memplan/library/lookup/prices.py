@@ -1,7 +1,5 @@
 """A user's own price file: what an hour of each GPU costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The keys of a model's ``config.json``, which other libraries build it from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +10,7 @@ from memplan.documents.opening import read_text
 from memplan.errors import CannotAnswerError
 from memplan.model.families import WITH_TOWERS
 from memplan.model.model import Model
-from memplan.model.readers.shapes import SOURCE as SHAPES
+from memplan.model.readers.given_shapes import SOURCE as SHAPES
 from memplan.model.spec import Attention, Mlp, ModelSpec
 
 CATALOG = "catalog:"

@@ -157,7 +157,7 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
     if "vocab_size" not in flags:
         raise CannotAnswerError(f"{text}: no flag says how many tokens the tokenizer has: --vocab N")
-    from memplan.model.readers.flags import model_from_flags
+    from memplan.model.readers.given_shapes import model_from_flags
 
     name = Path(text).name.partition(".")[0] if given is None else str(given)
     return model_from_flags(flags, name, text)
@@ -176,10 +176,8 @@ def training_document(
 
     Args:
         gpus: GPUs that share the job, or None.
-        catalog: Where its stack is looked up.
         content: What the file is to hold, where that is not yet written.
         given: Keys of a training config that are said besides, so that the file need not say them.
-        model: The model that it is to train, where that is known.
 
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
@@ -214,11 +212,7 @@ def training_document(
 
 
 def _with_own_targets(text: str, data: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a training config with the targets of adapters that PEFT has of its own for a model's family.
-
-    Raises:
-        CannotAnswerError: It has none.
-    """
+    """Return a training config with the targets of adapters that PEFT has of its own for a model's family."""
     from memplan.training.adapters import OWN_TARGETS
 
     if "targets" not in data.get("adapter", {}):
@@ -230,11 +224,8 @@ def _with_own_targets(text: str, data: dict[str, Any], model: Model) -> dict[str
 
 
 def _without_absent_targets(text: str, data: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a training config without adapters' targets that no module of a model is named by, where others are.
-
-    Source:
-        ``inject_adapter`` in peft/tuners/tuners_utils.py (0.21.2), which fails where none of them is found alone.
-    """
+    """Return a training config without adapters' targets that no module of a model is named by, where others are."""
+    # Source: ``inject_adapter`` in peft/tuners/tuners_utils.py (0.21.2), which fails where none of them is found alone.
     from memplan.training.adapted_ends import selects
 
     targets = data.get("adapter", {}).get("targets", [])
@@ -279,11 +270,9 @@ def _uncounted_mask(job: ImportedJob, given: Collection[str]) -> str:
 
     Args:
         given: Keys of a training config that are said besides, by which the file's own batch or length may not count.
-
-    Source:
-        ``eager_mask`` in transformers/masking_utils.py (5.23.0), which has four bytes for a pair of tokens at most;
-        ``sdpa_mask`` has one.
     """
+    # Source: ``eager_mask`` in transformers/masking_utils.py (5.23.0), which has four bytes for a pair of tokens at
+    # most; ``sdpa_mask`` has one.
     tokens = job.value("training.micro_batch_size"), job.value("training.sequence_length")
     if job.value("packing.mask") is None or None in tokens:
         return ""
@@ -294,12 +283,7 @@ def _uncounted_mask(job: ImportedJob, given: Collection[str]) -> str:
 
 
 def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> None:
-    """Refuse what cannot be planned with what else is given: the model, and keys of a training config.
-
-    Raises:
-        CannotAnswerError: It lacks something, or is of a trainer that is only told by name.
-        InvalidFileError: Values that contradict each other.
-    """
+    """Refuse what cannot be planned with what else is given: the model, and keys of a training config."""
     if job.reading.problems:
         raise InvalidFileError(job.reading.problems)
     if job.head.missing:

@@ -1,7 +1,5 @@
 """Keys of an imported job that no training config has: left out where they change nothing, and refused elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
+from memplan.allocator.results import AllocatorResult
+from memplan.budget.budget_jobs import Job
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.hardware.contexts import context_range
 from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.documents.escaping import json_text
 from memplan.documents.opening import is_file, usable_path
+from memplan.dryrun.terms.outcome import Outcome, Request
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.host.installed_torch import require_torch
+from memplan.host.this_machine import require_torch
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import traced_timeline
 from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU, MOST_LISTED, replayed
@@ -26,15 +29,12 @@ from memplan.library.trainers.written_back import suggested
 from memplan.plan.memory_plan import Device, Suggestion
 from memplan.report.document import Document
 from memplan.report.pictures.step_figure import Limits, step_figure
+from memplan.trace.recording.trace_result import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from memplan.allocator.results import AllocatorResult
-    from memplan.budget.budget_jobs import Job
     from memplan.budget.evaluation import Finding
-    from memplan.dryrun.terms.outcome import Outcome, Request
-    from memplan.trace.recording.trace_result import Trace
 
 
 STEPS, TIMEOUT = 3, 600.0
@@ -142,7 +142,7 @@ class DryRun(Answer):
             from memplan.report.figures import picture_of
 
             return picture_of(self.figure(), ".svg").decode()
-        from memplan.trace.recording.timeline import timeline_json
+        from memplan.trace.recording.trace_result import timeline_json
 
         return json_text(timeline_json(self.trace), indent=1)
 
@@ -252,11 +252,7 @@ def _device(options: RunOptions, catalog: Catalog) -> Device:
 
 
 def _check(script: FilePath, options: RunOptions) -> None:
-    """Refuse what cannot be run.
-
-    Raises:
-        InvalidFileError: There is no such script, a number is out of range, or the allocator has no such setting.
-    """
+    """Refuse what cannot be run."""
     from memplan.allocator.settings import parse_alloc_conf
 
     unknown = sorted(options.keys() - RunOptions.__annotations__.keys())
@@ -277,12 +273,7 @@ def _check(script: FilePath, options: RunOptions) -> None:
 
 
 def _finished_trace(outcome: Outcome, script: str) -> Trace:
-    """Return what was recorded of a run that took a step to its end.
-
-    Raises:
-        CannotAnswerError: The script does what cannot be pretended, or never trains.
-        InvalidFileError: It fails by a fault of its own.
-    """
+    """Return what was recorded of a run that took a step to its end."""
     if outcome.ending == "failed":
         raise InvalidFileError([f"{script}: {outcome.message}"])
     if outcome.ending == "refused":

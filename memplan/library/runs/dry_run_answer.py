@@ -33,11 +33,7 @@ def fits(run: DryRun) -> bool:
 
 
 def dry_run_document(run: DryRun, unit: str) -> Document:
-    """Return the answer of ``memplan run``.
-
-    Args:
-        unit: Unit of bytes in tables.
-    """
+    """Return the answer of ``memplan run``."""
     blocks: list[Block] = [
         _heading(run),
         _component_table(run, unit),

@@ -1,7 +1,5 @@
 """A model over a grid of GPUs: from keywords to what each rank keeps and takes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Unpack
@@ -114,7 +112,6 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpac
     """Return what the ranks of a grid keep between steps and take in one.
 
     Args:
-        model: The model.
         rank: ``worst``, ``all`` or a rank's number.
         options: Keywords of :class:`memplan.JobOptions`; degrees are keys of ``parallel`` in ``set`` or ``config``.
 
@@ -159,12 +156,10 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpac
 
 
 def _check_sequences(config: TrainingConfig, grid: Grid, mixture: str) -> None:
-    """Refuse sequences that a grid's ranks cannot share, and a mixture whose tensor ranks do not.
-
-    Source:
-        megatron-core 0.16.1 (core/): ``get_batch_on_this_cp_rank`` in utils.py, ``_reduce_scatter_along_first_dim`` in
-        tensor_parallel/mappings.py, ``MoELayer.forward`` in transformer/moe/moe_layer.py
-    """
+    """Refuse sequences that a grid's ranks cannot share, and a mixture whose tensor ranks do not."""
+    # Source: megatron-core 0.16.1 (core/): ``get_batch_on_this_cp_rank`` in utils.py,
+    # ``_reduce_scatter_along_first_dim`` in tensor_parallel/mappings.py, ``MoELayer.forward`` in
+    # transformer/moe/moe_layer.py
     length, parts = config.sequence_length, 2 * grid.context if grid.context > 1 else 1
     among = [f"2 x {grid.context} context parallel parts"] if grid.context > 1 else []
     if grid.sequence:

@@ -1,7 +1,5 @@
 """Which model is trained where a GPU is to be filled: one that is named, or the largest that is planned to fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from memplan.catalog.catalog import Catalog

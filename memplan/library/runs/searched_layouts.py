@@ -1,7 +1,5 @@
 """How several GPUs best share a job: ``memplan.suggest_layouts``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -125,11 +123,7 @@ def _config(inputs: JobInputs) -> TrainingConfig:
 
 
 def _bases(inputs: JobInputs, min_sequence: int) -> Iterator[TrainingConfig]:
-    """Yield the configs to share out: that of the stack that is named, else one of each stack.
-
-    Raises:
-        CannotAnswerError: A config whose steps are not searched.
-    """
+    """Yield the configs to share out: that of the stack that is named, else one of each stack."""
     config = _config(inputs)
     if config.compile != "none":
         raise CannotAnswerError("compile: suggest does not search compiled steps yet; memplan fit plans one")

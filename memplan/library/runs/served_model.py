@@ -1,7 +1,5 @@
 """``memplan fit --method inference``: does serving this model fit, and how far does it go?"""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -187,13 +185,7 @@ def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple
 
 
 def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
-    """Return the format of each role: of all matrices, or of roles by name as in ``expert_matrix=mxfp4``.
-
-    Raises:
-        InvalidFileError: An unknown role.
-        UnknownNameError: An unknown format.
-        CannotAnswerError: A format that only the bundled optimizer reads.
-    """
+    """Return the format of each role: of all matrices, or of roles by name as in ``expert_matrix=mxfp4``."""
     stored: dict[Role, StorageFormat] = dict.fromkeys(ROLES, catalog.formats["bf16"])
     for part in weights.split(","):
         given, _, name = part.rpartition("=")

@@ -1,7 +1,5 @@
 """What the ranks of a job hold that several GPUs share: ``memplan.plan_ranks``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -35,7 +33,7 @@ class Ranks(Answer):
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan fit --rank``."""
-        from memplan.report.layouts.ranks_answer import ranks_document
+        from memplan.report.layouts.layouts_answer import ranks_document
 
         return ranks_document(self.rows, self.memory, unit, strict=strict)
 

@@ -12,13 +12,12 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs
+from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
+from memplan.solver.batch_frontier import Frontier
 
 if TYPE_CHECKING:  # each question imports what it alone needs
     from matplotlib.figure import Figure
-
-    from memplan.plan.memory_plan import Verdict
-    from memplan.solver.batch_frontier import Frontier
 
 
 MOST_CELLS = 100
@@ -58,9 +57,6 @@ class Grid(Answer):
         """Return the answer of ``memplan frontier``.
 
         Args:
-            unit: Unit of bytes in tables.
-            strict: TIGHT counts as NO.
-            full: Whether the JSON is wanted too.
             tidy: Whether each cell is a row of its own, as CSV has it.
         """
         from memplan.report.plans.frontier_answer import frontier_document
@@ -120,11 +116,7 @@ def frontier(
 
 
 def _numbers(name: str, values: Iterable[int], most: int) -> tuple[int, ...]:
-    """Return whole numbers, ascending, each once.
-
-    Raises:
-        InvalidFileError: One is out of range, or there are more than a grid has use for.
-    """
+    """Return whole numbers, ascending, each once."""
     numbers = list(islice(values, MOST_NUMBERS + 1))
     wrong = not all(is_whole(number, most) for number in numbers) or len(set(numbers)) > MOST_CELLS
     if wrong or len(numbers) > MOST_NUMBERS:

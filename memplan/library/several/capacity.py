@@ -14,6 +14,7 @@ from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.model.model import Model
+from memplan.plan.sizes.largest_model import LargestModel
 from memplan.report.document import Document
 from memplan.training.resolved import TrainingSetup
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # each question imports what it alone needs
     from matplotlib.figure import Figure
 
     from memplan.plan.memory_plan import Device, MemoryPlan
-    from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.sizes.placements import Placements
     from memplan.report.largest.largest_model_answer import Prices
     from memplan.solver.largest_per_device import Largest, Quantity

@@ -243,11 +243,7 @@ def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Se
 def _plans(
     inputs: JobInputs, model: Model, device: Device
 ) -> tuple[list[MemoryPlan], tuple[str, ...], Mapping[str, tuple[str, ...]]]:
-    """Return plans of the shipped configs, why others cannot be planned, and what was set in some for the device.
-
-    Raises:
-        MemplanError: None can be planned; the reason of the first, bf16-adamw among those that are shipped.
-    """
+    """Return plans of the shipped configs, why others cannot be planned, and what was set in some for the device."""
     plans: list[MemoryPlan] = []
     refused: list[MemplanError] = []
     reasons: dict[str, str] = {}
@@ -272,12 +268,7 @@ def _plans(
 
 
 def _suited(name: str, inputs: JobInputs, model: Model, device: Device) -> tuple[TrainingSetup, tuple[str, ...]]:
-    """Return a shipped config for a device, and what is set in it: one of adapters is in fp16 where bf16 is emulated.
-
-    Raises:
-        CannotAnswerError: It trains all weights, and a key of adapters was set; or it does so in bf16, which the device only
-            emulates.
-    """
+    """Return a shipped config for a device, and what is set in it: one of adapters is in fp16 where bf16 is emulated."""
     given = inputs.overrides(inputs.gpus)
     setup = find_setup(name, given, inputs.catalog, model)
     key = next((".".join(path) for path in keys_set(inputs) if path[0] == "adapter" and len(path) > 1), None)

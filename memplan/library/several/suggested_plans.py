@@ -21,12 +21,12 @@ from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.cluster import Cluster, cluster_of
 from memplan.solver.search.suggested_settings import Request, Settings, Suggestions, axes_of, suggestions
 from memplan.solver.search.timing import rated_gpu
+from memplan.training.resolved import TrainingSetup
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
     from memplan.report.canvas import Canvas
-    from memplan.training.resolved import TrainingSetup
 
 ADAPTERS = ("qlora", "lora")
 """Configs that train adapters alone, on weights of 4 bits and of 16."""

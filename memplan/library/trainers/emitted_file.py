@@ -1,7 +1,5 @@
 """A training config as a starting file for a trainer, which reads back to the same bytes: ``memplan.emit``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -83,11 +81,7 @@ def _toml(keys: Mapping[str, str]) -> str:
 
 
 def _model_keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return what names a model: its id, or what a trainer that has models of its own calls it.
-
-    Raises:
-        CannotAnswerError: That trainer has no such model.
-    """
+    """Return what names a model: its id, or what a trainer that has models of its own calls it."""
     source = plan.memory.model.source
     known = source.removeprefix("catalog:")
     if "models" in writes:
@@ -173,11 +167,7 @@ def _text(keys: Mapping[str, str], *, toml: bool) -> str:
 
 
 def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training config that a text is read as.
-
-    Raises:
-        CannotAnswerError: It is read as nothing that can be planned.
-    """
+    """Return the training config that a text is read as."""
     try:
         data: dict[str, Any] = training_document(name, (), options.get("gpus"), options["catalog"], text).data
         return data
@@ -186,11 +176,7 @@ def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[
 
 
 def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) -> None:
-    """Refuse a text whose job, as it is read, would need other bytes, or compute in another precision.
-
-    Raises:
-        CannotAnswerError: With the keys in which it differs.
-    """
+    """Refuse a text whose job, as it is read, would need other bytes, or compute in another precision."""
     retained = {key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")}
     given: dict[str, Any] = {**dict.fromkeys(options), **retained, "config": data}
     try:

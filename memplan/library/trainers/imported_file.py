@@ -1,11 +1,8 @@
 """A trainer's own files: ``memplan.import_file``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import usable_path
@@ -18,10 +15,8 @@ from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import LIMITS, number_problems
 from memplan.library.lookup.trainer_files import trainer_mappings
-from memplan.report.trainers.import_answer import KnownModel, import_document
-
-if TYPE_CHECKING:
-    from memplan.report.document import Document
+from memplan.report.document import Document
+from memplan.report.trainers.trainer_file_answers import KnownModel, import_document
 
 
 @dataclass(frozen=True, repr=False, eq=False)

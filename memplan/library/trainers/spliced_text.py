@@ -1,7 +1,5 @@
 """Changes of single values in a file's text, at the marks of its parser: every other character stays."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

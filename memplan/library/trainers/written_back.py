@@ -1,16 +1,15 @@
 """Changes that make a job fit, written in its trainer's own keys: ``memplan.rewrite``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import read_text, usable_path
+from memplan.dryrun.terms.outcome import CalledJob
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.importer.reading import STATED
 from memplan.library.answers.answer import Answer
@@ -25,12 +24,8 @@ from memplan.plan.memory_plan import Device, Suggestion
 from memplan.plan.reserve.simulation import simulated
 from memplan.plan.suggested.config_changes import Change, accumulation_cost, changes
 from memplan.report.document import Document
-from memplan.report.trainers.rewrite_answer import Rewritten, rewrite_document
+from memplan.report.trainers.trainer_file_answers import Rewritten, rewrite_document
 from memplan.training.own_settings import is_settable, own_settings, with_words
-
-if TYPE_CHECKING:
-    from memplan.dryrun.terms.outcome import CalledJob
-
 
 KEPT = ("sequence_length", "weights", "adapter", "parallel", "offload", "allocator", "gradients", "clip_gradients")
 """Keys that are not changed: what is trained, on what, and what other files or the environment say."""

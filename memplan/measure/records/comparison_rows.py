@@ -1,7 +1,5 @@
 """Predicted, traced and measured side by side, with the tolerance of each comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """What a record has to contain: all that is compared, so that nothing can be left out of a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 
 from memplan.measure.measured import Measurement

@@ -5,8 +5,6 @@ autocast, adapters, checkpointing, batches and lengths, the native allocator and
 then two layers of every architecture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Records: measurements as JSON files, checked against what is predicted today."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """What formula, trace and simulated allocator say of a task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction

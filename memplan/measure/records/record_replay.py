@@ -1,7 +1,5 @@
 """Records beside what is predicted today; many are predicted side by side."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ with ``_`` for ``-``: ``qwen3_moe`` in ``kinds/mixtures.py`` reads ``model_type:
 :class:`ConfigValues`. Private functions there, and the modules beside that folder, are helpers and no families.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -64,7 +62,6 @@ def model_spec(config: Mapping[str, Any], name: str, source: str) -> ModelSpec:
 
     Args:
         config: Keys of ``config.json``, of which ``model_type`` (or ``architecture``) names the family.
-        name: What to call the model.
         source: File or catalog entry, for messages.
 
     Raises:
@@ -81,7 +78,6 @@ def read_config(
 
     Args:
         config: As in :func:`model_spec`, which raises the same errors.
-        name: What to call the model.
         source: File or catalog entry, for messages.
         locate: Turns a key into ``file:line: key``; by default ``source: key``.
     """

@@ -1,7 +1,5 @@
 """What families have in common: the usual keys, and runs of equal layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

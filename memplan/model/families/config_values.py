@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,6 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.families.unread_keys import HARMLESS_KEYS, NOTED_KEYS, changes_arithmetic, is_neutral, memory_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from memplan.model.spec import Activation
 
 MAXIMUM_DIMENSION = 2**24
@@ -36,7 +35,6 @@ class ConfigValues:
     """Reads keys of one config. A bad value is noted and a harmless one returned in its place.
 
     Args:
-        name: What to call the model.
         source: File or catalog entry, for messages.
         locate: Turns a key into ``file:line: key``; by default ``source: key``.
     """

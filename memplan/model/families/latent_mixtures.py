@@ -1,7 +1,5 @@
 """What families with latent attention have in common: DeepSeek's layers, some dense, then experts, in groups or not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import log
 
@@ -68,10 +66,8 @@ def _score_scale(config: ConfigValues, width: int) -> float:
 
     Formula:
         ``width ** -0.5 * (0.1 * mscale_all_dim * ln(factor) + 1) ** 2``
-
-    Source:
-        ``yarn_apply_mscale`` in transformers 5, ``models/deepseek_v3/modeling_deepseek_v3.py``.
     """
+    # Source: ``yarn_apply_mscale`` in transformers 5, ``models/deepseek_v3/modeling_deepseek_v3.py``.
     rotary = config.mapping("rope_parameters", "rope_scaling") or MISSING_ROTARY.get(config.family, {})
     kind, factor, all_dim = (
         rotary.get("rope_type", rotary.get("type")),

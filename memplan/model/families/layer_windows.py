@@ -1,7 +1,5 @@
 """Windows of attention, layer by layer, as a released config states or means them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,61 +1,29 @@
 """What keys of a released config mean to families that do not read them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
-MEMORY_KEYS: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "moe_intermediate_size",
-            "moe_num_experts",
-            "num_moe_experts",
-        ),
-        "routed experts",
-    ),
-    **dict.fromkeys(
-        ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size"),
-        "shared experts",
-    ),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), "latent attention"),
-    **dict.fromkeys(
-        (
-            "attention_bias",
-            "qkv_bias",
-            "use_qkv_bias",
-            "mlp_bias",
-            "bias",
-            "use_bias",
-            "lm_head_bias",
-            "add_bias_linear",
-        ),
-        "biases",
-    ),
-    **dict.fromkeys(("qk_layernorm", "use_qk_norm", "qk_norm"), "a norm of queries and keys"),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "soft caps of logits"),
-    **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), "cross attention"),
-    **dict.fromkeys(("alibi", "use_alibi"), "ALiBi position biases"),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rotary_dim"), "partly rotated heads"),
-    **dict.fromkeys(
-        ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step"), "experts in some layers only"
-    ),
-    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), "embeddings of each layer"),
-    **dict.fromkeys(("use_parallel_residual", "parallel_attn"), "parallel attention and feed-forward parts"),
-    "mlp_only_layers": "experts in some layers only",
-    "num_kv_shared_layers": "keys and values shared between layers",
-    "attn_layer_indices": "layers without attention",
-    "word_embed_proj_dim": "an embedding narrower than the model",
-    "embedding_size": "an embedding narrower than the model",
-    "head_dim": "heads of another width",
-    "num_key_value_heads": "grouped queries",
-    "multi_query": "grouped queries",
-    "qk_rope_head_dim": "latent attention",
-    "clip_qkv": "clipped queries, keys and values",
+_CHANGES: Mapping[str, str] = {
+    "routed experts": "num_experts num_local_experts n_routed_experts moe_intermediate_size moe_num_experts num_moe_experts",
+    "shared experts": "n_shared_experts num_shared_experts shared_expert_intermediate_size shared_intermediate_size",
+    "latent attention": "kv_lora_rank q_lora_rank qk_rope_head_dim",
+    "biases": "attention_bias qkv_bias use_qkv_bias mlp_bias bias use_bias lm_head_bias add_bias_linear",
+    "a norm of queries and keys": "qk_layernorm use_qk_norm qk_norm",
+    "soft caps of logits": "attn_logit_softcapping final_logit_softcapping",
+    "cross attention": "add_cross_attention is_encoder_decoder",
+    "ALiBi position biases": "alibi use_alibi",
+    "partly rotated heads": "partial_rotary_factor rotary_pct rotary_dim",
+    "experts in some layers only": "moe_layer_freq decoder_sparse_step interleave_moe_layer_step mlp_only_layers",
+    "embeddings of each layer": "hidden_size_per_layer_input vocab_size_per_layer_input",
+    "parallel attention and feed-forward parts": "use_parallel_residual parallel_attn",
+    "keys and values shared between layers": "num_kv_shared_layers",
+    "layers without attention": "attn_layer_indices",
+    "an embedding narrower than the model": "word_embed_proj_dim embedding_size",
+    "heads of another width": "head_dim",
+    "grouped queries": "num_key_value_heads multi_query",
+    "clipped queries, keys and values": "clip_qkv",
 }
+MEMORY_KEYS: Mapping[str, str] = {key: reason for reason, keys in _CHANGES.items() for key in keys.split()}
 """Keys that change memory: a family that does not read one refuses a config that sets it."""
 
 MEMORY_PREFIXES: Mapping[str, str] = {

@@ -1,19 +1,12 @@
 """What vision-language families have in common: a tower and a projector in front of a text model of another family."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from memplan.model.families.config_values import MAXIMUM_LAYERS
+from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import LANGUAGE, Tower, TowerShape, TowerTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memplan.model.families.config_values import ConfigValues
-
 
 OF_ACTIVATIONS = (
     "attention_dropout", "fullatt_block_indexes", "hidden_act", "tokens_per_second", "vocab_size", "window_size"

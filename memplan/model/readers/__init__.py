@@ -3,8 +3,6 @@
 A reader is a function and an entry of :data:`READERS`; its module is imported when such a file is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A GGUF file, whole or split, as a model with the exact bytes that it stores."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +11,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import inventory_of, parameter_count
 from memplan.model.model import Model, Storage
 from memplan.model.readers.gguf_config import TIED_ALWAYS, config_of
-from memplan.model.readers.gguf_types import Header, TensorInfo, read_header
-from memplan.model.readers.gguf_values import GgufValues, text
+from memplan.model.readers.gguf_types import GgufValues, Header, TensorInfo, read_header, text
 from memplan.units import ceil_div
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)

@@ -3,13 +3,11 @@
 Key names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and ``gguf-py/gguf/constants.py`` of llama.cpp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
-from memplan.model.readers.gguf_values import GgufValues
+from memplan.model.readers.gguf_types import GgufValues
 
 Config = dict[str, Any]
 

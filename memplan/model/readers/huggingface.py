@@ -3,11 +3,10 @@
 Nothing is downloaded and no weights are read: the shapes follow from the config.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from memplan.documents.opening import is_file, is_folder, is_standard_input, path_kind, read_text, shown_path
 from memplan.documents.strict_json import parse_object
@@ -15,11 +14,6 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.families import WITH_TOWERS, read_config
 from memplan.model.families.config_values import INHERITED_KEYS
 from memplan.model.model import Model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
 
 CONFIG_NAME = "config.json"
 ADAPTER_NAME = "adapter_config.json"

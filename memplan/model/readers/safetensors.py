@@ -1,7 +1,5 @@
 """Safetensors files and their indexes, as a model with the exact bytes that they store."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

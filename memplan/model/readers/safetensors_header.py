@@ -4,8 +4,6 @@ Layout: https://github.com/huggingface/safetensors (README, "Format"): eight byt
 a JSON header, then the data without gaps.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from math import prod

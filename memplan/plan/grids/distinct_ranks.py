@@ -8,8 +8,6 @@ Source:
     and ``foreach_reduce`` (gradients are views of the padded result) in _fsdp_collectives.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -103,11 +101,9 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
 
 
 def _division(tensor: ParameterTensor, parallel: Parallel, shards: int) -> tuple[int, int, int]:
-    """Return the rows of a tensor, among how many ranks they are divided, and how many neighbours have the same of them.
-
-    Source:
-        ``ParallelDims.build_mesh`` in torchtitan/distributed/parallel_dims.py (0.3.0): ranks that share experts are neighbours.
-    """
+    """Return the rows of a tensor, among how many ranks they are divided, and how many neighbours have the same of them."""
+    # Source: ``ParallelDims.build_mesh`` in torchtitan/distributed/parallel_dims.py (0.3.0): ranks that share experts
+    # are neighbours.
     if not is_apart(tensor, parallel):
         return tensor.shape[0], shards, 1
     ranks, dimension = cut(tensor, parallel)

@@ -1,7 +1,5 @@
 """What the ranks of a grid keep between steps and take in a step, against one GPU."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Literal
 
@@ -14,7 +12,7 @@ from memplan.plan.allowances import communicator_of, library_workspace_bytes
 from memplan.plan.memory_plan import Device
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_peaks import StepInterval
-from memplan.step.grids.rank_states import RankStates, StageStates
+from memplan.step.grids.megatron_states import RankStates, StageStates
 
 GridVerdict = Literal["fits", "tight", "no", "unknown"]
 
@@ -132,7 +130,6 @@ def outside_of(grid: Grid, device: Device, tables: HardwareTables, share: Reserv
     """Return what a rank's process takes besides tensors.
 
     Args:
-        grid: Degrees of parallelism.
         share: What the allocator needs beyond what it hands out.
     """
     groups = communicators(grid)

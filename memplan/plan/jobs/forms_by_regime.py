@@ -1,7 +1,5 @@
 """Closed forms of a job's step, compiled once for each regime of batch and length."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

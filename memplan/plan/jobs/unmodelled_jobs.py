@@ -1,7 +1,5 @@
 """Jobs that no tape describes, refused before one is made."""
 
-from __future__ import annotations
-
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
@@ -79,11 +77,9 @@ def _refuse_fused_adapters(setup: TrainingSetup) -> None:
     """Raise for adapters fused with projections beyond what the tape has of them.
 
     Functions read weights without calling their modules, whose hooks ZeRO 3 gathers by: it gathers each as it is read, and keeps it longer.
-
-    Source:
-        ``get_lora_parameters`` in axolotl/kernels/lora.py (0.21.0); ``ZeROOrderedDict`` in
-        deepspeed/runtime/zero/parameter_offload.py (0.19.8).
     """
+    # Source: ``get_lora_parameters`` in axolotl/kernels/lora.py (0.21.0); ``ZeROOrderedDict`` in
+    # deepspeed/runtime/zero/parameter_offload.py (0.19.8).
     adapter = setup.config.adapter
     if adapter is None or not setup.profile.fused_adapters:
         return
@@ -116,10 +112,9 @@ def _refuse_clipped_projections(model: Model, setup: TrainingSetup) -> None:
     """Raise for selective checkpointing that keeps products which a model then clips in place: torch stops there.
 
     What an adapter adds to is no product that is kept.
-
-    Source:
-        ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.13.0); ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0).
     """
+    # Source: ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.13.0); ``OlmoAttention.forward`` in
+    # transformers/models/olmo/modeling_olmo.py (5.23.0).
     targets = set(setup.config.adapter.targets) if setup.config.adapter is not None else set()
     retained = "all-linear" not in targets and not targets >= {"q_proj", "k_proj", "v_proj"}
     clipped = any(getattr(run.layer.attention, "clip", 0.0) for run in model.spec.runs)

@@ -1,7 +1,5 @@
 """The largest model for a GPU, and the fewest GPUs for a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction

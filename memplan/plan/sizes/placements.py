@@ -1,7 +1,5 @@
 """The fewest GPUs of each kind for a job, each as several of them really share it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -95,11 +93,7 @@ def placements(
 
 
 def _planned(model: Model, setups: Sequence[TrainingSetup]) -> list[CompiledPlan]:
-    """Return the plans of those ways to share a job that can be planned.
-
-    Raises:
-        MemplanError: None can; the first one's reason.
-    """
+    """Return the plans of those ways to share a job that can be planned."""
     plans, refusals = [], []
     for setup in setups:
         try:

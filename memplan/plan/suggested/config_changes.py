@@ -1,7 +1,5 @@
 """Changes of a training config that save memory, the cheapest first, each with what it costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Which released models are recent enough to be recommended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 RECENT_MONTHS = 18

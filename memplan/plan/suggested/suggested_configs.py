@@ -1,7 +1,5 @@
 """What to train with on a GPU: derived from the catalog and from the evidence, with what is not known named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The answers of ``memplan check``: JSON, tables, and the sentences that every other format shares."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import memplan
 from memplan.budget.evaluation import WORST_FIRST, Finding, Result, exit_code
 from memplan.report.document import Document, Table
-from memplan.report.stack_words import BY_SHARE
+from memplan.report.plans.plan_answer import BY_SHARE
 from memplan.units import format_bytes
 
 WORDS = {"over": "OVER", "cannot": "UNKNOWN", "warn": "WARN", "within": "WITHIN"}
@@ -22,9 +20,6 @@ def check_document(results: Sequence[Result], file: str, catalog_hash: str, unit
 
     Args:
         results: Worst first.
-        file: The budget file as it was named.
-        catalog_hash: For the JSON.
-        unit: Unit of bytes in tables.
     """
     reasons = tuple(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
     blocks = (results_table(results, unit), reasons, BY_SHARE, answer(results))

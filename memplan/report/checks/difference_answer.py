@@ -1,12 +1,10 @@
 """The answers of ``memplan diff``: what moved between two baselines, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 from memplan.budget.baseline import CAUSES, Baseline, Change, Entry, differences
-from memplan.report.checks.markdown import MARKER, cell, row, trimmed
+from memplan.report.checks.forge_texts import MARKER, cell, row, trimmed
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes
 

@@ -14,7 +14,7 @@ from memplan.documents.opening import files_in, is_file, path_kind
 from memplan.documents.strict_json import read_json
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint, printable
 from memplan.report.document import Document, Table
-from memplan.report.evidence_lines import SCHEMA as TRAINING
+from memplan.report.training_records import SCHEMA as TRAINING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -50,7 +50,6 @@ def draw_gaps(axes: Axes, lines: Sequence[str], series: Sequence[Series], *, apa
     """Draw gaps from top to bottom.
 
     Args:
-        axes: Where.
         lines: What stands at the left, from the top.
         apart: How far the series of a line are moved against each other, in lines.
     """

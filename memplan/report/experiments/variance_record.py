@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memplan.report.document import Table
@@ -9,8 +10,6 @@ from memplan.report.experiments import interval_text
 from memplan.report.figures import MARKERS, PALETTE, new_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

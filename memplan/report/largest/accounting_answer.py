@@ -1,18 +1,14 @@
 """``memplan max`` and ``memplan where`` by a rule of the notes: labelled as theirs in every answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.published.notes_accounting import ACCOUNTINGS
+from memplan.published.notes_answers import NotesLargest, NotesPlacement
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes, format_count, format_fraction
-
-if TYPE_CHECKING:
-    from memplan.published.notes_answers import NotesLargest, NotesPlacement
 
 WARNING = (
     "This is the notes' accounting, not memplan's: nothing is left for activations, embeddings, scales or the CUDA "
@@ -58,11 +54,7 @@ def _max_data(row: NotesLargest) -> dict[str, Any]:
 
 
 def where_by_notes_document(model: str, billions: Fraction, rows: Sequence[NotesPlacement]) -> Document:
-    """Return the GPUs that the notes say a model needs.
-
-    Args:
-        rows: One for each config.
-    """
+    """Return the GPUs that the notes say a model needs."""
     accounting = rows[0].accounting
     cells = tuple(
         (accounting, row.config, format_bytes(row.device_bytes, "GB"), str(row.count), row.gpu) for row in rows

@@ -11,13 +11,13 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
-from memplan.report.stack_words import stack_data, stack_words
+from memplan.report.plans.plan_answer import stack_data, stack_words
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count, format_fraction
 
 if TYPE_CHECKING:
     from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.sizes.placements import Placement, Placements
-    from memplan.training.resolved import TrainingSetup
 
 WHY = (
     "max_parameters is the uniform bound: usable bytes over bytes per parameter, with every parameter charged as a hidden "
@@ -37,7 +37,6 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
 
     Args:
         models: For one setup after the other, every device.
-        unit: Unit of bytes in tables.
     """
     ranked = sorted(models, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
     data = [_max_data(row, figures) for row in ranked]
@@ -131,11 +130,6 @@ def where_document(
     """Return the fewest GPUs of each kind for a job: the fewest first, or with prices the cheapest.
 
     Counts that are only bounds come last, whatever they cost, and are never the answer.
-
-    Args:
-        placements: Where the job fits.
-        unit: Unit of bytes in tables.
-        prices: What each GPU costs.
     """
     hourly, config = prices.hourly if prices else {}, setup.config
     ordered = places_in_order(placements, prices)

@@ -9,13 +9,12 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
 from memplan.report.plans.frontier_answer import answer_text
-from memplan.report.plans.plan_answer import of_each
-from memplan.report.stack_words import BY_SHARE, stack_data, stack_words
+from memplan.report.plans.plan_answer import BY_SHARE, of_each, stack_data, stack_words
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.solver.largest_per_device import Largest, Quantity
-    from memplan.training.resolved import TrainingSetup
 
 WORDS: dict[Quantity, str] = {
     "batch": "micro-batch",

@@ -1,9 +1,12 @@
-"""The answer of ``memplan suggest --gpus``: layouts that fit, what each sends over which links, or the nearest miss."""
+"""The answers about several GPUs: layouts that fit, what each sends over which links, or the nearest miss; and what ranks hold."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, plan_data
@@ -11,9 +14,56 @@ from memplan.training.own_settings import OwnSetting, own_settings
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memplan.catalog.config_keys.parallel_keys import Parallel
+    from memplan.plan.grids.distinct_ranks import RankRow
     from memplan.plan.memory_plan import MemoryPlan
     from memplan.solver.layouts.layout_search import LayoutFront, LayoutRow
+
+PADDED = (
+    "fully_shard pads weights and gradients to the first rank's rows; the optimizer's states are of the rows that a rank has.",
+    "peak and upper end are at most, where the optimizer's scratch is in them; every rank takes part in all gathers alike.",
+)
+
+
+def ranks_document(rows: Sequence[RankRow], plan: MemoryPlan, unit: str, *, strict: bool) -> Document:
+    """Return a table of ranks, with the verdict of the fullest.
+
+    Args:
+        plan: Of the first rank.
+    """
+    parallel = plan.setup.config.parallel
+    headers = (">shards", ">ranks", "", ">states", ">kept", ">peak", ">upper end")
+    cells = tuple(_cells(row, unit) for row in rows)
+    fullest = max(rows, key=lambda row: row.upper_bytes)
+    head = (
+        f"{plan.model.spec.name} with {plan.setup.name} on {parallel.gpus:,} x {plan.device.name}, {plan.setup.stack.name}",
+        f"at the peak, {plan.peak.name}; a group has {parallel.shards if parallel.zero_stage else 1:,} shards",
+        f"each keeps {format_bytes(fullest.weight_bytes, unit)} of weights and {format_bytes(fullest.gradient_bytes, unit)} of gradients",
+    )
+    sentence = (
+        f"{VERDICT_WORDS[fullest.verdict]}: the fullest rank takes up to {format_bytes(fullest.upper_bytes, unit)} of "
+        f"{format_bytes(plan.usable_bytes, unit)}."
+    )
+    data: dict[str, Any] = {
+        "schema": "memplan/ranks/1",
+        "gpus": parallel.gpus,
+        "usable_bytes": plan.usable_bytes,
+        "peak_instant": plan.peak.name,
+        "rows": [asdict(row) | {"persistent_bytes": row.persistent_bytes} for row in rows],
+    }
+    fits = fullest.verdict == "fits" or (fullest.verdict == "tight" and not strict)
+    return Document(data, (head, Table(headers, cells), PADDED, sentence), 0 if fits else 1)
+
+
+def _cells(row: RankRow, unit: str) -> tuple[str, ...]:
+    shards = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
+    sizes = (
+        row.state_bytes,
+        row.persistent_bytes,
+        row.device_bytes,
+        row.upper_bytes,
+    )
+    return (shards, f"{row.ranks:,}", VERDICT_WORDS[row.verdict], *(format_bytes(size, unit) for size in sizes))
+
 
 SECOND = 10**12
 MOST_REASONS = 3
@@ -28,12 +78,7 @@ WHAT_OVERLAPS = (
 
 
 def layouts_document(result: LayoutFront, catalog_hash: str, unit: str) -> Document:
-    """Return the front, or what comes nearest.
-
-    Args:
-        catalog_hash: For the JSON.
-        unit: Unit of bytes in tables.
-    """
+    """Return the front, or what comes nearest."""
     cluster, requested = result.request.cluster, result.request.space
     data: dict[str, Any] = {
         "schema": "memplan/layouts/1",

@@ -1,7 +1,5 @@
 """A whole page: its head, its style and its scripts, within it or beside it."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from memplan.documents.escaping import escaped_json
-from memplan.report.page.elements import text
+from memplan.report.page.plan_sections import text
 
 CHART_LIBRARY = "uPlot 1.6.32 (MIT)"
 STYLES = ("uplot/uPlot.min.css", "page.css")

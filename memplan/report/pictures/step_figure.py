@@ -45,7 +45,6 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
     """Return a stacked chart of a step, its peak labelled, with lines for what the GPU has and what is expected.
 
     Args:
-        title: What stands above.
         peak: The instant of the peak, in the words of the answer.
     """
     figure, (axes,) = new_figure(width=9.0, height=4.8)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.model.inventory import parameter_count
 from memplan.plan.components import COMPONENTS
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, exit_code, plan_data
-from memplan.report.stack_words import stack_words
+from memplan.report.plans.plan_answer import VERDICT_WORDS, exit_code, plan_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -27,10 +26,7 @@ def compare_document(
 
     Args:
         plans: In the order of the columns.
-        catalog_hash: For the JSON.
-        unit: Unit of bytes in tables.
         several: Whether more than one device was named, so that every column says its own.
-        strict: TIGHT counts as NO.
     """
     rows = [plan_data(plan, catalog_hash) for plan in plans]
     settings = list(_settings(rows))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, exit_code, plan_data
-from memplan.report.stack_words import stack_words
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, exit_code, plan_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ def rows_document(
 
     Args:
         plans: One model on one device under several setups.
-        catalog_hash: For the JSON.
-        unit: Unit of bytes in tables.
-        strict: TIGHT counts as NO.
         full: Whether the JSON is wanted, which has every plan in full.
         left_out: Configs that contradict the other settings, each with the reason.
         settings: What was set in some configs, by name, for a GPU that only emulates bf16.

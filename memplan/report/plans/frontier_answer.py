@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
-from memplan.report.stack_words import BY_SHARE, stack_data, stack_words
+from memplan.report.plans.plan_answer import BY_SHARE, VERDICT_WORDS, of_each, stack_data, stack_words
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -22,9 +21,6 @@ def frontier_document(grid: Frontier, catalog_hash: str, unit: str, *, strict: b
     """Return the grid as tables and JSON.
 
     Args:
-        catalog_hash: For the JSON.
-        unit: Unit of bytes.
-        strict: TIGHT counts as NO.
         tidy: Whether each cell is to be a row of its own, as CSV has it.
     """
     data = {

@@ -14,7 +14,7 @@ from memplan.units import format_bytes, format_count
 if TYPE_CHECKING:
     from memplan.plan.grids.grid_plan import GridPlan
     from memplan.step.grids.megatron_peaks import StepInterval
-    from memplan.step.grids.rank_states import RankStates, StageStates
+    from memplan.step.grids.megatron_states import RankStates, StageStates
 
 DEGREES = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data", "replicate")
 UNEVEN = "experts that are given more tokens than others: the rank that has them may take more than the worst case"
@@ -31,11 +31,7 @@ def grid_document(
     """Return the verdict, a table by stage and what one rank holds in a step.
 
     Args:
-        plan: All ranks.
         rank: ``worst``, ``all`` or a rank's number.
-        catalog_hash: Of the catalog, or nothing.
-        unit: Of bytes, or nothing.
-        strict: TIGHT counts as NO.
     """
     number = plan.fullest_rank if rank in ("worst", "all") else int(rank)
     blocks = (

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import memplan
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import active_parameter_count, parameter_count
+from memplan.model.model import Model
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from memplan.model.model import Model
     from memplan.plan.inference.served_plan import Served
     from memplan.plan.memory_plan import Device
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.plan.suggested.recent_models import RECENT_MONTHS
 from memplan.report.document import Document, Table
-from memplan.report.stack_words import stack_data, stack_words
+from memplan.report.plans.plan_answer import stack_data, stack_words
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
-    from memplan.training.resolved import TrainingSetup
 
 TIMED_BY = "memplan lab precision --device cuda --width 4096"
 
@@ -48,7 +48,6 @@ def recommend_document(
     """Return the suggestions.
 
     Args:
-        suggestions: One for each GPU.
         setup: Any of the setups: its batch, sequence and checkpointing are said.
         precision: The record of the experiment on precisions, or None where it is not at hand.
         on_gpu: That of the same experiment on a GPU.

@@ -8,6 +8,7 @@ from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from memplan.solver.search.pareto_front import Combination
     from memplan.solver.search.suggested_settings import Settings, Suggestions
     from memplan.solver.search.timing import Rates
-    from memplan.training.resolved import TrainingSetup
 
 NOT_SEARCHED = (
     "Not searched: {gpus}; weights or activations in host memory; optimizers whose "

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memplan.failure.failure_causes import Diagnosis
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import suggestions_table
-from memplan.report.stack_words import stack_data, stack_words
+from memplan.report.plans.plan_answer import stack_data, stack_words, suggestions_table
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from memplan.failure.failure_causes import Diagnosis
     from memplan.plan.memory_plan import MemoryPlan
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 def why_document(diagnosis: Diagnosis, unit: str) -> Document:
-    """Return why a run was out of memory, the figures first and the cause last.
-
-    Args:
-        diagnosis: What was found; its plan with suggestions, where there is one.
-        unit: Unit of bytes in tables.
-    """
+    """Return why a run was out of memory, the figures first and the cause last."""
     plan = diagnosis.plan
     blocks: list[Any] = [_head(diagnosis), _figures(diagnosis, unit)]
     if plan is not None:

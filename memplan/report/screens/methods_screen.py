@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
+from memplan.report.canvas import Canvas
+from memplan.report.document import Block
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.report.screens.plan_screen import card_notes
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
-    from memplan.report.canvas import Canvas
-    from memplan.report.document import Block
 
 GAUGE = 24
 HEADERS = ("method", "checkpointing", "needs", "", "max batch")
@@ -29,8 +29,6 @@ def methods_screen(
     Args:
         rows: Plans, each with the largest micro-batch that fits.
         missing: Methods that cannot be planned.
-        canvas: Where it is shown.
-        unit: Unit of bytes; GiB where it is empty.
     """
     if not rows:
         return ("None of the usual methods can be planned for this job; --all says why, config by config.",)

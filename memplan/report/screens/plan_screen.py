@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import decoded_weights_note, experts_format, rows_alone, runs_text_alone
+from memplan.report.canvas import Canvas
+from memplan.report.document import Block
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS
@@ -14,8 +16,6 @@ from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan, Suggestion
-    from memplan.report.canvas import Canvas
-    from memplan.report.document import Block
 
 SMALL = 100
 """Components of less than one part in so many share a line."""
@@ -54,8 +54,6 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
     """Return one plan as a screen.
 
     Args:
-        canvas: Where it is shown.
-        unit: Unit of bytes; GiB where it is empty.
         room: For a job that fits: key of the training config -> the largest value that fits by itself.
     """
     unit = unit or "GiB"

@@ -8,11 +8,12 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from memplan.plan.model_notes import notes_on_models
-from memplan.report.document import Table
+from memplan.report.canvas import Canvas
+from memplan.report.document import Block, Table
 from memplan.report.largest.largest_value_answer import is_simulated
-from memplan.report.plans.plan_answer import VERDICT_WORDS, of_each
+from memplan.report.plans.plan_answer import BY_SHARE, VERDICT_WORDS, of_each
 from memplan.report.plans.recommend_answer import Released, model_words
-from memplan.report.stack_words import BY_SHARE
+from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
     from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.sizes.placements import Placement
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
-    from memplan.report.canvas import Canvas
-    from memplan.report.document import Block
     from memplan.solver.largest_per_device import Largest
-    from memplan.training.resolved import TrainingSetup
 
 MOST_ROWS = 20
 MOST_PLACES = 12
@@ -170,8 +168,6 @@ def compare_screen(
 
     Args:
         plans: In the order of the columns.
-        canvas: Where it is shown.
-        unit: Unit of bytes.
         blocks: The head, the tables, and the sentence of the whole answer.
         several: Whether the plans are on different GPUs.
     """

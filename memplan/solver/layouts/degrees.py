@@ -3,8 +3,6 @@
 Another kind of parallelism joins with a function and one line of ``AXES``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -107,10 +105,6 @@ AXES: Mapping[str, Axis] = {
 
 def layouts(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield a config with every layout of so many GPUs; what is left by the degrees is data parallel.
-
-    Args:
-        stack: Its stack, which says what it can divide.
-        requested: How many GPUs there are, and what is fixed.
 
     Raises:
         CannotAnswerError: A pipeline, or sequences that GPUs share.

@@ -4,8 +4,6 @@ What data parallel GPUs gather and reduce runs beside the products and counts wh
 exchange is waited for, as are rows between those that share experts. Without pipelines there is no bubble.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 
@@ -22,7 +20,7 @@ from memplan.solver.search.timing import (
     update_work,
     work_of,
 )
-from memplan.step.collectives.sent_bytes import divided_sent_bytes, exchanged_bytes, sent_by_group
+from memplan.step.collectives.gathered_units import divided_sent_bytes, exchanged_bytes, sent_by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +41,7 @@ class StepTime:
 
 
 class StepClock:
-    """Estimates a layout's step at any batch.
-
-    Args:
-        cluster: Where it runs.
-    """
+    """Estimates a layout's step at any batch."""
 
     def __init__(self, plan: CompiledPlan, cluster: Cluster, rates: Rates) -> None:
         self.plan, self.cluster, self.rates = plan, cluster, rates

@@ -1,7 +1,5 @@
 """The axes of a search: the choices on each, and which axes a request fixes to the base config."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar

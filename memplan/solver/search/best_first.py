@@ -7,8 +7,6 @@ fit. The first that fits is the fastest of its class. A class is abandoned as so
 is dominated: no faster than a combination of a class that is at least as good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
@@ -89,8 +87,6 @@ class Search:
     """A search over one space for one model, device and sequence length.
 
     Args:
-        space: What may be chosen.
-        length: Tokens per sequence.
         experimental: Whether experimental parts are allowed.
     """
 

@@ -5,8 +5,6 @@ node once, with every adapter of a node busy. That is the bandwidth of the links
 topology of switches and reductions inside them are not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -106,7 +104,6 @@ def rates_among(ranks: int, cluster: Cluster | None, device: Device, catalog: Ca
     Args:
         ranks: GPUs of a group.
         cluster: Where they are; None for nodes of eight of the vendor's own.
-        catalog: Where rates, links and networks are looked up.
 
     Raises:
         CannotAnswerError: What it needs is not known.

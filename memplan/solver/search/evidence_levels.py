@@ -4,8 +4,6 @@ No number here is invented: a part of a combination (how weights are stored, how
 which optimizers step) stands as high as the statuses in ``configs/`` say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from memplan.catalog.catalog import Catalog

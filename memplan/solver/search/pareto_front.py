@@ -1,7 +1,5 @@
 """The Pareto front of a search: its order, and the few combinations that are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from memplan.documents.frozen_values import dataclass

@@ -77,9 +77,6 @@ class Sizes:
     """Parts of combinations, each computed on first use.
 
     Args:
-        space: Where combinations come from.
-        length: Tokens per sequence.
-        catalog: Where names are looked up.
         gpu: Which it is; kernels are those that run there.
     """
 

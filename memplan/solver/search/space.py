@@ -1,7 +1,5 @@
 """The settings that a search may choose from, and what fixes some of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

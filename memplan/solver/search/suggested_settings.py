@@ -1,14 +1,11 @@
 """Suggested settings: the space that a request leaves open is searched, and each answer planned in full."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.catalog.hardware.capabilities import is_native
-from memplan.catalog.hardware.hardware_tables import hardware_tables
+from memplan.catalog.hardware.hardware_tables import hardware_tables, is_native
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
@@ -127,8 +124,6 @@ def _searched(
     """Return the best settings of a space, or the nearest miss.
 
     Args:
-        space: What may be chosen.
-        catalog: Where names are looked up.
         lost: What every answer gives up, or nothing.
     """
     length = space.base.sequence_length

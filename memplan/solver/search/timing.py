@@ -4,8 +4,6 @@ It serves to order settings. Kernels reach 30 to 80 % of such rates, so the time
 order of settings with close estimates means little.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from memplan.catalog.entries import Gpu
@@ -16,7 +14,7 @@ from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention
-from memplan.step.collectives.sent_bytes import sent_bytes
+from memplan.step.collectives.gathered_units import sent_bytes
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded
 from memplan.step.states.update_algorithms import depends_on_kernel
@@ -163,10 +161,8 @@ def _rule_products(part: Attention | LatentAttention | GatedDeltaNet) -> int:
     Formula:
         ``h (C (3 k + 2 v) + 3 k v)`` for h value heads, chunks of C tokens, keys of width k and values of width v: the two
         products of keys within a chunk, the solved system's two, and scores by values; then three by the state.
-
-    Source:
-        ``torch_chunk_gated_delta_rule`` in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py.
     """
+    # Source: ``torch_chunk_gated_delta_rule`` in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py.
     if not isinstance(part, GatedDeltaNet):
         return 0
     key, value = part.key_head_dim, part.value_head_dim

@@ -1,7 +1,5 @@
 """An embedding with an adapter on a tape: rows of its first matrix, times its second, are added to rows of the table."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import replace
 

@@ -58,10 +58,9 @@ def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: i
     """Return DoRA's projection: the norm of the adapted weight is a constant of each step.
 
     A dropped input is multiplied by the whole weight once more.
-
-    Source:
-        ``DoraLinearVariant.forward`` in peft/tuners/lora/variants.py, ``DoraLinearLayer.forward`` in dora.py (0.21.2).
     """
+    # Source: ``DoraLinearVariant.forward`` in peft/tuners/lora/variants.py, ``DoraLinearLayer.forward`` in dora.py
+    # (0.21.2).
     tape, named = builder.tape, builder.settings.projections.adapter_sum == "wide"
     magnitude = builder.weights[f"{name}.lora_magnitude_vector.weight"]
     x = builder.dropped(own, builder.settings.adapter_dropout)
@@ -219,11 +218,8 @@ def _without_bias(builder: Builder, out: Value, name: str) -> Value:
 
 
 def _scaled_by_magnitude(builder: Builder, x: Value, out: Value, name: str, rows: int, down: Weight) -> Value:
-    """Return DoRA's projection by a layer that has names for all it forms until it returns, the decoded weight among them.
-
-    Source:
-        ``DoRALinear.forward`` in torchtune/modules/peft/dora.py (0.6.1).
-    """
+    """Return DoRA's projection by a layer that has names for all it forms until it returns, the decoded weight among them."""
+    # Source: ``DoRALinear.forward`` in torchtune/modules/peft/dora.py (0.6.1).
     tape, own = builder.tape, down.element_bytes
     with tape.alive(out):
         x = builder.dropped(x, builder.settings.adapter_dropout)

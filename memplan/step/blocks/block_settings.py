@@ -1,7 +1,5 @@
 """What operations on a tape depend on besides their weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
@@ -137,10 +135,8 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
 
 
 def _cache(spec: ModelSpec, setup: TrainingSetup) -> Cache:
-    """Return the form of keys and values that a forward returns.
-
-    Source:
-        ``Gemma3TextModel.forward`` in transformers/models/gemma3/modeling_gemma3.py, line 518 (4.57.6): ``and not self.training``.
-    """
+    """Return the form of keys and values that a forward returns."""
+    # Source: ``Gemma3TextModel.forward`` in transformers/models/gemma3/modeling_gemma3.py, line 518 (4.57.6): ``and not
+    # self.training``.
     uncached = setup.checkpointing != "none" or spec.architecture in setup.stack.models.uncached
     return setup.stack.loop.cache if spec.use_cache and not uncached else "none"

@@ -1,7 +1,5 @@
 """Elementary operations on a tape, with the dtypes and kernels of one setup."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from memplan.step.blocks.block_settings import BlockSettings

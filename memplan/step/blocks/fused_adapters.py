@@ -9,8 +9,6 @@ Source:
     (0.21.0), which follow ``LoRA_QKV``, ``LoRA_MLP`` and ``LoRA_W`` in unsloth/kernels/fast_lora.py (2026.10.9).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Normalisation on a tape: by one kernel, or as Python code writes it."""
 
-from __future__ import annotations
-
 from memplan.model.spec import Norm
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value
@@ -42,11 +40,9 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
 
 
 def _norm_in_place(builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], rows: int) -> Value:
-    """Return the norm by one kernel, whose backward works in the gradient that comes in but for weights with an offset.
-
-    Source:
-        ``LigerRMSNormFunction`` in liger_kernel/ops/rms_norm.py; gemma's patches in transformers/monkey_patch.py (0.8.5).
-    """
+    """Return the norm by one kernel, whose backward works in the gradient that comes in but for weights with an offset."""
+    # Source: ``LigerRMSNormFunction`` in liger_kernel/ops/rms_norm.py; gemma's patches in transformers/monkey_patch.py
+    # (0.8.5).
     statistics = builder.tape.value(x.quantity, rows, 4)
     way = NEW if norm.unit_offset else SAME
     traits = Traits(custom=True)
@@ -139,11 +135,8 @@ def _scaled(
 
 
 def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> Value:
-    """Return a layer norm as Python code writes it, in fp32: the mean is taken away twice.
-
-    Source:
-        ``CohereLayerNorm.forward`` in transformers/models/cohere/modeling_cohere.py (5.23.0).
-    """
+    """Return a layer norm as Python code writes it, in fp32: the mean is taken away twice."""
+    # Source: ``CohereLayerNorm.forward`` in transformers/models/cohere/modeling_cohere.py (5.23.0).
     tape, wide = builder.tape, builder.cast(x, 4)
     full = [(wide.quantity, wide.coefficient)]
 

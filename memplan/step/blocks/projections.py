@@ -1,7 +1,5 @@
 """Projections on a tape: of floats and of codes."""
 
-from __future__ import annotations
-
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, VIEW, Reduction, Traits, Value
@@ -59,11 +57,8 @@ def _float_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
 
 
 def _checkpointed_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: int) -> Value:
-    """Return a projection under a checkpoint of its own, which has its input and decodes its weight once more for backward.
-
-    Source:
-        ``checkpoint_nf4_linear`` in axolotl/utils/nf4.py (0.21.0).
-    """
+    """Return a projection under a checkpoint of its own, which has its input and decodes its weight once more for backward."""
+    # Source: ``checkpoint_nf4_linear`` in axolotl/utils/nf4.py (0.21.0).
     out = builder.tape.value(x.quantity, rows, builder.compute)
     bias = f"{name}.bias" in builder.weights
     traits = Traits(packs=x.needs_gradient, product=True, matrices=not bias, adds_bias=bias)
@@ -90,11 +85,8 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
 
 
 def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: int) -> Value:
-    """Return the product of a copy in the compute dtype with frozen codes, cast back; a bias is added inside the product.
-
-    Source:
-        ``Linear4bit.forward`` in bitsandbytes/nn/modules.py, ``MatMul4Bit`` in autograd/_functions.py (0.50.2).
-    """
+    """Return the product of a copy in the compute dtype with frozen codes, cast back; a bias is added inside the product."""
+    # Source: ``Linear4bit.forward`` in bitsandbytes/nn/modules.py, ``MatMul4Bit`` in autograd/_functions.py (0.50.2).
     low = builder.cast(x, builder.compute)
     out = builder.tape.value(x.quantity, rows, builder.compute)
     traits = Traits(custom=True, product=True, adds_bias=f"{name}.bias" in builder.weights)
@@ -107,11 +99,9 @@ def _integer_linear(builder: Builder, x: Value, name: str, weight: Weight, rows:
     """Return the product of codes of ``x``, row by row, with frozen codes, in the dtype of ``x``; no column has outliers.
 
     Its node keeps ``x`` as an attribute, and its backward decodes the weight in that dtype. A bias takes the dtype of ``x`` for good.
-
-    Source:
-        ``MatMul8bitLt`` in bitsandbytes/autograd/_functions.py; backends/cuda/ops.py, ``int8_vectorwise_quant``,
-        ``int8_mm_dequant``; backends/default/ops.py, ``int8_mixed_scaled_mm`` (0.50.2).
     """
+    # Source: ``MatMul8bitLt`` in bitsandbytes/autograd/_functions.py; backends/cuda/ops.py, ``int8_vectorwise_quant``,
+    # ``int8_mm_dequant``; backends/default/ops.py, ``int8_mixed_scaled_mm`` (0.50.2).
     tape, width = builder.tape, x.element_bytes
     bias = builder.weights.get(f"{name}.bias")
     if bias is not None:

@@ -10,8 +10,6 @@ Source:
     the gradient of returned logits: torch/_functorch/_aot_autograd/runtime_wrappers.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """A decoder layer that torch compiles by itself: what its programs have alive, kernel by kernel, in the order that the compiler chose."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
@@ -156,7 +154,6 @@ def layer_orders(spec: ModelSpec, setup: TrainingSetup, sums: tuple[Sums, ...], 
     """Return how the programs of a model's layers run.
 
     Args:
-        sums: How rows are summed.
         batch: Sequences of a micro-batch.
         length: Tokens of each.
     """

@@ -10,8 +10,6 @@ Source:
     torchtitan/distributed/activation_checkpoint.py (0.2.2), which saves every second product of two matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What the programs of a layer that torch compiles by itself depend on, and the sizes of their tensors."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES, flash_workspace

@@ -4,8 +4,6 @@ Tables of cosines and sines are read inside the kernels. All that one product pr
 gradients of the parts are written where they are joined. Read, as all others, from Inductor's programs for torchtitan's layers.
 """
 
-from __future__ import annotations
-
 from memplan.step.compiled_layers.layer_sizes import LayerShape
 from memplan.step.tapes.kernel_order import Kernel, joined, parts, written
 

@@ -4,8 +4,6 @@ Source: ``Qwen3NextGatedDeltaNet.forward``, ``Qwen3_5GatedDeltaNet.forward``, ``
 in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py and models/qwen3_5/modeling_qwen3_5.py.
 """
 
-from __future__ import annotations
-
 from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder

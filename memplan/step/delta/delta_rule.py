@@ -3,8 +3,6 @@
 Source: ``torch_chunk_gated_delta_rule`` and ``l2norm`` in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
@@ -167,11 +165,8 @@ def _pairs(builder: Builder, total: Value, mask: Value, heads: int) -> Value:
 
 
 def _solved(builder: Builder, system: Value, right: Value) -> Value:
-    """Return the solution of triangular systems; the gradient of the matrix passes through three more of its size.
-
-    Source:
-        ``linalg_solve_triangular_backward`` in torch/csrc/autograd/FunctionsManual.cpp (v2.13.0).
-    """
+    """Return the solution of triangular systems; the gradient of the matrix passes through three more of its size."""
+    # Source: ``linalg_solve_triangular_backward`` in torch/csrc/autograd/FunctionsManual.cpp (v2.13.0).
     out = builder.fresh(right)
     full = [(system.quantity, system.coefficient)]
     ways = [(system, NEW), (right, NEW)]
@@ -249,11 +244,8 @@ def _chunk(
 
 
 def _put(builder: Builder, out: Value, chunk: Value) -> Value:
-    """Return results with those of one chunk put in: backward copies the whole gradient, and the chunk's out of it.
-
-    Source:
-        ``CopySlices::apply_impl`` in torch/csrc/autograd/functions/tensor.cpp (v2.13.0).
-    """
+    """Return results with those of one chunk put in: backward copies the whole gradient, and the chunk's out of it."""
+    # Source: ``CopySlices::apply_impl`` in torch/csrc/autograd/functions/tensor.cpp (v2.13.0).
     size = chunk.width * 4
     scratch = [(chunk.quantity, size), *([(chunk.quantity, size)] if chunk.element_bytes < 4 else [])]
     scratch += [] if out.needs_gradient else [(out.quantity, out.coefficient)]

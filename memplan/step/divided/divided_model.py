@@ -8,8 +8,6 @@ Source:
     and ``w2`` by columns, norms whole; ``Decoder.Config.update_from_config`` in decoder.py: degrees that divide heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -57,11 +55,9 @@ def divided(model: Model, setup: TrainingSetup) -> Model:
 
 
 def _refuse_length(setup: TrainingSetup) -> None:
-    """Refuse sequences that GPUs cannot share: whole blocks of flex attention's mask, for each of these and of those that share matrices.
-
-    Source:
-        ``_create_cp_block_mask`` in torch/distributed/tensor/experimental/_context_parallel/_attention.py (v2.13.0).
-    """
+    """Refuse sequences that GPUs cannot share: whole blocks of flex attention's mask, for each of these and of those that share matrices."""
+    # Source: ``_create_cp_block_mask`` in torch/distributed/tensor/experimental/_context_parallel/_attention.py
+    # (v2.13.0).
     ranks, length = setup.config.parallel.context, setup.config.sequence_length
     if ranks == 1 or setup.stack.model_code != "torchtitan":
         return
@@ -76,12 +72,10 @@ def _refuse_length(setup: TrainingSetup) -> None:
 
 
 def _with_own_experts(model: Model, parallel: Parallel) -> Model:
-    """Return a model as one of several GPUs has it that share its experts.
-
-    Source:
-        ``expert_param_placement_sparse`` in torchtitan/models/common/moe_sharding.py (0.3.0), along the number of experts;
-        ``_token_count_exchange`` in token_dispatcher.py, which counts as many of each rank; ``ParallelDims.build_mesh``.
-    """
+    """Return a model as one of several GPUs has it that share its experts."""
+    # Source: ``expert_param_placement_sparse`` in torchtitan/models/common/moe_sharding.py (0.3.0), along the number of
+    # experts; ``_token_count_exchange`` in token_dispatcher.py, which counts as many of each rank;
+    # ``ParallelDims.build_mesh``.
     name, ranks = model.spec.name, parallel.expert
     parts = [part for run in model.spec.runs if isinstance(part := run.layer.feed_forward, MixtureOfExperts)]
     if not parts:

@@ -1,7 +1,5 @@
 """A model's embedding on tape. Equal ones share theirs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 
@@ -10,7 +8,7 @@ from memplan.step.blocks.adapted_embedding import adapted_embedding, has_adapter
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
-from memplan.step.divided.divided_ends import divided_embedding
+from memplan.step.divided.shared_ends_and_rows import divided_embedding
 from memplan.step.ends.end_settings import EndSettings
 from memplan.step.ends.head_on_tape import MOST_ENDS, Named
 from memplan.step.kernels.layer_arguments import position_quantity

@@ -1,7 +1,5 @@
 """What a model's ends depend on: its embedding; and its final norm, head and loss."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -129,11 +127,8 @@ def _arguments(
 
 
 def _names_wide_logits(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Whether a model has a name for its logits in fp32 alone.
-
-    Source:
-        ``MistralForCausalLM.forward`` in transformers/models/mistral/modeling_mistral.py (4.46.3).
-    """
+    """Whether a model has a name for its logits in fp32 alone."""
+    # Source: ``MistralForCausalLM.forward`` in transformers/models/mistral/modeling_mistral.py (4.46.3).
     stack = setup.stack
     return not setup.scores and (stack.loop.logits == "fp32" or spec.architecture in stack.models.wide_logits)
 

@@ -1,7 +1,5 @@
 """The end of a model on tape: its final norm, head and loss. Equal ones share theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -10,7 +8,7 @@ from memplan.step.blocks.adapted_projections import adapted, linear
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.blocks.projections import bias_sum
-from memplan.step.divided.divided_ends import divided_cross_entropy, whole_rows
+from memplan.step.divided.shared_ends_and_rows import divided_cross_entropy, whole_rows
 from memplan.step.ends.end_settings import EndSettings, head_weights
 from memplan.step.kernels.loss_pieces import TILED
 from memplan.step.losses.cross_entropy import (
@@ -23,8 +21,7 @@ from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cros
 from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
 from memplan.step.losses.stretched_loss import stretched_cross_entropy, stretched_logits
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
-from memplan.step.losses.token_values import token_values
-from memplan.step.losses.weighted_loss import model_loss, weighted_cross_entropy
+from memplan.step.losses.weighted_loss import model_loss, token_values, weighted_cross_entropy
 from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Part, Quantity
@@ -247,22 +244,16 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
 
 
 def _last_score(builder: Builder, scores: Value) -> Value:
-    """Record the loss over the scores of rows' last tokens, a few numbers; return it.
-
-    Source:
-        ``compute_loss`` in trl/trainer/reward_trainer.py (1.16.0).
-    """
+    """Record the loss over the scores of rows' last tokens, a few numbers; return it."""
+    # Source: ``compute_loss`` in trl/trainer/reward_trainer.py (1.16.0).
     loss = builder.tape.value(ONE, 0, 4, part=Part.LOGITS)
     return builder.tape.apply("score of the last token", [(scores, NEW)], loss, traits=SAVES_NOTHING)
 
 
 def _valued(builder: Builder, settings: EndSettings, normed: Value) -> Value:
-    """Record the model's own head and loss, whose graph is cut off as the loop's function returns, and values of tokens; return the loss over these.
-
-    Source:
-        ``AutoModelForCausalLMWithValueHead.forward`` in trl/models/modeling_value_head.py (0.24.0); ``compute_loss`` in
-        llamafactory/train/rm/trainer.py (0.9.5).
-    """
+    """Record the model's own head and loss, whose graph is cut off as the loop's function returns, and values of tokens; return the loss over these."""
+    # Source: ``AutoModelForCausalLMWithValueHead.forward`` in trl/models/modeling_value_head.py (0.24.0);
+    # ``compute_loss`` in llamafactory/train/rm/trainer.py (0.9.5).
     tape, own = builder.tape, builder.weights
     nodes, operations = len(tape.nodes), len(tape.operations)
     head, trains = f"{settings.block.names.head}.", settings.own_head_trains

@@ -25,8 +25,7 @@ from memplan.step.playing.recomputation import NOTHING_AGAIN, WITHOUT_MOMENT, Ma
 from memplan.step.playing.section import Section
 from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, stepped_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
-from memplan.step.states.parallel_shards import reduced_elements
-from memplan.step.states.single_tensors import numbered
+from memplan.step.states.parallel_shards import numbered, reduced_elements
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
 from memplan.step.tapes.moments import Instant, dominant

@@ -14,8 +14,6 @@ Source:
     ``_all_gather_dtype`` and ``AllGatherCoalescedHandle.wait``.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence

@@ -5,8 +5,6 @@ Source:
     ``step`` and ``_post_step``; deepspeed/runtime/comm/coalesced_collectives.py, ``reduce_scatter_coalesced``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -38,8 +36,8 @@ from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.no_grad_instants import EVALUATION, forward_only_instants
 from memplan.step.playing.recomputation import Mark
 from memplan.step.states.optimizer_scratch import Temporaries
+from memplan.step.states.parallel_shards import in_layers
 from memplan.step.states.partitioned_weights import Partitions, partitions
-from memplan.step.states.single_tensors import in_layers
 from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
 from memplan.step.tapes.moments import Instant
@@ -263,11 +261,8 @@ def _of_second(instant: Instant) -> Instant:
 
 
 def _tied(walk: EnginePass, following: Following, around: Form) -> Iterator[Instant]:
-    """Yield the sum of the gradients of a tied embedding and head: DeepSpeed's own product forms the head's as it lies.
-
-    Source:
-        ``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py (0.19.8).
-    """
+    """Yield the sum of the gradients of a tied embedding and head: DeepSpeed's own product forms the head's as it lies."""
+    # Source: ``LinearFunctionForZeroStage3`` in deepspeed/runtime/zero/linear.py (0.19.8).
     for instant in tied_gradients(walk, following, around):
         if walk.taped.settings.loss in TOKEN_CHUNKS or instant.operation != TIED_SUM:
             yield instant

@@ -9,8 +9,6 @@ Source:
     ``LoraModel`` and ``Linear.forward`` in peft/tuners/lora (0.21.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from memplan.model.spec import TensorNames

@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from memplan.catalog.stacks import StackModels
 from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import codec_scratch
-from memplan.step.states.single_tensors import Named, in_layers
+from memplan.step.states.parallel_shards import Named, in_layers
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
 from memplan.step.tensors.tensor_states import TensorStates

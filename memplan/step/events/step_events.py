@@ -21,7 +21,7 @@ from memplan.step.events.whole_model import WholeModel
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape, evaluated_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
-from memplan.step.states.single_tensors import numbered
+from memplan.step.states.parallel_shards import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Form

@@ -19,12 +19,11 @@ from memplan.step.states.optimizer_scratch import (
     store_bytes,
     stored_names,
 )
-from memplan.step.states.single_tensors import Named
+from memplan.step.states.parallel_shards import Named
 from memplan.step.states.update_algorithms import RULES, kinds, makes_nothing, scratch_of
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tensors.state_slots import is_exempt, slot_bytes
 from memplan.step.tensors.tensor_states import TensorStates
-from memplan.step.tensors.update_kernels import has_fused_kernel, slots_of_class
+from memplan.step.tensors.update_kernels import has_fused_kernel, is_exempt, slot_bytes, slots_of_class
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import ceil_div
 

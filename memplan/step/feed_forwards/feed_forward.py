@@ -1,12 +1,10 @@
 """Dense feed-forward parts on a tape, gated and plain."""
 
-from __future__ import annotations
-
 from memplan.model.spec import Activation, Mlp, inside
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
-from memplan.step.divided.divided_ends import row_product
+from memplan.step.divided.shared_ends_and_rows import row_product
 from memplan.step.playing.recomputation import ACTIVATION
 from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
 
@@ -63,12 +61,9 @@ def activated(builder: Builder, x: Value, kind: Activation = "silu") -> Value:
 
 
 def _gelu_again(builder: Builder, x: Value) -> Value:
-    """Return a GELU by a function in Python, which saves its input alone and forms all else again for its gradient.
-
-    Source:
-        ``bloom_gelu_forward``, with four results of its size at once, and ``bloom_gelu_back``, with five, in
-        transformers/models/bloom/modeling_bloom.py (5.23.0).
-    """
+    """Return a GELU by a function in Python, which saves its input alone and forms all else again for its gradient."""
+    # Source: ``bloom_gelu_forward``, with four results of its size at once, and ``bloom_gelu_back``, with five, in
+    # transformers/models/bloom/modeling_bloom.py (5.23.0).
     size = (x.quantity, x.coefficient)
     traits = Traits(scratch=[size] * 3, workspace=[size] * 4, custom=True)
     return builder.tape.apply(ACTIVATION, [(x, NEW)], builder.fresh(x), [x], traits=traits)

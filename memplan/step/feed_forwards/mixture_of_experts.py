@@ -269,10 +269,9 @@ def _grouped(
     """Return each row times the matrix of its expert; what adapters fold into it is added to what is held.
 
     Autocast has no rule for grouped products; transformers casts rows to the dtype of the weights, which stay as they are.
-
-    Source:
-        ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0), lines 373 to 379; aten/src/ATen/autocast_mode.h (v2.13.0).
     """
+    # Source: ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0), lines 373 to 379;
+    # aten/src/ATen/autocast_mode.h (v2.13.0).
     tape, weight = builder.tape, builder.weight(name)
     uncast = builder.settings.code.grouped_uncast and not weight.coded
     weight = formed_in_rows(weight) if uncast and weight.trainable else weight

@@ -8,11 +8,9 @@ Source:
     ``LocalTokenDispatcher`` in token_dispatcher.py, ``SelectiveAC`` in distributed/activation_checkpoint.py (0.3.0).
 """
 
-from __future__ import annotations
-
 from memplan.model.spec import MixtureOfExperts
 from memplan.step.blocks.builder import ONE, Builder
-from memplan.step.divided.exchanged_rows import dispatched, returned
+from memplan.step.divided.shared_ends_and_rows import dispatched, returned
 from memplan.step.feed_forwards.feed_forward import activated
 from memplan.step.feed_forwards.mixture_of_experts import aligned, normalised, row_bytes
 from memplan.step.tapes.linear_forms import Part
@@ -116,11 +114,9 @@ def _combined(builder: Builder, out: Value, taken: Value, places: Value, x: Valu
     """Return the experts' rows, weighted in fp32 and cast back, added to zeros: a function written in Python.
 
     It adds in a fixed order, for which CUDA sorts the rows' numbers and no more, since one number stands for a whole row.
-
-    Source:
-        ``deterministic_scatter_add`` in torchtitan/ops/scatter_add.py (0.3.0); ``_scatter_via_index_put`` in
-        aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
     """
+    # Source: ``deterministic_scatter_add`` in torchtitan/ops/scatter_add.py (0.3.0); ``_scatter_via_index_put`` in
+    # aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
     tape = builder.tape
     zeros = tape.make("zeros", builder.fresh(x), x)
     with tape.alive(zeros):

@@ -1,7 +1,5 @@
 """Degrees of parallelism as one value, checked once against the number of GPUs."""
 
-from __future__ import annotations
-
 from math import lcm
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel

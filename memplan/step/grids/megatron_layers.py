@@ -10,8 +10,6 @@ Source:
     attention/dot_product_attention/backends.py and utils.py, line 2965.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from memplan.documents.frozen_values import dataclass
@@ -182,11 +180,9 @@ def _experts(rank: RankSizes, layer: Layer, part: MixtureOfExperts) -> LayerPart
     """Return what a mixture keeps with every expert given as many rows: those that are sent and received, and what experts form of them.
 
     At most, all ranks that share the experts gather each other's tokens, as one of the dispatchers does.
-
-    Source:
-        megatron-core 0.16.1: transformer/moe/token_dispatcher.py (``MoEAlltoAllTokenDispatcher``, ``MoEAllGatherTokenDispatcher``),
-        experts.py, router.py; read, not run
     """
+    # Source: megatron-core 0.16.1: transformer/moe/token_dispatcher.py (``MoEAlltoAllTokenDispatcher``,
+    # ``MoEAllGatherTokenDispatcher``), experts.py, router.py; read, not run
     size, hidden, kernels = rank.batch.element_bytes, rank.spec.hidden_size, rank.kernels
     rows = rank.rows * part.experts_per_token
     received, width = rows * rank.grid.expert_tensor, part.intermediate_size // rank.grid.expert_tensor
@@ -286,11 +282,9 @@ def _inside_kernels(rank: RankSizes, heads: int, width: int, length: int, keys: 
     Formula:
         of ``c > 1`` context ranks two blocks of keys and values and their gradients, and results of each of them; at most besides fp32
         sums of gradients of queries, keys and values, one for each of the card's parts where they are summed in a fixed order
-
-    Source:
-        Transformer Engine 2.20.2, attention/dot_product_attention/context_parallel.py (``AttnFuncWithCPAndKVP2P``); flash-attention's
-        ``mha_bwd`` (``dq_accum``, with ``deterministic``); read, not run
     """
+    # Source: Transformer Engine 2.20.2, attention/dot_product_attention/context_parallel.py
+    # (``AttnFuncWithCPAndKVP2P``); flash-attention's ``mha_bwd`` (``dq_accum``, with ``deterministic``); read, not run
     batch, size = rank.batch.micro_batch_size, rank.batch.element_bytes
     sums = batch * heads * length * width
     around = 0

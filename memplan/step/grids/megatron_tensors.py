@@ -11,8 +11,6 @@ Source:
     behind it (transformer_engine/pytorch/module/layernorm_linear.py), and whole down projections of latent attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 
@@ -56,9 +54,6 @@ class MegatronBuild:
 def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuild) -> tuple[RankTensor, ...]:
     """Return the parameters of one chunk of layers on one rank.
 
-    Args:
-        grid: Degrees of parallelism.
-
     Raises:
         CannotAnswerError: Megatron-LM has no such part, or it is not modelled.
         InvalidFileError: A degree does not divide what it has to.
@@ -90,11 +85,8 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
 
 
 def _predicting(spec: ModelSpec, grid: Grid, build: MegatronBuild) -> Iterator[RankTensor]:
-    """Yield what predicts one more token: norms of an embedding and of hidden states, the projection of both, a layer as the last one is.
-
-    Source:
-        ``MultiTokenPredictionLayer`` in megatron/core/transformer/multi_token_prediction.py (0.16.1)
-    """
+    """Yield what predicts one more token: norms of an embedding and of hidden states, the projection of both, a layer as the last one is."""
+    # Source: ``MultiTokenPredictionLayer`` in megatron/core/transformer/multi_token_prediction.py (0.16.1)
     layer, hidden = spec.runs[-1].layer, spec.hidden_size
     yield from _norm("enorm.", layer.norm, hidden)
     yield from _norm("hnorm.", layer.norm, hidden)

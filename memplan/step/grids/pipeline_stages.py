@@ -5,8 +5,6 @@ Source:
     transformer_layer.py and ``PipelineParallelLayerLayout`` in pipeline_parallel_layer_layout.py (megatron-core 0.16.1)
 """
 
-from __future__ import annotations
-
 import re
 
 from memplan.documents.frozen_values import dataclass
@@ -43,9 +41,6 @@ class Chunk:
 
 def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[Chunk, ...], ...]:
     """Return the chunks of every stage, the first stage first.
-
-    Args:
-        grid: Degrees of parallelism.
 
     Raises:
         InvalidFileError: Layers do not divide; the message names the nearest number of stages that does.

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
-from memplan.catalog.hardware.capabilities import is_native
-from memplan.catalog.hardware.hardware_tables import HardwareTables
+from memplan.catalog.hardware.hardware_tables import HardwareTables, is_native
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import Attention
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memplan.catalog.entries import Gpu
-from memplan.catalog.hardware.capabilities import capability_of, is_native
-from memplan.catalog.hardware.hardware_tables import HardwareTables
+from memplan.catalog.hardware.hardware_tables import HardwareTables, capability_of, is_native
 from memplan.catalog.kernel_profiles import AttentionKernel
 from memplan.catalog.stacks import Stack
 from memplan.errors import CannotAnswerError
@@ -135,12 +134,9 @@ def _notes(setup: TrainingSetup, gpu: Gpu) -> Iterator[str]:
 
 
 def _refuse_unscalable(setup: TrainingSetup) -> None:
-    """Raise where a step ends in an error, since torch's loss scale takes no gradients in fp16.
-
-    Source:
-        torch/amp/grad_scaler.py (v2.13.0), ``_unscale_grads_``: "Attempting to unscale FP16 gradients."; seen with
-        transformers 5.23's Trainer (tests/survey/stacks).
-    """
+    """Raise where a step ends in an error, since torch's loss scale takes no gradients in fp16."""
+    # Source: torch/amp/grad_scaler.py (v2.13.0), ``_unscale_grads_``: "Attempting to unscale FP16 gradients."; seen
+    # with transformers 5.23's Trainer (tests/survey/stacks).
     if not (setup.config.loss_scaling and setup.autocast and setup.config.master_weights == "none"):
         return
     trained = {setup.adapter_dtype} if setup.config.adapter is not None else set(setup.format_names.values())
@@ -237,11 +233,7 @@ def _wide_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKerne
 
 
 def _steps_alone(setup: TrainingSetup, model: Model) -> tuple[AttentionKernel, str]:
-    """Return attention step by step of a family whose code has no other.
-
-    Raises:
-        CannotAnswerError: Another is asked for.
-    """
+    """Return attention step by step of a family whose code has no other."""
     where = f"{setup.stack.model_code}'s code of family {model.spec.architecture}"
     if setup.attention_choice not in (TORCH_CHOOSES, "eager") or setup.runs_flash_attn:
         raise CannotAnswerError(
@@ -267,11 +259,7 @@ def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKer
 
 
 def _tower_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
-    """Return the kernel of attention of images' patches, whose heads have a width of their own; None for rows of text.
-
-    Raises:
-        CannotAnswerError: torch takes steps of products for them.
-    """
+    """Return the kernel of attention of images' patches, whose heads have a width of their own; None for rows of text."""
     tower = model.spec.tower
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
     if not has_images(model.spec, setup) or tower is None or tower.shape is None or unknown:

@@ -39,11 +39,9 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
 
 
 def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained: bool) -> Form:
-    """Return masks of (b, 1, t, t) each, or of (b, 1, 1, t), in the dtype of embedded tokens.
-
-    Source:
-        ``GPT2Model.forward`` in transformers/models/gpt2/modeling_gpt2.py, lines 835 to 850 (4.51.3): ``attention_mask[:, None, None, :]``.
-    """
+    """Return masks of (b, 1, t, t) each, or of (b, 1, 1, t), in the dtype of embedded tokens."""
+    # Source: ``GPT2Model.forward`` in transformers/models/gpt2/modeling_gpt2.py, lines 835 to 850 (4.51.3):
+    # ``attention_mask[:, None, None, :]``.
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
@@ -53,11 +51,8 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained:
 
 
 def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
-    """Return what scores of each head and token get added, in the dtype of the residual stream.
-
-    Source:
-        ``build_alibi_tensor`` in transformers/models/bloom/modeling_bloom.py (5.23.0).
-    """
+    """Return what scores of each head and token get added, in the dtype of the residual stream."""
+    # Source: ``build_alibi_tensor`` in transformers/models/bloom/modeling_bloom.py (5.23.0).
     heads = max(run.layer.attention.num_heads for run in spec.runs if isinstance(run.layer.attention, Attention))
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, heads * setup.residual_bytes)
 

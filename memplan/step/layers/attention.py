@@ -1,7 +1,5 @@
 """Multi-head attention with grouped queries on a tape."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.model.spec import Attention
@@ -9,7 +7,7 @@ from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
-from memplan.step.divided.divided_ends import row_product
+from memplan.step.divided.shared_ends_and_rows import row_product
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, ungrouped
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
@@ -107,11 +105,9 @@ def looked_at(builder: Builder, x: Value) -> Value:
 
 
 def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
-    """Return what projections yield, clipped in place, of which backward needs a copy as it was before.
-
-    Source:
-        ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in derivatives.yaml (v2.13.0).
-    """
+    """Return what projections yield, clipped in place, of which backward needs a copy as it was before."""
+    # Source: ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in
+    # derivatives.yaml (v2.13.0).
     with builder.tape.alive(*projected):
         clipped = []
         for x in projected:
@@ -217,11 +213,8 @@ def _query_first(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
 
 
 def _each_turned(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
-    """Return query, key and value, each normalised before the next is, of which the first two are rotated by functions of their own.
-
-    Source:
-        ``Gemma4TextAttention.forward`` in transformers/models/gemma4/modeling_gemma4.py (5.23.0).
-    """
+    """Return query, key and value, each normalised before the next is, of which the first two are rotated by functions of their own."""
+    # Source: ``Gemma4TextAttention.forward`` in transformers/models/gemma4/modeling_gemma4.py (5.23.0).
     names, tape = builder.settings.names, builder.tape
     query = linear(builder, x, f"{prefix}.{names.query}", part.query_size)
     query = rotary(builder, _norm(builder, query, part, prefix, names.query_norm), part.head_dim, part.rotary_dim)

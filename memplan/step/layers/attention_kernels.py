@@ -1,7 +1,5 @@
 """Attention of query, key and value on a tape, by kernel or step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -165,11 +163,9 @@ def _of_all_ranks(builder: Builder, heads: Heads) -> Heads:
     """Return heads whose keys and values are those of the whole sequence, of which a rank has a part.
 
     For each of a rank's tokens there are as many heads of them, then, as all ranks together have.
-
-    Source:
-        ``apply_cp_to_forward`` in torchtitan/distributed/context_parallel/api.py (0.3.0); ``flex_cp_allgather`` in
-        torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py (v2.13.0).
     """
+    # Source: ``apply_cp_to_forward`` in torchtitan/distributed/context_parallel/api.py (0.3.0); ``flex_cp_allgather``
+    # in torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py (v2.13.0).
     ranks, (query, key, value) = builder.settings.context, heads.tensors
     keys, values = (builder.fresh(x, x.width * ranks) for x in (key, value))
     copy = [(TOKENS, values.coefficient)]

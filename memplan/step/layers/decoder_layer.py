@@ -1,7 +1,5 @@
 """A whole layer on a tape: attention and a feed-forward part, joined as the placement of its norms says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +11,7 @@ from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
-from memplan.step.divided.divided_ends import whole_rows
+from memplan.step.divided.shared_ends_and_rows import whole_rows
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
@@ -103,11 +101,9 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
 
 
 def _added_inside(builder: Builder, x: Value, layer: Layer) -> Value:
-    """Return the same where either part adds what it is given beside its input, with the names of all that it has formed.
-
-    Source:
-        ``BloomBlock.forward``, ``BloomAttention.forward`` and ``BloomMLP.forward`` in transformers/models/bloom/modeling_bloom.py (5.23.0).
-    """
+    """Return the same where either part adds what it is given beside its input, with the names of all that it has formed."""
+    # Source: ``BloomBlock.forward``, ``BloomAttention.forward`` and ``BloomMLP.forward`` in
+    # transformers/models/bloom/modeling_bloom.py (5.23.0).
     tape, normed = builder.tape, _norms(builder, layer)
 
     def added(x: Value, part: Value) -> Value:
@@ -160,11 +156,8 @@ def _named_parts(builder: Builder, x: Value, layer: Layer) -> Value:
 
 
 def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
-    """Return the residual stream after a layer that has one name for all that norms return, and one for attention's part.
-
-    Source:
-        ``Block.forward`` in litgpt/model.py (0.5.13), lines 362 to 387.
-    """
+    """Return the residual stream after a layer that has one name for all that norms return, and one for attention's part."""
+    # Source: ``Block.forward`` in litgpt/model.py (0.5.13), lines 362 to 387.
     tape, hidden, before = builder.tape, builder.settings.hidden_size, layer.placement != "post"
     names = iter(norm_names(builder.settings.names, layer))
 

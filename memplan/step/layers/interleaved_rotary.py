@@ -1,7 +1,5 @@
 """Interleaved rotary positions, which turn neighbouring dimensions of a head and not its halves, as some families of transformers have them."""
 
-from __future__ import annotations
-
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
 from memplan.step.layers.rotation import Rotated, by_table, cut_heads, joined_heads, turned_whole
@@ -76,10 +74,8 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
     """Return both turned by rows of the layer's table, the key first, and all that attention has names for until it returns.
 
     Each looks at every entry twice, in copies of its own. The table is copied before, and a row's number for each entry.
-
-    Source:
-        ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py (5.23.0).
     """
+    # Source: ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py (5.23.0).
     tape, rotated = builder.tape, part.rotary_dim
     table = tape.make("repeat table", builder.constant(part.position_rows * rotated, 4))
     numbers = tape.make("repeat positions", tape.value(Quantity.POSITIONS, rotated, 8), table)

@@ -1,7 +1,5 @@
 """Rotary positions on a tape: query and key rotated, whole or in part, as numbers or as complex ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.model.spec import Attention
@@ -79,11 +77,8 @@ def _turned_together(
 
 
 def _by_one_kernel(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value]:
-    """Return query and key turned by one kernel, where they are if there is one head, whose backward forms both gradients.
-
-    Source:
-        ``Fast_RoPE_Embedding_QK`` in unsloth/kernels/rope_embedding.py (2026.10.9).
-    """
+    """Return query and key turned by one kernel, where they are if there is one head, whose backward forms both gradients."""
+    # Source: ``Fast_RoPE_Embedding_QK`` in unsloth/kernels/rope_embedding.py (2026.10.9).
     pairs = ((query, part.num_heads), (key, part.num_key_value_heads))
     turned = tuple([builder.fresh(x) if heads > 1 else builder.tape.view(x) for x, heads in pairs])
     traits = Traits(packs=False, custom=True)
@@ -181,11 +176,9 @@ def joined_heads(builder: Builder, x: Value, rotated: Value, passed: Value | Non
 
 
 def _turned_pairs(builder: Builder, x: Value) -> Value:
-    """Return ``x`` with neighbours turned in fp32: each number of a pair is a sum of two products, which are stacked.
-
-    Source:
-        ``forward`` of torchtune/models/llama3_1/_position_embeddings.py and of torchtune/modules/position_embeddings.py (0.6.1).
-    """
+    """Return ``x`` with neighbours turned in fp32: each number of a pair is a sum of two products, which are stacked."""
+    # Source: ``forward`` of torchtune/models/llama3_1/_position_embeddings.py and of
+    # torchtune/modules/position_embeddings.py (0.6.1).
     tape = builder.tape
     wide = builder.cast(x, 4)
     half = wide.width // 2
@@ -205,11 +198,9 @@ def _turned_pairs(builder: Builder, x: Value) -> Value:
 
 
 def _halves_turned(builder: Builder, x: Value, head_dim: int) -> Value:
-    """Return ``x`` with the halves of each head turned by rows of a table, which are cast and saved where that is not wide.
-
-    Source:
-        ``forward`` of torchtune/models/qwen2/_positional_embeddings.py and of phi3/_position_embeddings.py (0.6.1).
-    """
+    """Return ``x`` with the halves of each head turned by rows of a table, which are cast and saved where that is not wide."""
+    # Source: ``forward`` of torchtune/models/qwen2/_positional_embeddings.py and of phi3/_position_embeddings.py
+    # (0.6.1).
     tape, tables = builder.tape, []
     if x.element_bytes != 4 and not builder.settings.code.wide_rotary:
         for name in ("cos", "sin"):

@@ -1,7 +1,5 @@
 """Attention of query, key and value on a tape: by the kernel that a setup asks for, or step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.model.spec import Attention, LatentAttention
@@ -72,11 +70,8 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
 
 
 def _contiguous(builder: Builder, heads: Heads) -> Heads:
-    """Return heads in copies where they do not lie in order, and repeated where they are not told of in groups.
-
-    Source:
-        ``sdpa_attention_forward`` in transformers/integrations/sdpa_attention.py, 4.48.0 to 4.55.4.
-    """
+    """Return heads in copies where they do not lie in order, and repeated where they are not told of in groups."""
+    # Source: ``sdpa_attention_forward`` in transformers/integrations/sdpa_attention.py, 4.48.0 to 4.55.4.
     tensors: list[Value] = []
     with builder.tape.alive(*heads.tensors):
         heads = ungrouped(builder, heads) if builder.settings.code.repeats_keys else heads

@@ -4,8 +4,6 @@ Source: ``eager_attention_forward`` in transformers 5.23.0, models llama (the sa
 ``FalconAttention.forward``.
 """
 
-from __future__ import annotations
-
 from memplan.model.spec import Attention
 from memplan.step.blocks.builder import Builder
 from memplan.step.layers.attention_kernels import (

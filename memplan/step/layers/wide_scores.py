@@ -1,7 +1,5 @@
 """Attention step by step as models from before Llama have it: scores in fp32, or with a bias of their own."""
 
-from __future__ import annotations
-
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.layers.attention_kernels import BATCHED, Heads, in_order, probabilities, scores_of, weighted_sum
 from memplan.step.layers.stepwise_attention import masked_scores, wide_probabilities

@@ -1,7 +1,5 @@
 """Cross-entropy on a tape: over logits, or by one function that forms logits tile by tile and keeps none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.step.blocks.builder import ONE, Builder
@@ -49,11 +47,8 @@ def _chosen_loss(builder: Builder, logs: Value, labels: Sequence[Value], loss_by
 
 
 def _cut_logits(builder: Builder, logits: Value) -> Value:
-    """Return whole logits without each row's last token, which are a copy where there are several rows.
-
-    Source:
-        ``ForCausalLMLoss`` in transformers/loss/loss_utils.py, lines 32 to 48 (4.48.3).
-    """
+    """Return whole logits without each row's last token, which are a copy where there are several rows."""
+    # Source: ``ForCausalLMLoss`` in transformers/loss/loss_utils.py, lines 32 to 48 (4.48.3).
     predicted = Quantity.PREDICTED_TOKENS
     cut = Value(logits.storage, predicted, logits.coefficient, logits.element_bytes)
     builder.tape.apply("slice", [(logits, NEW)], cut, traits=SAVES_NOTHING)

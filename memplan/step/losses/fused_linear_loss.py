@@ -1,7 +1,5 @@
 """Head and cross-entropy as one function: over chunks of tokens with gradients made in forward, or over blocks that no tensor holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What preference methods compare, on a tape: log-probabilities of whole logits."""
 
-from __future__ import annotations
-
 from memplan.catalog.stacks import Metrics, PairKernel
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part, Quantity
@@ -103,12 +101,9 @@ def pair_log_probabilities(builder: Builder, logits: Value, kernel: PairKernel, 
 
 
 def _of_all_tokens(tape: Tape, logits: Value) -> Value:
-    """Record log-probabilities of all tokens, whose labels are turned by one, and a loss that compares them; return the loss.
-
-    Source:
-        ``concatenated_forward`` in swift/rlhf_trainers/dpo_trainer.py and ``get_per_token_logps`` in rlhf_mixin.py
-        (4.6.0); ``selective_log_softmax`` in trl/trainer/utils.py (0.29.0).
-    """
+    """Record log-probabilities of all tokens, whose labels are turned by one, and a loss that compares them; return the loss."""
+    # Source: ``concatenated_forward`` in swift/rlhf_trainers/dpo_trainer.py and ``get_per_token_logps`` in
+    # rlhf_mixin.py (4.6.0); ``selective_log_softmax`` in trl/trainer/utils.py (0.29.0).
     tokens = logits.quantity
     with tape.alive(logits):
         turned = tape.make("turn labels", tape.value(tokens, 1, LABEL_BYTES))
@@ -124,12 +119,9 @@ def _of_all_tokens(tape: Tape, logits: Value) -> Value:
 
 
 def _of_softmax(tape: Tape, rows: Value, targets: Value) -> Value:
-    """Record the log-softmax of rows that lie apart, which its kernel copies first, and what targets choose of it; return that.
-
-    Source:
-        ``get_batch_logps`` in llamafactory/train/trainer_utils.py (0.9.5), lines 592 to 640; ``host_softmax`` in
-        aten/src/ATen/native/cuda/SoftMax.cu (v2.13.0).
-    """
+    """Record the log-softmax of rows that lie apart, which its kernel copies first, and what targets choose of it; return that."""
+    # Source: ``get_batch_logps`` in llamafactory/train/trainer_utils.py (0.9.5), lines 592 to 640; ``host_softmax`` in
+    # aten/src/ATen/native/cuda/SoftMax.cu (v2.13.0).
     logs = tape.value(rows.quantity, rows.width, 4, part=Part.LOGITS)
     tape.apply("log_softmax", [(rows, NEW)], logs, [logs], traits=Traits(scratch=[(rows.quantity, rows.coefficient)]))
     chosen = tape.value(rows.quantity, 1, 4)

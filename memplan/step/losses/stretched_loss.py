@@ -4,8 +4,6 @@ Source: ``GPT.forward`` with ``lm_head_chunk_size`` in litgpt/model.py, lines 17
 ``chunked_cross_entropy`` in litgpt/utils.py, lines 313 to 331 (0.5.13).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Head and cross-entropy over chunks of a fixed number of tokens, each of which runs again in backward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.documents.frozen_values import dataclass

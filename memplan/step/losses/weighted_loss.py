@@ -1,10 +1,24 @@
-"""Cross-entropy of each token, which a trainer weighs, beside the one that a model has formed of the same logits."""
-
-from __future__ import annotations
+"""Values and weighed losses of each token, beside the loss that a model has formed of the same logits."""
 
 from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.blocks.projections import plain_linear
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
+from memplan.training.adapted_ends import VALUE_HEAD
+
+DROPOUT = 0.1
+"""Probability that a model's config says nothing of (``summary_dropout_prob``)."""
+
+
+def token_values(builder: Builder, hidden: Value) -> Value:
+    """Record dropout, a cast to the head's fp32 and its product; return a value of each token.
+
+    Source:
+        ``ValueHead`` in trl/models/modeling_value_head.py (0.24.0).
+    """
+    dropped = builder.dropped(hidden, DROPOUT)
+    return plain_linear(builder, builder.cast(dropped, 4), VALUE_HEAD, 1)
+
 
 FLOAT_BYTES, LABEL_BYTES = 4, 8
 ROW_BYTES = 8 + 8 + 4 + 8

@@ -5,8 +5,6 @@ Source:
     they run, and ``_calculate_single_rank_operations`` of the others; ``_add_unshard_reshard`` and ``_add_reduce_grad``.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal

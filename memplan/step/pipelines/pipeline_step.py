@@ -7,8 +7,6 @@ Source:
     ``backward_maybe_with_nosync`` and ``perform_reduce_grad`` in torch/distributed/pipelining/stage.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -45,8 +43,6 @@ def compile_pipeline_step(
     Args:
         model: As the rank has it (:func:`memplan.step.pipelines.stage_layers.staged`).
         setup: The training setup, whose ``parallel.stage`` is the rank.
-        states: What the rank stores.
-        regime: Which operations run.
     """
     whole = replace(model, inventory=inventory_of(model.spec))
     step = sharded_step(whole, setup, states, regime)
@@ -129,8 +125,6 @@ def _chunks(rank: RankMemory, resident: StageStates, around: Form) -> Iterator[I
     """Yield the last stage's norm and its loss over chunks, which run backward too; norm and head are gathered first.
 
     Args:
-        rank: The rank.
-        resident: What there is before.
         around: The same, with what layers have saved.
     """
     step, tail, played = rank.step, resident.tail, rank.step.played
@@ -182,8 +176,6 @@ def _head_backward(rank: RankMemory, resident: StageStates, saved: Form, *, firs
     """Yield the backward of loss and head, or of the norm alone whose loss has run backward before.
 
     Args:
-        rank: The rank.
-        resident: What there is before.
         saved: The same, with what layers have saved.
         first: Whether gradients that are formed are the sums.
     """

@@ -8,8 +8,6 @@ Source:
     ``to_accumulated_grad_if_needed`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from memplan.model.inventory import inventory_of

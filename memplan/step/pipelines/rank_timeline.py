@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds before each thing that it does: micro-batches, weights, gradients, and what has a name.
+"""What a rank of a pipeline holds before each thing that it does: micro-batches, weights, gradients, and what has a name; ranks as rows.
 
 Source:
     ``_step_microbatches`` of each schedule in torch/distributed/pipelining/schedules.py and ``forward_one_chunk`` and
@@ -16,6 +16,7 @@ from operator import ge
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.documents.frozen_values import dataclass
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, stages_of
+from memplan.step.pipelines.stage_layers import layers_of_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,37 @@ def _all_moments(rank: int, parallel: Parallel) -> Iterator[tuple[Action, StageS
 def most_pairs(rank: int, parallel: Parallel) -> int:
     """Return the most micro-batches whose activations a rank holds at a time, counted for each of its stages."""
     return max(sum(resident.pairs) + (action.kind == "forward") for action, resident in moments_of(rank, parallel))
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank of a pipeline."""
+
+    rank: int  # From 0
+    stages: tuple[int, ...]  # Of the pipeline that it has
+    layers: tuple[int, ...]  # Of each of these
+    embedding: bool  # Whether it has the embedding
+    head: bool  # Whether it has final norm and head
+    pairs: int  # Most micro-batches in flight at a time, counted for each of its stages
+    persistent_bytes: int  # What it keeps between steps
+    instant: str  # When it needs most
+    requested_bytes: int  # What it requests then
+    device_bytes: int  # What its GPU holds then
+
+
+def rank_row(
+    rank: int, parallel: Parallel, layers: int, persistent_bytes: int, instant: str, requested: int, device: int
+) -> RankRow:
+    """Return the row of a rank.
+
+    Args:
+        rank: From 0.
+        persistent_bytes: What it keeps between steps.
+        instant: When it needs most.
+        requested: Bytes that it requests then.
+        device: Bytes that its GPU holds then.
+    """
+    sizes, own = layers_of_stages(layers, parallel), stages_of(rank, parallel)
+    resident, pairs = tuple(sizes[stage] for stage in own), most_pairs(rank, parallel)
+    ends = 0 in own, len(sizes) - 1 in own
+    return RankRow(rank, own, resident, *ends, pairs, persistent_bytes, instant, requested, device)

@@ -1,7 +1,5 @@
 """Which layers each stage of a pipeline has, as torchtitan divides them, and the model as one rank has it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.catalog.config_keys.parallel_keys import Parallel

@@ -3,8 +3,6 @@
 Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils/checkpoint.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.step.playing.player import Player, temporaries
@@ -119,11 +117,9 @@ class _Backward:
         self.finish(node, arrived, formed, first or self.weight_gradients(node), early)
 
     def _cast_wide(self, live: EventRecorder, node: Node, reduces: Reduction, arrived: list[int]) -> None:
-        """Write the events of a product whose gradients are wide: the last input's is formed first, the first's summed and cast first.
-
-        Source:
-            ``mul_tensor_backward``, whose results are cast by ``validate_outputs`` in torch/csrc/autograd/engine.cpp (v2.13.0).
-        """
+        """Write the events of a product whose gradients are wide: the last input's is formed first, the first's summed and cast first."""
+        # Source: ``mul_tensor_backward``, whose results are cast by ``validate_outputs`` in
+        # torch/csrc/autograd/engine.cpp (v2.13.0).
         quantity, size = node.traits.workspace[0]
         wide = [live.new(Part.TEMPORARIES, quantity, size) for _ in node.inputs]
         if self._unpacks:

@@ -1,7 +1,5 @@
 """Layers at which a step may be the fullest: of many that are alike, only a few need to be looked at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from memplan.documents.frozen_values import dataclass

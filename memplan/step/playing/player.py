@@ -3,8 +3,6 @@
 Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils/checkpoint.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 
@@ -211,11 +209,9 @@ class Player:
         return named
 
     def _zeros(self) -> tuple[int, ...]:
-        """Make the gradient of zeros that a function is given for what it returns besides its output; nothing where it returns nothing.
-
-        Source:
-            ``PyNode::apply`` in torch/csrc/autograd/python_function.cpp (v2.13.0), which fills in gradients that are undefined.
-        """
+        """Make the gradient of zeros that a function is given for what it returns besides its output; nothing where it returns nothing."""
+        # Source: ``PyNode::apply`` in torch/csrc/autograd/python_function.cpp (v2.13.0), which fills in gradients that
+        # are undefined.
         value = self.tape.returned
         if value is None:
             return ()

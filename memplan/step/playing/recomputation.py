@@ -1,7 +1,5 @@
 """What checkpointing saves of a part of the step, and what is marked while the part is played."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from memplan.step.tapes.taped_operations import Node, Operation

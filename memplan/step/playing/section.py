@@ -1,7 +1,5 @@
 """A part of the model on tape, played once for every way that it may run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -28,13 +26,7 @@ SavedTensor = tuple[str, Quantity, int, Part]
 def play(
     tape: Tape, output: Value, mode: Mode, entry: Value | None = None, recomputation: Recomputation = NOTHING_AGAIN
 ) -> Played:
-    """Return what is alive while a part runs forward, then backward from the gradient of ``output``.
-
-    Args:
-        mode: What becomes of weight gradients.
-        entry: What the part is given; checkpointing saves it until backward is done.
-        recomputation: What forward saves, and what is computed again.
-    """
+    """Return what is alive while a part runs forward, then backward from the gradient of ``output``."""
     live = LiveBytes(tape.storages)
     player = Player(tape, mode, entry, recomputation, live)
     retained = {output.storage, *player.saved_in_forward()}

@@ -8,8 +8,6 @@ Source:
     torch/distributed/fsdp/_fully_shard/_fsdp_param.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,10 +23,6 @@ from memplan.step.tapes.moments import Instant
 
 def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the chunks' forward and backward, the reduction of the head's gradients, and the norm's backward.
-
-    Args:
-        step: The rank's step.
-        around: What lies around, with what layers have saved.
 
     Raises:
         CannotAnswerError: The head is the embedding.
@@ -58,8 +52,6 @@ def chunk_losses(
     """Yield the chunks' forward and backward, and the reduction of the head's gradients behind the last of them.
 
     Args:
-        step: The rank's step.
-        around: What lies around, with what layers have saved.
         reduced: What is reduced: the head, or the norm besides, whose gradients of an earlier micro-batch wait for it.
         pending: The buffer of an earlier reduction, which is there until this one.
         keeps: Whether what comes out stays, and is not added to what is there.

@@ -10,8 +10,6 @@ Source:
     (0.21.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -23,7 +21,7 @@ from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.playing.recomputation import ACTIVATION
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.states.single_tensors import numbered
+from memplan.step.states.parallel_shards import numbered
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_weight import Mode
@@ -36,7 +34,6 @@ def adapted_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instan
     """Yield the instants of the first, or of each later, forward and backward.
 
     Args:
-        step: The rank's step.
         base: What is there throughout the first.
         mode: ``again`` for later ones.
     """
@@ -108,12 +105,7 @@ class _Handle:
 
 
 class FlatGathers:
-    """Units that are gathered and let go of through one forward and backward, and the gradients of adapters.
-
-    Args:
-        step: The rank's step.
-        of: What becomes of gradients.
-    """
+    """Units that are gathered and let go of through one forward and backward, and the gradients of adapters."""
 
     def __init__(self, step: ShardedStep, of: Pass) -> None:
         assert step.flat is not None

@@ -11,8 +11,6 @@ Source:
     torch/distributed/fsdp/_runtime_utils.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.step.collectives.gathered_units import Unit
@@ -32,10 +30,8 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
     """Yield the instants of one backward.
 
     Args:
-        step: The rank's step.
         bare: What is there throughout it.
         base: The same with what layers were given besides their input.
-        of: What becomes of gradients.
     """
     head, root = step.taped.head, step.first.gathered_bytes
     ahead = step.last.gathered_bytes if _prefetches(step, "pre") else 0
@@ -137,7 +133,6 @@ def _put_together(
         at: The instant, what lies around, and the gradients as they were formed.
         resident: What is gathered meanwhile.
         retained: What stays gathered when the unit is let go of.
-        of: What becomes of gradients.
         after: The unit that is gathered before they are reduced.
     """
     name, around, formed = at

@@ -14,8 +14,6 @@ Source:
     _fsdp_collectives.py (v2.13.0); the loss lies outside the root, as in torchtitan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -62,8 +60,6 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
 
     Args:
         setup: The training setup, with ``zero_stage: 3``.
-        states: What the rank stores.
-        regime: Which operations run.
     """
     step = sharded_step(model, setup, states, regime)
     inputs = step.inputs
@@ -189,10 +185,7 @@ def _tail_unit(step: ShardedStep, around: Form, whole: int, of: Pass) -> Iterato
     """Yield the reduction of the gradients of norm and head, whose weights are let go of before.
 
     Args:
-        step: The rank's step.
-        around: What lies around it.
         whole: Their gradients as they are formed.
-        of: What becomes of gradients.
     """
     arrived = step.arrived
     communication = step.tail.reduced_bytes + step.ahead_of_head
@@ -205,10 +198,7 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
     """Yield the backward of the layers: the last and the first of each run, and their neighbours.
 
     Args:
-        step: The rank's step.
-        base: What is there throughout.
         above: Gradients that the head has left.
-        of: What becomes of gradients.
     """
     saved, escaped = model.saved, ZERO
     for index in reversed(range(len(step.units))):
@@ -229,10 +219,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     """Yield the backward of one layer: gathered, run, its gradients reduced.
 
     Args:
-        step: The rank's step.
         place: Its run, and its place in that.
-        around: What lies around it.
-        of: What becomes of gradients.
     """
     index, position = place
     own, run = step.units[index], step.taped.runs[index]
@@ -274,10 +261,7 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     """Yield the embedding's backward, and the reduction of the root's gradients at the very end.
 
     Args:
-        step: The rank's step.
-        around: What lies around it.
         whole: Gradients that the head has left, where they wait for those of the embedding.
-        of: What becomes of gradients.
     """
     communication = step.first.gathered_bytes + (step.units[0].reduced_bytes if of.reduces else 0)
     formed = around

@@ -1,7 +1,5 @@
 """What becomes of a unit's gradients in one forward and backward of a rank that holds shards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,13 +1,11 @@
 """Forward of one rank that holds shards: what is gathered lies around the same moments of whole weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import embedded_leaf, named_embeddings, saves_leaf
 from memplan.step.collectives.gathered_units import Unit
-from memplan.step.divided.divided_ends import FORWARD_BYTES
+from memplan.step.divided.shared_ends_and_rows import FORWARD_BYTES
 from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward
 from memplan.step.kernels.layer_arguments import layer_arguments
@@ -178,7 +176,6 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
     """Yield the forward of the first and of the last layer of each run, whose buffer is still there.
 
     Args:
-        step: The rank's step.
         around: What lies around the first.
         entered: What of that the first layer is given.
     """

@@ -1,7 +1,5 @@
 """The units that one rank gathers weights in, around the tapes of whole weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 
@@ -277,11 +275,10 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
     """Return the units of the embedding, of final norm and head, and of what else the root has; the first two may be one.
 
     accelerate finds no final norm in a model that PEFT has wrapped.
-
-    Source:
-        torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` and ``_find_final_norm`` in
-        accelerate/utils/fsdp_utils.py (1.15.0), and the former in axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     """
+    # Source: torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` and
+    # ``_find_final_norm`` in accelerate/utils/fsdp_utils.py (1.15.0), and the former in
+    # axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     blocks, layout = wraps_blocks(spec, setup.config.parallel), setup.stack.sharded_units
     ends = [
         tensor for tensor in inventory for _ in range(tensor.count) if is_in_root(tensor, spec.tower, blocks=blocks)

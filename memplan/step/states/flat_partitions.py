@@ -9,8 +9,6 @@ Source:
     ``copy_grads_in_partition``; deepspeed/runtime/engine.py, ``get_data_types``.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
@@ -25,8 +23,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import ROLES, Inventory, ParameterTensor
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
-from memplan.step.states.parallel_shards import is_flat
-from memplan.step.states.single_tensors import Named, in_layers
+from memplan.step.states.parallel_shards import Named, in_layers, is_flat
 from memplan.step.tensors.tensor_states import TensorStates, tensor_states
 from memplan.step.units.host_memory import HostMemory, flat_host_memory
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -317,10 +314,8 @@ def _offloaded(setup: TrainingSetup, states: ModelStates, groups: Sequence[FlatG
     """Return the states of ranks whose pieces lie in host memory: on the device are weights, and a buffer for one gradient.
 
     What is told of host memory is the rank that has most.
-
-    Source:
-        ``temp_grad_buffer_for_gpu_offload`` in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8).
     """
+    # Source: ``temp_grad_buffer_for_gpu_offload`` in deepspeed/runtime/zero/stage_1_and_2.py (0.19.8).
     width, largest = gradient_width(setup), max(max(group.sizes) for group in groups)
     parallel, pinned = setup.config.parallel, setup.config.parallel.deepspeed.pinned_optimizer
     several = parallel.zero_stage == 2 and setup.config.gradient_accumulation_steps > 1

@@ -1,8 +1,6 @@
-"""Model states: weights, master weights, gradients and optimizer states, exact to the byte."""
+"""Model states: weights, master weights, gradients and optimizer states, exact to the byte, and biases that a forward casts for good."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memplan.catalog.entries import Optimizer
@@ -10,7 +8,6 @@ from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
 from memplan.step.states.parallel_shards import ADAPTER, is_coded, is_sharded, is_whole, rank_tensors, shards_codes
-from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import (
     TensorStates,
     adapter_states,
@@ -19,7 +16,7 @@ from memplan.step.tensors.tensor_states import (
     tensor_states,
     updated,
 )
-from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
+from memplan.step.tensors.update_kernels import Stepper, Updated, is_exempt, stepper
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, HostTensors, host_memory
 from memplan.training.adapted_ends import SAVED_ROLES, is_saved, module_of, originals, with_saved_alone
 from memplan.training.adapters import (
@@ -99,11 +96,9 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
 
 
 def _loaded_setup(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup of modules whose copies are trained, and cast: they stay as they were loaded, or made ready for adapters.
-
-    Source:
-        ``_prepare_model_for_quantization`` in axolotl/loaders/model.py (0.21.0), which casts back what has other names.
-    """
+    """Return the setup of modules whose copies are trained, and cast: they stay as they were loaded, or made ready for adapters."""
+    # Source: ``_prepare_model_for_quantization`` in axolotl/loaders/model.py (0.21.0), which casts back what has other
+    # names.
     coded = setup.format_names["hidden_matrix"] not in FLOAT_BYTES
     if setup.scores and coded and setup.stack.kbit_floats == "fp32-but-ends":
         return setup.with_floats({"head": "fp32"})
@@ -117,11 +112,9 @@ def _offloaded(setup: TrainingSetup, states: ModelStates) -> ModelStates:
 
     FSDP2 has a pinned tensor for each shard, and one for its gradient from backward to the step; FSDP1 two for each unit, be
     it frozen or not, for good. Optimizers' states are not pinned. Codes that are whole on every rank, and their scales, stay.
-
-    Source:
-        ``_init_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py and ``foreach_reduce`` in
-        _fsdp_collectives.py; ``init_flat_param_attributes`` in torch/distributed/fsdp/_flat_param.py (v2.13.0).
     """
+    # Source: ``_init_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py and ``foreach_reduce`` in
+    # _fsdp_collectives.py; ``init_flat_param_attributes`` in torch/distributed/fsdp/_flat_param.py (v2.13.0).
     flat = setup.config.parallel.engine == "fsdp1"
     whole = [is_whole(entry.tensor, setup) for entry in states.tensors]
     moved = [entry for entry, stays in zip(states.tensors, whole, strict=True) if not stays]
@@ -187,12 +180,9 @@ def _staged_codes(inventory: Inventory, own: Inventory, setup: TrainingSetup) ->
 
 
 def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
-    """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by name.
-
-    Source:
-        ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``, where ``x`` has
-        been cast. ``Linear8bitLt.forward`` has it as it comes, which the tape tells (cast_biases.py).
-    """
+    """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by name."""
+    # Source: ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``,
+    # where ``x`` has been cast. ``Linear8bitLt.forward`` has it as it comes, which the tape tells (cast_biases.py).
     compute = setup.config.compute_dtype
     floats = setup.format_names["hidden_matrix"] in FLOAT_BYTES or setup.format_names["bias"] == compute
     if (
@@ -222,12 +212,10 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
 
 
 def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
-    """Return the states of a tower's matrices where these stay floats beside codes, by name.
-
-    Source:
-        ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0); ``get_keys_to_not_convert``
-        in transformers/quantizers/base.py (5.23.0) leaves the module of a model's last parameter.
-    """
+    """Return the states of a tower's matrices where these stay floats beside codes, by name."""
+    # Source: ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0);
+    # ``get_keys_to_not_convert`` in transformers/quantizers/base.py (5.23.0) leaves the module of a model's last
+    # parameter.
     if setup.format_names["hidden_matrix"] in FLOAT_BYTES:
         return {}
     last = () if any(tensor.role == "head" for tensor in own) else LAST_PARTS
@@ -271,3 +259,42 @@ def _shared_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
     if setup.config.gradients.lifetime == "layer":
         return sum(t.optimizer.shared_bytes * t.tensor.count for t in users)
     return sum({t.optimizer_name: t.optimizer.shared_bytes for t in users}.values())
+
+
+CastBias = tuple[str, int, int, int]
+"""A bias of several layers: its name, the first layer, how many there are, and the bytes of an element afterwards."""
+
+
+def with_cast_biases(states: ModelStates, casts: Iterable[CastBias], narrow: str) -> ModelStates:
+    """Return states with biases as they are once forward has run; one whose layers differ is told run by run.
+
+    Args:
+        states: Those of a model as it is loaded.
+        narrow: Name of the dtype of 16 bits.
+
+    Source:
+        ``Linear8bitLt.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``self.bias.data = self.bias.data.to(x.dtype)``.
+    """
+    by_name: dict[str, list[CastBias]] = {}
+    for cast in casts:
+        by_name.setdefault(cast[0], []).append(cast)
+    tensors = [one for entry in states.tensors for one in _runs(entry, by_name.get(entry.tensor.name, []), narrow)]
+    before, after = (sum(e.weight_bytes * e.tensor.count for e in kinds) for kinds in (states.tensors, tensors))
+    return replace(states, tensors=tuple(tensors), weight_bytes=states.weight_bytes + after - before)
+
+
+def _runs(entry: TensorStates, casts: Iterable[CastBias], narrow: str) -> Iterator[TensorStates]:
+    """Yield a tensor's states, apart for each run of layers that is cast alike."""
+    tensor = entry.tensor
+    own = [cast for cast in casts if tensor.first <= cast[1] < tensor.first + tensor.count]
+    if {cast[3] for cast in own} <= {entry.element_bytes}:
+        yield entry
+        return
+    for _, first, count, width in own:
+        yield replace(
+            entry,
+            tensor=replace(tensor, first=first, count=count),
+            format_name="fp32" if width == 4 else narrow,
+            weight_bytes=tensor.elements * width,
+            element_bytes=width,
+        )

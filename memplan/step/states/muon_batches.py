@@ -3,8 +3,6 @@
 Source: memplan/muon/parameter_updates.py (``batches_of``), memplan/muon/updates/batches.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -86,11 +84,8 @@ def _in_rounds(setup: TrainingSetup, entry: TensorStates) -> bool:
 
 
 def _refuse_broken_rows(entry: TensorStates) -> None:
-    """Raise for a shard, of a matrix or of a stack of them, whose rows are no whole blocks of momentum.
-
-    Source:
-        ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
-    """
+    """Raise for a shard, of a matrix or of a stack of them, whose rows are no whole blocks of momentum."""
+    # Source: ``refuse_beside_shards`` in memplan/muon/parameter_state.py.
     if not entry.tensor.divided or not entry.optimizer.orthogonalises:
         return
     block, columns = entry.optimizer.slots[0].block_elements, entry.tensor.shape[-1]
@@ -102,11 +97,8 @@ def _refuse_broken_rows(entry: TensorStates) -> None:
 
 
 def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
-    """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds.
-
-    Source:
-        ``round_size`` in memplan/muon/parameter_updates.py.
-    """
+    """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds."""
+    # Source: ``round_size`` in memplan/muon/parameter_updates.py.
     exchanged, whole = is_exchanged(entry), _whole(entry)
     ranks = prod(ranks for ranks, _, _ in _divisions(setup, entry)) if exchanged else setup.config.parallel.shards
     each = 4 * prod(whole) + sum(_workspace(setup, entry, 1))
@@ -164,10 +156,8 @@ def _replicas_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch
 
     Formula:
         One matrix more than it owns, in bf16, beside the largest of the momentum's chunk, Newton-Schulz and the weight's.
-
-    Source:
-        ``replicas_bytes`` in memplan/muon/updates/rounds.py.
     """
+    # Source: ``replicas_bytes`` in memplan/muon/updates/rounds.py.
     owned = ceil_div(batch.together, batch.ranks)
     return replace(
         alone,

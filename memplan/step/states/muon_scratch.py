@@ -3,14 +3,12 @@
 Every turn of a loop over chunks takes and gives back the same memory, so that the first stands for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
 from memplan.documents.frozen_values import dataclass
-from memplan.step.tensors.state_slots import is_exempt
 from memplan.step.tensors.tensor_states import TensorStates
+from memplan.step.tensors.update_kernels import is_exempt
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div, round_up
 
@@ -145,11 +143,8 @@ def _weight_sizes(entry: TensorStates, k: int) -> list[int]:
 
 
 def _coding_sizes(entry: TensorStates, k: int) -> tuple[int, ...]:
-    """Return what coding k elements again takes: two tables as wide as powers of two, and what is narrow beside them.
-
-    Source:
-        ``TEMPORARIES`` in memplan/muon/weights/weight_formats.py, with stochastic rounding.
-    """
+    """Return what coding k elements again takes: two tables as wide as powers of two, and what is narrow beside them."""
+    # Source: ``TEMPORARIES`` in memplan/muon/weights/weight_formats.py, with stochastic rounding.
     if entry.coded_as is None:
         return ()
     scratch = codec_scratch(entry.coded_as)
@@ -204,7 +199,7 @@ def _rows_at_once(entry: TensorStates) -> int:
 
 def codec_scratch(layout: StorageFormat) -> CodecScratch:
     """Return what the codec of a format takes."""
-    assert layout.codec_scratch is not None  # required of coded formats (memplan/catalog/entry_checks.py)
+    assert layout.codec_scratch is not None  # required of coded formats (memplan/catalog/update_classes.py)
     return layout.codec_scratch
 
 

@@ -1,7 +1,5 @@
 """Temporaries of the optimizer step: what an update allocates beyond what it keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

@@ -5,20 +5,38 @@ their number. Ranks are equal but for the last shards, which may be emptier; the
 whose shards are full.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import groupby
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.training_config import Offload
 from memplan.model.inventory import Inventory, ParameterTensor, Role
-from memplan.step.tensors.tensor_states import stored_format
+from memplan.step.states.update_algorithms import run_of
+from memplan.step.tensors.tensor_states import TensorStates, stored_format
 from memplan.step.units.flat_units import adapter_pieces, as_stored, flat_pieces, place_in_block
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
+
+Named = tuple[str, TensorStates]
+"""A single tensor: its name, with the number of its layer, and its states."""
+
+
+def numbered(name: str, number: object) -> str:
+    """Return a tensor's name with the number of its layer."""
+    return name.replace("{}", str(number))
+
+
+def in_layers(tensors: Sequence[TensorStates]) -> Iterator[Named]:
+    """Yield every single tensor layer by layer, as a model has them."""
+    for (first, count), group in groupby(tensors, key=run_of):
+        entries = list(group)
+        for number in range(first, first + count):
+            for entry in entries:
+                yield numbered(entry.tensor.name, number), entry
+
 
 ADAPTER = ".lora_"
 """What names of adapters' tensors have in them."""
@@ -196,11 +214,9 @@ def _adapter_input_bytes(setup: TrainingSetup) -> int:
     """Return what PEFT casts an adapter's input to: the dtype of its weight, which is seen before FSDP1 gathers it; else 0.
 
     Where parameters stay as they were, a module has its shard between two gathers; else the view that was last gathered.
-
-    Source:
-        ``_cast_input_dtype`` in peft/tuners/lora/layer.py (0.21.2); ``_use_sharded_views`` in
-        torch/distributed/fsdp/_flat_param.py (v2.13.0).
     """
+    # Source: ``_cast_input_dtype`` in peft/tuners/lora/layer.py (0.21.2); ``_use_sharded_views`` in
+    # torch/distributed/fsdp/_flat_param.py (v2.13.0).
     parallel = setup.config.parallel
     if setup.config.adapter is None or parallel.engine != "fsdp1" or not parallel.flat.use_orig_params:
         return 0

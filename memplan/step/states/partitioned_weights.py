@@ -6,8 +6,6 @@ Source:
     ``_create_fp16_sub_groups``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

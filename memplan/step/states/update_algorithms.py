@@ -5,8 +5,6 @@ does. Python keeps what a variable of its loop names until the next tensor repla
 while the next is updated. Written to a stream, a rule gives the events of an update; counted, the most that it takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -117,24 +115,18 @@ def _made(entries: Sequence[TensorStates], make: MakeStates) -> None:
 
 
 def _in_place(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
-    """Write nothing but states: the update's kernels write where the states and the weights are.
-
-    Source:
-        torch/optim/sgd.py (v2.13.0), ``_multi_tensor_sgd`` and ``_single_tensor_sgd`` without weight decay;
-        csrc/kernels.cu of bitsandbytes 0.50.2, ``kOptimizerStatic8bit2StateBlockwise`` and ``kOptimizer32bit2State``.
-    """
+    """Write nothing but states: the update's kernels write where the states and the weights are."""
+    # Source: torch/optim/sgd.py (v2.13.0), ``_multi_tensor_sgd`` and ``_single_tensor_sgd`` without weight decay;
+    # csrc/kernels.cu of bitsandbytes 0.50.2, ``kOptimizerStatic8bit2StateBlockwise`` and ``kOptimizer32bit2State``.
     del stream, kernel
     _made(entries, make)
 
 
 def _adamw(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
-    """Write the square roots of torch.optim.AdamW.
-
-    Source:
-        torch/optim/adam.py (v2.13.0): ``_multi_tensor_adam`` holds the square roots of all second
-        moments at once, ``_single_tensor_adam`` one square root and one quotient at a time, while
-        the quotient of the tensor before is still there.
-    """
+    """Write the square roots of torch.optim.AdamW."""
+    # Source: torch/optim/adam.py (v2.13.0): ``_multi_tensor_adam`` holds the square roots of all second moments at
+    # once, ``_single_tensor_adam`` one square root and one quotient at a time, while the quotient of the tensor before
+    # is still there.
     _made(entries, make)
     if kernel == "foreach":
         stream.passing(*map(_bytes, entries))
@@ -148,12 +140,9 @@ def _adamw(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerK
 
 
 def _torch_muon(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
-    """Write what torch.optim.Muon takes for each matrix.
-
-    Source:
-        torch/optim/_muon.py (v2.13.0), ``_zeropower_via_newtonschulz``: the update, its bf16 copy where it is not
-        bf16 itself, the next iterate, and two Gram matrices.
-    """
+    """Write what torch.optim.Muon takes for each matrix."""
+    # Source: torch/optim/_muon.py (v2.13.0), ``_zeropower_via_newtonschulz``: the update, its bf16 copy where it is not
+    # bf16 itself, the next iterate, and two Gram matrices.
     del kernel
     _made(entries, make)
     for entry in kinds(entries):
@@ -171,11 +160,8 @@ def _lion(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKe
 
 
 def _adafactor(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
-    """Write what torch.optim.Adafactor takes; unless told otherwise it goes tensor by tensor.
-
-    Source:
-        torch/optim/_adafactor.py (v2.13.0), ``_single_tensor_adafactor``.
-    """
+    """Write what torch.optim.Adafactor takes; unless told otherwise it goes tensor by tensor."""
+    # Source: torch/optim/_adafactor.py (v2.13.0), ``_single_tensor_adafactor``.
     del kernel
     _made(entries, make)
     variables = _Variables(stream)
@@ -196,12 +182,9 @@ def _adafactor(stream: Storages, entries: Sequence[TensorStates], kernel: Optimi
 
 
 def _adam_mini(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
-    """Write what Adam-mini takes.
-
-    Source:
-        adam_mini/adam_mini.py (1.1.1), ``Adam_mini.step``: the squared gradient, later the update and its
-        negative, beside one number per row in ``tmp_lr``, ``h`` and ``stepsize``.
-    """
+    """Write what Adam-mini takes."""
+    # Source: adam_mini/adam_mini.py (1.1.1), ``Adam_mini.step``: the squared gradient, later the update and its
+    # negative, beside one number per row in ``tmp_lr``, ``h`` and ``stepsize``.
     del kernel
     variables = _Variables(stream)
     for place, entry in enumerate(entries):

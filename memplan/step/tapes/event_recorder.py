@@ -1,7 +1,5 @@
 """When storages are allocated and freed while a tape is played, in order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage

@@ -7,8 +7,6 @@ Source:
     torch/_inductor/memory.py (v2.13.0): ``reorder_for_peak_memory`` and the orders that it tries.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple

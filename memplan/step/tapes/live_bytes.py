@@ -1,7 +1,5 @@
 """Storages that something refers to, counted, and their bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from memplan.step.tapes.linear_forms import NOTHING, Coefficients, Form, Part, Quantity, Storage

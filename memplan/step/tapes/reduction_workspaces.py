@@ -1,7 +1,5 @@
 """How reductions on CUDA are split: what torch's own allocate inside themselves, and in how many parts Inductor sums rows."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Tensors and operations as a tape records them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """A parameter tensor as a tape sees it: what products read, and how its gradient fares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

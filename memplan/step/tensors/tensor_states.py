@@ -8,8 +8,7 @@ from memplan.catalog.entries import Optimizer, StorageFormat
 from memplan.catalog.update_classes import TORCH_ADAMW
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import ParameterTensor, Role
-from memplan.step.tensors.state_slots import placed_bytes
-from memplan.step.tensors.update_kernels import Stepper, Updated, stepper
+from memplan.step.tensors.update_kernels import Stepper, Updated, placed_bytes, stepper
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
 from memplan.training.rules.stack_rules import casts_trained
 
@@ -80,11 +79,9 @@ def stored_format(setup: TrainingSetup, tensor: ParameterTensor) -> tuple[str, S
 
 
 def _loaded_name(setup: TrainingSetup, tensor: ParameterTensor) -> str:
-    """Return the name of a tensor's format: that of its role, but what is frozen stays as it was loaded where what trains is cast.
-
-    Source:
-        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts parameters that need a gradient.
-    """
+    """Return the name of a tensor's format: that of its role, but what is frozen stays as it was loaded where what trains is cast."""
+    # Source: ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which casts parameters that need a
+    # gradient.
     name = setup.format_names[tensor.role]
     if (tensor.frozen or not tensor.used) and setup.stack.vision == "frozen-as-loaded" and setup.autocast:
         return min(name, setup.config.compute_dtype, key=lambda dtype: FLOAT_BYTES.get(dtype, 0))
@@ -184,21 +181,15 @@ def _copy_bytes(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> int
 
 
 def _read_uncast(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> bool:
-    """Tell whether a tensor of stacked experts, a matrix or a bias, is read in its own dtype, under autocast too.
-
-    Source:
-        ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0).
-    """
+    """Tell whether a tensor of stacked experts, a matrix or a bias, is read in its own dtype, under autocast too."""
+    # Source: ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0).
     stacked = tensor.role == "expert_matrix" or (tensor.role == "bias" and len(tensor.shape) > 1)
     return name in FLOAT_BYTES and stacked and setup.stack.model_code == "transformers"
 
 
 def _stored_alike(optimizer: Optimizer, width: int) -> Optimizer:
-    """Return torch's AdamW with its states in the dtype of a parameter of so many bytes, as it keeps them.
-
-    Source:
-        ``_init_group`` in torch/optim/adamw.py and adam.py (v2.13.0).
-    """
+    """Return torch's AdamW with its states in the dtype of a parameter of so many bytes, as it keeps them."""
+    # Source: ``_init_group`` in torch/optim/adamw.py and adam.py (v2.13.0).
     if optimizer.implementation != TORCH_ADAMW:
         return optimizer
     floats = (slot.layout == "elementwise" and slot.block_elements == 1 for slot in optimizer.slots)

@@ -1,7 +1,5 @@
 """Attention of patches on a tape: one call for each window or image, whose results are joined, or one for all."""
 
-from __future__ import annotations
-
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.layers.attention_kernels import FLASH_ATTN_RANDOM_BYTES, RANDOM_STATE_BYTES
 from memplan.step.tapes.linear_forms import Quantity
@@ -67,22 +65,16 @@ def attended_images(builder: Builder, settings: TowerSettings, heads: Heads) -> 
 
 
 def _flash_workspace(length: int, heads: int, width: int) -> Sizes:
-    """Return what flash attention's backward allocates inside itself for the longest of several calls.
-
-    Source:
-        flash_api.cpp, ``mha_bwd`` (v2.13.0): softmax_d and dq_accum in fp32 over lengths rounded to 128.
-    """
+    """Return what flash attention's backward allocates inside itself for the longest of several calls."""
+    # Source: flash_api.cpp, ``mha_bwd`` (v2.13.0): softmax_d and dq_accum in fp32 over lengths rounded to 128.
     rows = round_up(length, 128)
     return ((ONE, 4 * heads * rows), (ONE, 4 * rows * heads * round_up(width, 32 if width <= 128 else 64)))
 
 
 def _at_once(builder: Builder, settings: TowerSettings, heads: Heads, lengths: tuple[int, ...]) -> Value:
-    """Return the result of the package flash-attn, which is told where each length begins.
-
-    Source:
-        csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention (2.8), ``mha_varlen_bwd``: rows of fp32 for all patches and 128
-        more for each length.
-    """
+    """Return the result of the package flash-attn, which is told where each length begins."""
+    # Source: csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention (2.8), ``mha_varlen_bwd``: rows of fp32 for all
+    # patches and 128 more for each length.
     tape, number = builder.tape, settings.shape.heads
     heads = tuple([builder.lowered(x) for x in heads])  # type: ignore[assignment]
     if heads[0].element_bytes == 4:  # ``fa_peft_integration_check`` of transformers

@@ -5,8 +5,6 @@ Source:
     transformers/models/gemma3/modeling_gemma3.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ Source:
     ``get_vision_interpolation_indices_and_weights`` in transformers/vision_utils.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from memplan.model.spec import Norm
@@ -89,7 +87,6 @@ def deep_section(settings: TowerSettings, weights: Named, needs_gradient: bool, 
     """Return what merges patches behind a block, for an early layer.
 
     Args:
-        weights: Its parameters, by name relative to it.
         needs_gradient: Whether what the block returns needs a gradient.
         width: Bytes of an element of that.
         apart: Whether the bytes of that are counted here, and not where the next block saves it.

@@ -5,8 +5,6 @@ Source:
     transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 
@@ -88,7 +86,6 @@ def tower_block(settings: TowerSettings, weights: Named, full: bool, needs_gradi
     """Return a block: attention within windows or over whole images, and a gated feed-forward part.
 
     Args:
-        weights: Its parameters, by name relative to it.
         full: Whether attention is over whole images.
         needs_gradient: Whether what it is given needs a gradient.
         width: Bytes of an element of that.
@@ -145,7 +142,6 @@ def closing_section(
     """Return the projector, and what puts its result in the places of tokens.
 
     Args:
-        weights: Parameters of the projector, by name relative to it.
         needs_gradient: Whether what the last block returns needs a gradient.
         width: Bytes of an element of that.
         held_bytes: Of a patch: what the tower has names for until it returns.

@@ -1,7 +1,5 @@
 """What the parts of a vision tower on tape depend on besides their weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 
@@ -127,13 +125,11 @@ def tower_settings(
 
 
 def _leaf(setup: TrainingSetup, states: ModelStates) -> Literal["none", "patches", "block"]:
-    """Return what of a tower whose patches' weight is frozen is made to need a gradient.
-
-    Source:
-        ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0); ``get_custom_gradient_checkpointing_func`` in
-        llamafactory/model/model_utils/checkpointing.py (0.9.5); ``patch_frozen_module`` in swift/model/patcher.py (ms-swift 4.6.0),
-        which lets no graph be made of a tower of which nothing trains.
-    """
+    """Return what of a tower whose patches' weight is frozen is made to need a gradient."""
+    # Source: ``enable_input_require_grads`` in transformers/modeling_utils.py (5.23.0);
+    # ``get_custom_gradient_checkpointing_func`` in llamafactory/model/model_utils/checkpointing.py (0.9.5);
+    # ``patch_frozen_module`` in swift/model/patcher.py (ms-swift 4.6.0), which lets no graph be made of a tower of
+    # which nothing trains.
     rule, checkpointed = setup.stack.input_gradients, setup.checkpointing != "none"
     if asks_by_layer(setup):
         return "block" if checkpointed else "none"

@@ -1,7 +1,5 @@
 """Flat tensors of FullyShardedDataParallel (FSDP1): a unit's parameters one after the other, of which each rank has an equal piece."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Host memory that one rank takes where an engine of several GPUs keeps its tensors there, or a trainer inputs of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from memplan.documents.frozen_values import dataclass

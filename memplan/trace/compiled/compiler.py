@@ -5,8 +5,6 @@ what is saved for backward, what is fused and which buffer is used again are wha
 its programs as ever; nothing compiles their kernels, and they run on tensors without memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -237,11 +235,9 @@ def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[Non
 
 
 def _properties(major: int, minor: int) -> SimpleNamespace:
-    """Return what the compiler asks of a card, which decides how a reduction is split: here counts that are assumed.
-
-    Source:
-        Registers and threads: torch/_inductor/runtime/triton_heuristics.py, v2.13.0 (of an A100: 2,048 share 65,536).
-    """
+    """Return what the compiler asks of a card, which decides how a reduction is split: here counts that are assumed."""
+    # Source: Registers and threads: torch/_inductor/runtime/triton_heuristics.py, v2.13.0 (of an A100: 2,048 share
+    # 65,536).
     return SimpleNamespace(
         name="NVIDIA",
         gcnArchName="NVIDIA",  # the name again, on CUDA

@@ -1,7 +1,5 @@
 """The program that Inductor writes for a graph, run on tensors without memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -60,8 +58,6 @@ def program(source: str, device: str, launched: Callable[..., None]) -> Program:
 
     Args:
         source: What ``GraphLowering.codegen`` returns (torch/_inductor/codegen/wrapper.py, v2.13.0).
-        device: Where its tensors are made.
-        launched: Is called in the place of each launch of a kernel.
     """
     text = source[source.index("class Runner:") : source.index("runner = Runner(")]
 

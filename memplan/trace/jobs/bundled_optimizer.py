@@ -1,7 +1,5 @@
 """The bundled optimizer in a training job, on tensors that may have no memory."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager

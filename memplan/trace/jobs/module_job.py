@@ -1,7 +1,5 @@
 """The training job of a user's module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,11 +73,7 @@ class ModuleJob(Job):
 
 
 def _loss_or_logits(output: Any) -> Tensor:
-    """Return the loss, or logits, that a module's forward returned.
-
-    Raises:
-        CannotAnswerError: It returned neither.
-    """
+    """Return the loss, or logits, that a module's forward returned."""
     for candidate in (getattr(output, "loss", None), getattr(output, "logits", None), output):
         if isinstance(candidate, tuple | list) and candidate:
             candidate = candidate[0]

@@ -1,7 +1,5 @@
 """The optimizers of a training setup, with the implementation that its kernel profile asks for."""
 
-from __future__ import annotations
-
 from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +15,7 @@ from memplan.catalog.kernel_profiles import OptimizerKernel
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_CLASSES
 from memplan.errors import CannotAnswerError
 from memplan.step.states.update_algorithms import depends_on_kernel
-from memplan.step.tensors.state_slots import is_exempt, slot_bytes
-from memplan.step.tensors.update_kernels import Updated, stepper
+from memplan.step.tensors.update_kernels import Updated, is_exempt, slot_bytes, stepper
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion, PagedAdamw
@@ -76,11 +73,7 @@ class ClassUpdate:
         self._refuse_unnamed_states()
 
     def _refuse_unnamed_states(self) -> None:
-        """Refuse an optimizer of a user's own that keeps tensors which its entry does not name.
-
-        Raises:
-            CannotAnswerError: It does.
-        """
+        """Refuse an optimizer of a user's own that keeps tensors which its entry does not name."""
         if self.entry.implementation in UPDATE_CLASSES:
             return
         named = {slot.name for slot in (*self.entry.slots, *self.entry.exempt_slots)}
@@ -162,11 +155,7 @@ def update_of(
 def _optimizer(
     name: str, kind: str, entry: entries.Optimizer, tensors: list[Tensor], kernel: OptimizerKernel
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the class called ``kind``, with its kernel and the options of the entry.
-
-    Raises:
-        CannotAnswerError: There is no such class, or it does not take them.
-    """
+    """Return an optimizer of the class called ``kind``, with its kernel and the options of the entry."""
     chosen = _REFERENCES.get(kind) or _imported(name, kind)
     options: dict[str, Any] = {"lr": LEARNING_RATE}
     if kind == entry.implementation:
@@ -191,11 +180,7 @@ def _option(value: bool | int | str) -> Any:
 
 
 def _imported(name: str, kind: str) -> type[torch.optim.Optimizer]:
-    """Return the class that an entry names by its path.
-
-    Raises:
-        CannotAnswerError: It is not there, or is no optimizer.
-    """
+    """Return the class that an entry names by its path."""
     module, _, last = kind.rpartition(".")
     try:
         chosen = getattr(import_module(module), last)

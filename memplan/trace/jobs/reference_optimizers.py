@@ -4,8 +4,6 @@ Each does what its package does with its default options, weight decay left out,
 allocates for. A test runs the packages beside them where they are installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from math import sqrt
 from typing import Any

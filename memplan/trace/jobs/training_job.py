@@ -1,7 +1,5 @@
 """A training job on one device: weights, gradients, optimizers, and one step after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

@@ -8,8 +8,6 @@ Source:
     backends/cuda/ops.py (``gemm_4bit``, ``_dequant_linear_fallback``, ``int8_vectorwise_quant``, ``int8_scaled_mm``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

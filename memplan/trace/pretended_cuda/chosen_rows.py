@@ -1,7 +1,5 @@
 """Rows chosen by a boolean mask, of which every one is taken to be chosen."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Composite operators on ``meta`` tensors as CUDA runs them on a named card."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,11 +221,8 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the softmax; of fp16 in fp32 it is one kernel, of bf16 a cast and a softmax.
-
-    Source:
-        aten/src/ATen/native/SoftMax.cpp, ``softmax(Tensor, int64_t, optional<ScalarType>)`` (v2.13.0).
-    """
+    """Return the softmax; of fp16 in fp32 it is one kernel, of bf16 a cast and a softmax."""
+    # Source: aten/src/ATen/native/SoftMax.cpp, ``softmax(Tensor, int64_t, optional<ScalarType>)`` (v2.13.0).
     if x.dtype == torch.float16 and dtype == torch.float32:
         return torch._softmax(x, dim, True)
     out: Tensor = aten.softmax.int._op_dk(_COMPOSITE, x, dim, dtype)

@@ -5,8 +5,6 @@ registered with the dispatcher at ``AutogradMeta``, so they also hold where a ch
 is computed again, which a ``TorchFunctionMode`` would miss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -100,11 +98,8 @@ def _attention(
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float | None
 ) -> Tensor:
-    """Return attention under a mask, which only the efficient kernel takes; a boolean mask becomes an additive one.
-
-    Source:
-        ``convert_boolean_attn_mask`` in aten/src/ATen/native/transformers/attention.cpp.
-    """
+    """Return attention under a mask, which only the efficient kernel takes; a boolean mask becomes an additive one."""
+    # Source: ``convert_boolean_attn_mask`` in aten/src/ATen/native/transformers/attention.cpp.
     key, value = repeated(key, query.shape[1]), repeated(value, query.shape[1])
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
@@ -143,11 +138,9 @@ def _grouped_mm(
     Only bf16 has a kernel of its own; other floats are multiplied group by group, each straight into
     its part of the result. torch's own ``meta`` form knows bf16 alone. Rows of the result begin at
     multiples of 16 bytes.
-
-    Source:
-        aten/src/ATen/native/GroupedMMUtils.h, ``create_grouped_gemm_output_tensor`` and
-        ``_grouped_mm_fallback`` (v2.13.0); https://github.com/pytorch/pytorch/pull/162059.
     """
+    # Source: aten/src/ATen/native/GroupedMMUtils.h, ``create_grouped_gemm_output_tensor`` and ``_grouped_mm_fallback``
+    # (v2.13.0); https://github.com/pytorch/pytorch/pull/162059.
     assert bias is None, "grouped products with a bias do not exist yet"
     groups: tuple[int, ...] = ()
     if first.dim() == second.dim():
@@ -164,10 +157,8 @@ def _autocast(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
 
     Weights are cast at every call: with checkpointing off each weight is used once, so that the
     cache of the real autocast holds the same copies.
-
-    Source:
-        aten/src/ATen/autocast_mode.h, ``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``.
     """
+    # Source: aten/src/ATen/autocast_mode.h, ``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``.
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         lowered = None if bias is None else bias.to(dtype)

@@ -1,7 +1,5 @@
 """Cut cross-entropy on a model of transformers: its own autograd function, whose Triton kernels write into what that allocates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache

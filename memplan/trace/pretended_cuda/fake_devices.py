@@ -4,8 +4,6 @@ A build of torch without CUDA can neither guard a device of CUDA's nor run backw
 where they are, so that both can be told what they can work with. The index tells these devices from the plain ``meta``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -9,8 +9,6 @@ Source:
     ``_flash_attention_forward`` in transformers/modeling_flash_attention_utils.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Source:
     transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py and transformers/vision_utils.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """DeepSpeed's own engine on ``meta`` tensors: one rank of several, whose collectives send nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """torch's FullyShardedDataParallel (FSDP1) on ``meta`` tensors: its own code runs, and nothing is sent anywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace

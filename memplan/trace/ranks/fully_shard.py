@@ -4,8 +4,6 @@ One process plays rank 0 of a group of any size. Collectives are replaced, throu
 torch has for that, by ones that allocate what the real ones do and move nothing.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ torch says of these that they are on the CPU; moving one to the device makes a n
 What operators make of such tensors alone stands for host memory too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,11 +73,8 @@ class HostTensors(TorchFunctionMode):
     def _backward(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, *_: Any, **options: Any
     ) -> None:
-        """Run backward with this mode, which torch leaves while it runs a function that it was told of.
-
-        Source:
-            ``backward`` in torch/autograd/__init__.py (v2.13.0).
-        """
+        """Run backward with this mode, which torch leaves while it runs a function that it was told of."""
+        # Source: ``backward`` in torch/autograd/__init__.py (v2.13.0).
         outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         given = options.get("gradient") if grad_tensors is None else grad_tensors
         gradients = (given,) if given is None or isinstance(given, Tensor) else tuple(given)

@@ -1,7 +1,5 @@
 """What accelerate makes of Trainer's model on several GPUs, on a process group that sends nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Trace one rank of data-parallel training with replicas: torch's own DistributedDataParallel on ``meta`` tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from memplan.trace.jobs import optimizers
 from memplan.trace.jobs.bundled_optimizer import short_loops
 from memplan.trace.jobs.reference_job import Session, skipped_files
 from memplan.trace.pretended_cuda.cuda_kernels import cuda_operators
+from memplan.trace.pretended_cuda.idle_kernels import Idle
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
@@ -45,13 +44,6 @@ class UnfilledHostTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _NoLogger:
-    """Stands for DistributedDataParallel's logger, which cannot time a device without memory."""
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing."""
-
-
 class Replica(DistributedDataParallel):
     """A model inside DistributedDataParallel whose buckets are booked, and sent nowhere.
 
@@ -62,15 +54,15 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: nn.Module, recorder: Recorder, **options: Any) -> None:
         # sizes of parameters, which ranks compare, are read back
         compared = patch("torch.nn.parallel.distributed._verify_param_shape_across_processes")
-        with _buckets(recorder), compared:
+        with booked_buckets(recorder), compared:
             super().__init__(module, **options)
         self.register_comm_hook(None, unsent)
-        self.logger = _NoLogger()
+        self.logger = Idle()  # torch's own cannot time a device without memory
         self.recorder = recorder
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the model; torch would make new buckets just here too."""
-        with _buckets(self.recorder):
+        with booked_buckets(self.recorder):
             self.reducer._rebuild_buckets()
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
 
@@ -93,7 +85,7 @@ class ReplicatedSession(Session):
 
 
 @contextmanager
-def _buckets(recorder: Recorder) -> Iterator[None]:
+def booked_buckets(recorder: Recorder) -> Iterator[None]:
     """Book what is made as communication."""
     before = len(recorder.records)
     yield

@@ -1,7 +1,5 @@
 """A :class:`Trace` from a recorder's events: components, instants, peaks."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import cache
 from pathlib import Path

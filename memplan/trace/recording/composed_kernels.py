@@ -10,8 +10,6 @@ Source:
     ``_maybe_view_chunk_cat`` and ``_chunk_or_narrow_cat`` in torch/_utils.py. The allocations of a real run on the CPU agree (tests/dryrun).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any

@@ -3,8 +3,6 @@
 They take every tensor for a subclass then, which could not be written over, and form a new one.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,11 +65,9 @@ def _is_nobodys(tensor: Any, links: int = 0) -> bool:
 
     The counts are those of a tensor that only the engine holds, seen from here (four for the call itself), and of a
     storage with one tensor and one Python object; a view of a gradient shares its storage and is never added into.
-
-    Source:
-        ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp (v2.13.0); the
-        profiler's allocation events of a real run agree (tests/trace).
     """
+    # Source: ``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp (v2.13.0); the profiler's allocation
+    # events of a real run agree (tests/trace).
     shared = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return bool(4 <= tensor._use_count() <= 4 + links and shared == 2)
 

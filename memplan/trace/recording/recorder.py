@@ -1,7 +1,5 @@
 """Records the life of every storage while a training step runs."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ A tensor on ``meta`` has a shape and no values, so what an operator returns foll
 of its arguments and from the numbers beside them. torch derives it in Python, which is most of a trace's time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -133,11 +131,7 @@ def _call(effect: Effect, func: Any, args: tuple[Any, ...], options: dict[str, A
 
 
 def _described(value: Any, numbers: bool) -> Hashable:
-    """Return all of an argument that shapes, strides and dtypes of results can depend on, with its ``numbers`` or without.
-
-    Raises:
-        _OtherArgumentError: They can depend on more.
-    """
+    """Return all of an argument that shapes, strides and dtypes of results can depend on, with its ``numbers`` or without."""
     if isinstance(value, Tensor):
         if type(value) not in _PLAIN or not value.is_meta or value.dtype.is_complex:
             raise _OtherArgumentError

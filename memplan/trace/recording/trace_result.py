@@ -1,11 +1,9 @@
-"""The result of a trace: every storage, every birth and death in order, and what follows from them."""
-
-from __future__ import annotations
+"""The result of a trace: every storage, every birth and death in order, what follows from them, and its timeline as data."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from memplan.allocator.pools import Turn
 
@@ -142,3 +140,50 @@ class Trace:
             totals[self.storages[event.storage].component] += event.bytes if event.allocates else -event.bytes
             if index >= self.steady_from:
                 yield index, totals
+
+
+def timeline_json(trace: Trace) -> dict[str, Any]:
+    """Return every event of the reported step with the bytes by component after it.
+
+    ``largest_at_peak`` has the storages alive at the peak, largest first, with the line of
+    model code that made each.
+    """
+    shown = _shown(trace)
+    events = [
+        {
+            "instant": trace.events[index].instant,
+            "operation": trace.events[index].operation,
+            "allocates": trace.events[index].allocates,
+            "bytes": trace.events[index].bytes,
+            "components": {name: totals[name] for name in shown},
+        }
+        for index, totals in trace.curve()
+    ]
+    return {
+        "schema": "memplan/timeline/1",
+        "peak": {
+            "event": max(trace.peak.event - trace.steady_from, 0),
+            "instant": trace.peak_instant,
+            "operation": trace.peak.operation,
+            "requested_bytes": trace.peak_bytes,
+            "components": dict(trace.peak.components),
+        },
+        "instants": [{"name": name, "requested_bytes": size} for name, size in trace.instant_bytes.items()],
+        "largest_at_peak": [
+            {
+                "bytes": storage.bytes,
+                "component": storage.component,
+                "operation": storage.operation,
+                "name": storage.name,
+                "shape": list(storage.shape),
+                "line": storage.line,
+            }
+            for storage in trace.largest_at_peak(20)
+        ],
+        "events": events,
+    }
+
+
+def _shown(trace: Trace) -> tuple[Component, ...]:
+    present = {storage.component for storage in trace.storages}
+    return tuple(name for name in COMPONENTS if name in present)

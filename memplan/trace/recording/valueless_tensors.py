@@ -1,7 +1,5 @@
 """What libraries do to values of tensors, where these have none: they initialise them, and read numbers on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Workspaces of CUDA's kernels and libraries, which no tensor shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,5 @@
 """A plain decoder built from a :class:`ModelSpec`: what the planner's formulas are held against."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -14,10 +12,9 @@ from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec
-from memplan.trace.reference.latent_heads import LatentPart
 from memplan.trace.reference.low_rank_adapters import adapts
 from memplan.trace.reference.mixture import MixturePart
-from memplan.trace.reference.multi_head import AttentionPart
+from memplan.trace.reference.multi_head import AttentionPart, LatentPart
 from memplan.trace.reference.operations import dropped
 from memplan.trace.reference.parts import Linear, MlpPart, NormPart, Tables, attach
 from memplan.trace.reference.run_options import ReferenceOptions, Runtime
@@ -105,12 +102,7 @@ def feed_forward_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch
 
 
 class ReferenceModel(nn.Module):
-    """A decoder whose parameters have the names and shapes of the inventory of ``spec``.
-
-    Args:
-        options: Kernels and dtypes.
-        device: ``meta``, or a real device, on which weights stay uninitialised.
-    """
+    """A decoder whose parameters have the names and shapes of the inventory of ``spec``."""
 
     def __init__(self, spec: ModelSpec, options: ReferenceOptions, device: str = "meta") -> None:
         super().__init__()
@@ -236,10 +228,8 @@ class ReferenceModel(nn.Module):
 
         Under autocast ``log_softmax`` is given its dtype by ``cross_entropy_loss`` and stays in the
         dtype of the logits, while ``nll_loss`` runs, and keeps its input, in fp32.
-
-        Source:
-            aten/src/ATen/native/LossNLL.cpp and autocast_mode.h (``AT_FORALL_FP32``).
         """
+        # Source: aten/src/ATen/native/LossNLL.cpp and autocast_mode.h (``AT_FORALL_FP32``).
         if self.run.options.autocast:
             return F.nll_loss(self.run.full(F.log_softmax(logits, -1)), targets, reduction=reduction)
         return F.cross_entropy(logits, targets, reduction=reduction)

@@ -1,7 +1,5 @@
 """Low-rank adapters on frozen projections, as PEFT computes them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

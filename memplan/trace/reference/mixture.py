@@ -1,7 +1,5 @@
 """Feed-forward parts of routed experts, computed as grouped matrix products over sorted tokens."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -71,11 +69,9 @@ class Router(nn.Module):
         return scores.gather(1, chosen), chosen
 
     def _open_groups(self, scores: Tensor, best: int) -> Tensor:
-        """Return where experts may be chosen: in the groups whose ``best`` highest scores have the largest sum.
-
-        Source:
-            ``DeepseekV2TopkRouter`` (the highest) and ``DeepseekV3TopkRouter`` (the two highest) in transformers 5.
-        """
+        """Return where experts may be chosen: in the groups whose ``best`` highest scores have the largest sum."""
+        # Source: ``DeepseekV2TopkRouter`` (the highest) and ``DeepseekV3TopkRouter`` (the two highest) in transformers
+        # 5.
         part = self.part
         grouped = scores.view(len(scores), part.groups, -1)
         groups = grouped.topk(best, -1).values.sum(-1).topk(part.groups_per_token, -1).indices

@@ -4,8 +4,6 @@ On ``meta`` tensors a CPU build of torch would take other kernels than CUDA does
 are named here and not left to the dispatcher.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

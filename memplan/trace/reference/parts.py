@@ -1,7 +1,5 @@
 """Parts of a reference model: projections, norms, attention and dense feed-forward parts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

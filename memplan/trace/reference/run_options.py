@@ -1,7 +1,5 @@
 """How a reference model runs: its kernels, its dtypes, and what it reports while it does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

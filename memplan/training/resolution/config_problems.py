@@ -1,7 +1,5 @@
 """Unknown names, impossible numbers and contradictions of a training config, each at its path of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.catalog.catalog import Catalog

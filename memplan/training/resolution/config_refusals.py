@@ -1,7 +1,5 @@
 """What a config by itself, or with the catalog's entries, cannot be: each problem with the path of its key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -12,7 +10,7 @@ from memplan.catalog.training_config import MAXIMUM_TOKENS, Offload, TrainingCon
 from memplan.errors import CannotAnswerError, MemplanError, match_hint
 from memplan.model.inventory import Role
 from memplan.training.rules.image_rules import image_problems, out_of_range
-from memplan.training.rules.offload_rules import steps_beside
+from memplan.training.rules.shared_rules import steps_beside
 from memplan.training.rules.stack_rules import kernel_profile
 from memplan.units import parse_bytes
 
@@ -79,7 +77,6 @@ def refuse_unmodelled(config: TrainingConfig, stack: Stack, place: Where) -> Non
 
     Args:
         config: The config, filled in.
-        stack: Its stack.
         place: Turns a path of keys into words for messages.
 
     Raises:

@@ -1,7 +1,5 @@
 """Turn a training config into a setup: names looked up, gaps filled in by its stack, contradictions refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import get_args
@@ -22,8 +20,8 @@ from memplan.training.resolution.config_refusals import refuse_frozen_formats, r
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_checkpointing, with_method, with_method_rules
-from memplan.training.rules.offload_rules import steps_beside
 from memplan.training.rules.role_names import filled, format_name, optimizer_name
+from memplan.training.rules.shared_rules import steps_beside
 from memplan.training.rules.stack_rules import kbit_formats, kernel_refusals, unmodelled, with_adapters
 from memplan.units import parse_bytes
 
@@ -35,7 +33,6 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
 
     Args:
         config: Read from a file, with overrides applied.
-        catalog: Where its names are looked up.
         name: What messages call the config.
         where: Turns a path of keys into ``file:line: key`` for messages.
 
@@ -95,11 +92,7 @@ def _filled(config: TrainingConfig, catalog: Catalog) -> tuple[TrainingConfig, S
 
 
 def _refuse_first(refusals: Iterable[tuple[Path, str]], place: Where) -> None:
-    """Raise the first of what is not modelled, each with its path of keys, where there is any.
-
-    Raises:
-        CannotAnswerError: There is one.
-    """
+    """Raise the first of what is not modelled, each with its path of keys, where there is any."""
     for path, text in refusals:
         raise CannotAnswerError(f"{place(path)}: {text}")
 

@@ -1,7 +1,5 @@
 """What DeepSpeed's ZeRO, torch's FullyShardedDataParallel (FSDP1), units that stay gathered and shards of codes are not modelled with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from memplan.catalog.config_keys.parallel_keys import FlatShards

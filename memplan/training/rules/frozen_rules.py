@@ -1,7 +1,5 @@
 """Which parameters of a model train where the others are frozen."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -89,11 +87,8 @@ def with_frozen(model: Model, freeze: Freeze, where: str) -> Model:
 
 
 def _whole_models(spec: ModelSpec, freeze: Freeze) -> Iterator[str]:
-    """Yield what is said where more layers are to train than there are.
-
-    Source:
-        ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5), which takes all of them then.
-    """
+    """Yield what is said where more layers are to train than there are."""
+    # Source: ``_setup_freeze_tuning`` in llamafactory/model/adapter.py (0.9.5), which takes all of them then.
     for key in ("first_layers", "last_layers"):
         if (getattr(freeze, key) or 0) > (layers := spec.num_hidden_layers):
             yield f"freeze.{key} {getattr(freeze, key)}: {spec.name} has {layers} layers, {ALL_LAYERS}"

@@ -1,7 +1,5 @@
 """The same job in fp16 in place of bf16, for cards that only emulate bf16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
@@ -13,9 +11,6 @@ def fp16_settings(config: TrainingConfig, catalog: Catalog) -> tuple[tuple[str, 
 
     fp16 needs a loss scale, and adapters are then in fp32, since torch's GradScaler refuses fp16 gradients, which DeepSpeed scales itself; AdamW whose
     states are in 16 bits would lose them below 6e-8, and keeps fp32 ones instead.
-
-    Args:
-        catalog: Where optimizers are looked up.
 
     Source:
         torch/amp/grad_scaler.py (v2.13.0): "Attempting to unscale FP16 gradients."

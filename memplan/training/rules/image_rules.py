@@ -1,7 +1,5 @@
 """Numbers of a training config that are out of range, those of the images in its rows among them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

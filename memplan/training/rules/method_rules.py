@@ -1,7 +1,5 @@
 """Methods of training: what they fill into a config, what they cannot be, and what of them is not modelled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
@@ -163,9 +161,6 @@ def _another_way(stage: str, stack: Stack, catalog: Catalog) -> str:
 
 def method_refusals(config: TrainingConfig, stack: Stack, catalog: Catalog, hidden: str) -> Iterator[tuple[Path, str]]:
     """Yield what of a config's method the formula does not follow.
-
-    Args:
-        catalog: Where other stacks are looked up.
 
     Source:
         Trainers of stacks that train transformers' models are made of TRL's: ``AxolotlDPOTrainer`` in

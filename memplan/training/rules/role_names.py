@@ -1,7 +1,5 @@
 """Weight format and optimizer of each role of a model's tensors, as a training config names them."""
 
-from __future__ import annotations
-
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.method_keys import SCORED
 from memplan.catalog.stacks import Stack

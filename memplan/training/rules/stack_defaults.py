@@ -1,7 +1,5 @@
 """What a stack fills into a training config."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal, cast
 

@@ -1,7 +1,5 @@
 """What dtypes and kernels a stack makes of a training config, and what of a stack the formula cannot follow yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -77,22 +75,16 @@ def _autocast_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Ite
 
 
 def _shards_as_stored(config: TrainingConfig, stack: Stack) -> bool:
-    """Tell whether shards of 16-bit weights are gathered and reduced as they are stored: accelerate's FSDP without mixed precision.
-
-    Source:
-        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py and ``Accelerator.prepare_model`` in accelerate/accelerator.py
-        (1.15.0): no policy, and nothing cast to fp32, where ``mixed_precision`` is ``no``.
-    """
+    """Tell whether shards of 16-bit weights are gathered and reduced as they are stored: accelerate's FSDP without mixed precision."""
+    # Source: ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py and ``Accelerator.prepare_model`` in
+    # accelerate/accelerator.py (1.15.0): no policy, and nothing cast to fp32, where ``mixed_precision`` is ``no``.
     wraps = stack.sharded_units == "accelerate" and config.parallel.engine in ("torch", "fsdp1")
     return wraps and config.offload == Offload()
 
 
 def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
-    """Yield why a stack cannot be told by which kind of checkpointing layers run again.
-
-    Source:
-        ``checkpoint`` in torch/utils/checkpoint.py (v2.13.0): ``context_fn`` needs ``use_reentrant=False``.
-    """
+    """Yield why a stack cannot be told by which kind of checkpointing layers run again."""
+    # Source: ``checkpoint`` in torch/utils/checkpoint.py (v2.13.0): ``context_fn`` needs ``use_reentrant=False``.
     if config.reentrant_checkpointing is not None and "reentrant_checkpointing" not in stack.keys:
         yield ("reentrant_checkpointing",), f"{stack.name} has no key that switches it; leave it out"
     elif config.reentrant_checkpointing and config.activation_checkpointing == "selective":
@@ -136,11 +128,8 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
 
 
 def _casts_back(config: TrainingConfig) -> bool:
-    """Tell whether all that is not quantised stays in, or is cast back to, the compute dtype: FSDP1's flat tensors have one dtype.
-
-    Source:
-        ``_validate_tensors_to_flatten`` in torch/distributed/fsdp/_flat_param.py (v2.13.0).
-    """
+    """Tell whether all that is not quantised stays in, or is cast back to, the compute dtype: FSDP1's flat tensors have one dtype."""
+    # Source: ``_validate_tensors_to_flatten`` in torch/distributed/fsdp/_flat_param.py (v2.13.0).
     return config.parallel.engine != "torch" and config.parallel.zero_stage > 0
 
 
@@ -218,7 +207,6 @@ def unmodelled(
 
     Args:
         formats: Name of the weight format of each role.
-        catalog: Where the formats are.
     """
     name, resident = stack.name, stack.quantised_formats
     if stack.not_modelled:

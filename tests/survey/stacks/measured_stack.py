@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memplan.host.nvidia_gpus import driver_version
+from memplan.host.this_machine import driver_version
 from memplan.measure.measure_cpu import Marker, peaks_of
 from memplan.measure.measure_cuda import PeakReader, context_bytes, used_bytes
 from memplan.measure.measured import Measurement, Progress

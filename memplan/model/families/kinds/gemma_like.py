@@ -1,7 +1,5 @@
 """Gemma's text models: norms with an offset, scaled embeddings, soft caps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

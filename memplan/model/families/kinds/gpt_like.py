@@ -1,7 +1,5 @@
 """Families with LayerNorm, biases and a feed-forward part of two matrices; positions learned, rotated in part or in pairs, or none."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.model.families.common_parts import (

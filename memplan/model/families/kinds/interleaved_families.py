@@ -1,7 +1,5 @@
 """Families with interleaved rotary positions, which turn neighbouring dimensions of a head and not its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.model.families.common_parts import (

@@ -1,7 +1,5 @@
 """Families most of whose layers are linear attention, and the others attention with an output gate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.model.families.common_parts import (

@@ -1,7 +1,5 @@
 """Llama and the families that differ from it in a norm, a bias, a factor, a window or a fused matrix."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.model.families.common_parts import (

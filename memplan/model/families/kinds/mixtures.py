@@ -1,7 +1,5 @@
 """Families with routed experts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.model.families.common_parts import (

@@ -1,7 +1,5 @@
 """Vision-language models whose tower attends to whole images by itself: CLIP's, SigLIP's and Pixtral's, behind a projector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import isqrt
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen's vision-language models: a tower of blocks, a merger of patches, and a text model of another family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

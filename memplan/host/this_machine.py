@@ -1,12 +1,38 @@
-"""What the machine has: GPUs as the NVIDIA driver lists them."""
-
-from __future__ import annotations
+"""What the machine has: GPUs as the NVIDIA driver lists them, and torch as it is installed, or is not."""
 
 import shutil
 import subprocess
+import warnings
 from typing import NamedTuple
 
+from memplan.errors import CannotAnswerError
 from memplan.units import MIB
+
+WITHOUT_NUMPY = r"Failed to initialize NumPy: No module named 'numpy'"
+"""numpy is no dependency of torch, and nothing here turns tensors into arrays. Where numpy is installed and fails,
+the message is another one, and is shown.
+Source: torch/csrc/utils/tensor_numpy.cpp (v2.13.0), is_numpy_available
+"""
+
+
+def ignore_missing_numpy() -> None:
+    """Ignore that there is no numpy, even where warnings are errors: importing torch would then fail."""
+    warnings.filterwarnings("ignore", message=WITHOUT_NUMPY, category=UserWarning)
+
+
+def require_torch(needs: str = "tracing needs") -> None:
+    """Refuse what ``needs`` torch where there is none.
+
+    Raises:
+        CannotAnswerError: It is not installed.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise CannotAnswerError(
+            f"{needs} torch, which is not installed: pip install '.[torch]' in a checkout of memplan"
+        )
+
 
 QUERIES = ("name,memory.total,memory.reserved", "name,memory.total")
 """The second for drivers before 510, which know no ``memory.reserved``."""

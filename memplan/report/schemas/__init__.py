@@ -1,1 +1,0 @@
-"""JSON Schemas of answers, a module for each kind of them."""
