@@ -94,19 +94,19 @@ class GatheredParameters:
         self._flying: dict[str, _Buffer] = {}
         self._held: dict[str, int] = {}
         self._active: dict[str, set[str]] = {}
-        self._backward: dict[str, set[str]] = {}
+        self._backward: dict[str, dict[str, None]] = {}  # names in order, each once
 
     def fetch(self) -> int:
         """Let the next module begin; return the most that is there meanwhile."""
         visit = self._visits[self._step]
         if visit.way == "backward":
-            self._backward[visit.module] = set(visit.parameters)
+            self._backward[visit.module] = dict.fromkeys(visit.parameters)
         most = self._gather([name for name in visit.parameters if self._is_apart(name)])
         for name in visit.parameters:
             self._active.setdefault(name, set()).add(visit.module)
             if visit.way == "again" and self._backward and name in self._frozen:
                 owner = next(reversed(self._backward))
-                self._backward[owner].add(name)
+                self._backward[owner][name] = None
                 self._active[name].add(owner)
             most = max(most, self._wait(name))
         self._pass_over(visit)
@@ -116,7 +116,7 @@ class GatheredParameters:
 
     def release(self, module: str, parameters: Sequence[str], *, backward: bool) -> None:
         """Let a module end."""
-        retained = self._backward.pop(module, set()) if backward else set()
+        retained = self._backward.pop(module, {}) if backward else {}
         for name in [name for name in (*parameters, *retained) if name not in self._whole]:
             self._active.get(name, set()).discard(module)
             if name not in parameters or not self._is_needed_soon(name):
