@@ -229,7 +229,14 @@ def test_max_shows_the_notes_bound_beside_the_true_one(cli):
         assert part in text
 
 
-@pytest.mark.parametrize("job", [("llama-8b",), ("gpt2-xl", "-b", "4"), ("qwen3-30b-a3b", "--checkpointing", "full")])
+JOBS_SOMEWHERE = [
+    ("gpt2-xl", "-b", "4"),
+    pytest.param(("llama-8b",), marks=pytest.mark.thorough),
+    pytest.param(("qwen3-30b-a3b", "--checkpointing", "full"), marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize("job", JOBS_SOMEWHERE)
 def test_where_answers_what_fit_agrees_with_and_one_gpu_fewer_does_not_hold(cli, job):
     data = cli("where", *job, "--json").data
     several = [row for row in data["rows"] if row["count"] > 1]
