@@ -292,6 +292,7 @@ ROWS = {
     "transformers.fsdp1-no-reshard.shards": "FSDP1, SHARD_GRAD_OP, Trainer by accelerate 1.15",
     "transformers.fsdp1-adapters.shards": "FSDP1, LoRA and QLoRA, Trainer by accelerate 1.15",
     "torchtitan.tensor.shards": "tensor parallelism and FSDP2, torchtitan 0.3.0",
+    "torchtitan.tensor.muon.shards": "the same, the bundled Muon beside AdamW",
     "torchtitan.expert-parallel.shards": "expert and tensor parallelism, FSDP2, torchtitan",
     "torchtitan.context-parallel.shards": "context, expert and tensor parallelism, torchtitan",
     "torchtitan.pipeline.shards": "pipelines, FSDP2 and tensor parallelism, torchtitan",
