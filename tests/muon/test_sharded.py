@@ -69,7 +69,8 @@ def test_matrices_of_tensor_parallel_models_are_orthogonalised_whole_to_the_bit(
     in_ranks(world, divided_models_step_to_the_bit, tmp_path)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (4, 2)])
 def test_states_of_tensor_parallel_models_are_loaded_by_the_same_and_by_other_numbers_of_ranks(saved, loaded, tmp_path):
     folder = str(tmp_path / "checkpoint")
     in_ranks(saved, divided_states, tmp_path, folder, True)
