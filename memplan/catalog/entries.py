@@ -12,7 +12,6 @@ from memplan.documents.frozen_values import dataclass
 from memplan.units import ceil_div
 
 Kind = Literal["exact", "derived", "stated", "measured"]
-
 Status = Literal["proven", "works", "experimental", "untried", "diverges"]
 """How training learns, as the evidence says; ``untried`` where none speaks for it."""
 

@@ -57,7 +57,7 @@ def test_degrees_that_do_not_divide_are_one_line_with_what_does(tensor, gpus, mo
     [
         ((), "llama-3.2-1b", "embedding and the head of Llama-3.2-1B one by one"),
         (("parallel.zero_stage=0",), "llama-8b", "fully_shard on every rank; use 3"),
-        (("kernels.loss=bf16",), "llama-8b", "bf16 is not modelled of torchtitan"),
+        (("kernels.loss=bf16",), "llama-8b", "bf16 is not modelled for torchtitan"),
         (("evaluation=true",), "llama-8b", "evaluation: it is not modelled where the model is divided"),
     ],
 )

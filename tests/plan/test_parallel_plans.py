@@ -356,5 +356,5 @@ def test_shards_without_mixed_precision_are_stored_gathered_and_reduced_in_16_bi
 @pytest.mark.parametrize("stack", ["bundled", "transformers"])
 def test_logits_in_stretches_of_a_row_are_litgpts_alone(stack):
     keys = {"kernels.loss": "fp32-stretches"}
-    with pytest.raises(CannotAnswerError, match=r"kernels\.loss: fp32-stretches is not modelled of"):
+    with pytest.raises(CannotAnswerError, match=r"kernels\.loss: fp32-stretches is not modelled for"):
         memplan.plan("llama-3.2-1b", gpu="h100", config="bf16-adamw", stack=stack, set=keys)

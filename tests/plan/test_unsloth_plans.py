@@ -131,7 +131,7 @@ def test_codes_are_decoded_into_a_buffer_where_all_projections_of_one_function_h
         ({"adapter.targets": ["q_proj", "lm_head"]}, "adapters on lm_head are not modelled of stack unsloth"),
         ({"gpu": "t4"}, "kernels.attention: another attention"),
         ({"gpu": "b200"}, "kernels.attention: what unsloth takes instead of cuDNN on"),
-        ({"kernels.attention": "flash"}, "kernels.attention: flash is not modelled of unsloth"),
+        ({"kernels.attention": "flash"}, "kernels.attention: flash is not modelled for unsloth"),
         ({"model": "gemma-2b"}, "models of family gemma are not modelled for unsloth"),
         ({"model": "mistral-7b-v0.1", "length": 8192}, "8192 is beyond the window of 4096 tokens"),
         ({"evaluation": True}, "evaluation: evaluation"),

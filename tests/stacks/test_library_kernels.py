@@ -99,7 +99,7 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
 @pytest.mark.parametrize(
     ("settings", "options", "reason"),
     [
-        (LIGER[:1], {"stack": "bundled"}, "in-place is not modelled of bundled"),
+        (LIGER[:1], {"stack": "bundled"}, "in-place is not modelled for bundled"),
         (
             LIGER[:1],
             {"model": "qwen3-30b-a3b", "config": "bf16-adamw"},
@@ -118,7 +118,7 @@ def test_nanogpts_loop_has_the_next_micro_batch_on_the_device():
             {"stack": "torchtune", "model": "qwen2.5-0.5b"},
             "leaves projections of qwen2 without adapters as floats",
         ),
-        (CUT, {"stack": "torchtune"}, "cut-cross-entropy is not modelled of torchtune"),
+        (CUT, {"stack": "torchtune"}, "cut-cross-entropy is not modelled for torchtune"),
         (CUT, {"stack": "transformers", "model": "gpt2"}, "has no forward for gpt2"),
         (
             (),

@@ -84,7 +84,7 @@ def test_heads_that_are_normed_are_planned_where_keys_have_fewer():
         ({"kernels": {"attention": "cudnn", "loss": "token-chunks"}}, "kernels.loss: token-chunks"),
         (
             {"kernels": {"attention": "cudnn", "activation": "fused"}},
-            "kernels.activation: fused is not modelled of torchtitan",
+            "kernels.activation: fused is not modelled for torchtitan",
         ),
         ({"gradients": {"dtype": "fp32"}}, "gradients in a dtype of their own"),
         ({"weights": {"default": "bf16", "norm": "fp32"}}, "weights in several dtypes"),

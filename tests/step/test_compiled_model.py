@@ -73,7 +73,7 @@ def test_the_upper_end_has_a_copy_where_the_compiler_may_pad():
         ({"stack": "transformers"}, "compile: model is not modelled for gpt2 under stack transformers"),
         ({"weights": {"default": "bf16"}}, "fp32 weights and gradients under autocast"),
         ({"weights": {"default": "fp32", "norm": "bf16"}}, "fp32 weights and gradients under autocast"),
-        ({"kernels": {"loss": "fused-head"}}, "kernels.loss: fused-head is not modelled of nanogpt"),
+        ({"kernels": {"loss": "fused-head"}}, "kernels.loss: fused-head is not modelled for nanogpt"),
         ({"kernels": {"attention": "math"}}, "kernels.attention: math is not modelled with compile: model"),
     ],
 )

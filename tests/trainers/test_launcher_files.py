@@ -69,5 +69,5 @@ def test_the_trainers_file_heads_the_answer_whatever_goes_with_it(tmp_path):
 @pytest.mark.parametrize("stack", ["llama-factory", "trl@1.14", "trl"])
 def test_cut_cross_entropy_is_none_of_trainers_that_never_call_it(stack):
     chosen = {"config": "bf16-adamw", "stack": stack, "set": ["kernels.loss=cut-cross-entropy"]}
-    with pytest.raises(CannotAnswerError, match="cut-cross-entropy is not modelled of"):
+    with pytest.raises(CannotAnswerError, match="cut-cross-entropy is not modelled for"):
         memplan.plan("llama-3.2-1b", gpu="h100", **chosen)

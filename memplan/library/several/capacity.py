@@ -116,6 +116,8 @@ def largest(
 ) -> LargestModels | LargestValues:
     """Return the largest that each GPU holds: what is answered fits, and one more does not.
 
+    For a named GPU the allocator's reserve is simulated, as :func:`memplan.plan` has it; for all of them it is a share.
+
     Args:
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
         of: ``parameters`` for a model, or its ``batch``, ``sequence``, ``lora-rank`` or ``layers``.

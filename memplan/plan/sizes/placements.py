@@ -52,7 +52,7 @@ def placements(
 ) -> Placements:
     """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
 
-    One GPU's reserve is simulated; several are planned with a share, as their collectives' events are not told.
+    Each plan's reserve is simulated, where its events are told.
 
     Args:
         setups_of: The ways in which a number of GPUs may share the job, the first as ``memplan fit --gpus`` has it.

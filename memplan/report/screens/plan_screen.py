@@ -141,7 +141,7 @@ def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
     flips = any(change.flips_verdict for change in plan.suggestions)
     yield "What to change:" if flips else "No change by itself makes it fit; what to start with:"
     if plan.needed_bytes != plan.device_bytes:
-        yield f"  (with memory to spare; as it is: {format_bytes(plan.device_bytes, unit)})"
+        yield f"  (with memory to spare, where the job as it is takes {format_bytes(plan.device_bytes, unit)})"
     yield from canvas.columns(
         [
             (

@@ -83,12 +83,18 @@ def _with_magnitude(builder: Builder, own: Value, out: Value, name: str, rows: i
 
 
 def _base_result(builder: Builder, x: Value, out: Value, name: str, formed: _AdaptedWeight) -> Value:
-    """Return what DoRA scales by rows: the projection less its bias, or a product of its own with a dropped input."""
-    if not builder.settings.adapter_dropout:
-        return _without_bias(builder, out, name)
-    rows, down = formed.norm.width, formed.down
-    frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
-    return _by_whole_weight(builder, x, rows, frozen, retained=formed.base is not None)
+    """Return what DoRA scales by rows: the projection less its bias, or a product of its own with a dropped input.
+
+    A copy of the base weight has a name from its norm until then.
+    """
+    if builder.settings.adapter_dropout:
+        rows, down = formed.norm.width, formed.down
+        frozen = builder.constant(rows * down.columns, down.element_bytes) if formed.base is None else formed.base
+        base = _by_whole_weight(builder, x, rows, frozen, retained=formed.base is not None)
+    else:
+        base = _without_bias(builder, out, name)
+    builder.tape.touch(*(() if formed.base is None else (formed.base,)))
+    return base
 
 
 def _joined(builder: Builder, out: Value, whole: Value, name: str) -> Value:

@@ -77,11 +77,10 @@ class StepPlayer:
         returned = taped.head.returned if named and taped.head.logits is not None else ()
         self._held_logits = [value.storage for value in returned]
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
-        self._held: list[int] = []
+        self._held, self._graph = list[int](), list[int]()
         self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
         self._all_at_once = inputs.setup.profile.loss == "chunked-logits"
         self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
-        self._graph: list[int] = []
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
         self._libraries = {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}

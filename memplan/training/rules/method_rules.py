@@ -215,7 +215,7 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
     stage, whole = config.method.stage, _compares_whole(config, stack)
     referred = whole and stage not in UNREFERRED
     if whole and config.method.rollout is not None and config.method.rollout.engine == "transformers":
-        text = f"generation by the model itself is not modelled of {stack.label}; use vllm or server, or --stack trl"
+        text = f"generation by the model itself is not modelled for {stack.label}; use vllm or server, or --stack trl"
         yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:
         yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"

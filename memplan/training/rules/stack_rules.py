@@ -196,7 +196,7 @@ def kernel_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
     for key in ("attention", "norm", "rotary", "activation", "loss", "adapters"):
         given, able = getattr(config.kernels, key), {getattr(stack.kernels, key), *stack.runs.get(key, ())}
         if given is not None and given not in able:
-            text = f"{given} is not modelled of {stack.label}; use {' or '.join(sorted(able))}, or leave it out"
+            text = f"{given} is not modelled for {stack.label}; leave it out, or use one of {', '.join(sorted(able))}"
             yield ("kernels", key), text
 
 
@@ -220,4 +220,4 @@ def unmodelled(
             yield ("weights", role), f"{name} does not train over weights in {own}; {able}, or stack: bundled"
             break
     if profile.loss == "in-place":
-        yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; use bf16, fp32 or chunked"
+        yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; leave it out"

@@ -33,8 +33,8 @@ from memplan.step.states.flat_partitions import (
 from memplan.step.states.parallel_shards import reduced_elements
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.taped_weight import Mode
+from memplan.step.units.host_memory import FP32_BYTES
 
-FP32_BYTES = 4
 REDUCES = 3
 """The stream that gradients are reduced on beside backward (``reduction_stream``)."""
 

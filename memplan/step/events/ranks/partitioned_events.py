@@ -34,7 +34,6 @@ from memplan.units import ceil_div
 GATHERS, REDUCES = 1, 3
 """Streams, as units of FSDP have them."""
 
-
 FOLLOWED_PASSES = 2
 """The first one gathers nothing ahead, and each after the second does what that did."""
 
@@ -176,10 +175,9 @@ class PartitionedEngine(WholeModel):
         stream.allocate(rules.bucket * rules.width)
         stream.of("gradients")
         stream.allocate(rules.gradient_bytes)
-        for name in (
-            name for name in self._sizes if name not in self._step.frozen
-        ):  # gathered one by one, for their hooks
-            stream.passing(rules.width * rules.ranks * ceil_div(self._sizes[name], rules.ranks))
+        for name, elements in self._sizes.items():
+            if name not in self._step.frozen:  # gathered one by one, for their hooks
+                stream.passing(rules.width * rules.ranks * ceil_div(elements, rules.ranks))
         self._gather_whole()
 
     def wrap(self) -> None:
