@@ -111,7 +111,7 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
     """
     names, tape, heads = builder.settings.names, builder.tape, part.num_heads
     with tape.alive(x):
-        risen_query = _query(builder, x, part, prefix)
+        risen_query = _in_heads(builder, _query(builder, x, part, prefix), heads)
         plain, turned = _split(builder, risen_query, heads * part.qk_nope_head_dim, heads * part.qk_rope_head_dim)
         with tape.alive(risen_query):
             down = linear(builder, x, f"{prefix}.{names.key_value_down}", part.kv_lora_rank + part.qk_rope_head_dim)
@@ -130,7 +130,7 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
                 with tape.alive(turned, latent, key_turned, down):
                     query = scaled_by_position(builder, query)
             inner = heads * (part.qk_nope_head_dim + part.v_head_dim)
-            risen = linear(builder, latent, f"{prefix}.{names.key_value_up}", inner)
+            risen = _in_heads(builder, linear(builder, latent, f"{prefix}.{names.key_value_up}", inner), heads)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
             ways = [(key_plain, SAME), (key_turned, NEW)]
             own = (
@@ -169,6 +169,13 @@ def _query(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Va
     down = linear(builder, x, f"{prefix}.{names.query_down}", part.q_lora_rank)
     normed = normalised(builder, down, part.compressed_norm, f"{prefix}.{names.query_down_norm}", part.q_lora_rank)
     return linear(builder, normed, f"{prefix}.{names.query_up}", queries)
+
+
+def _in_heads(builder: Builder, x: Value, heads: int) -> Value:
+    """Return a projection with heads before tokens, whose gradient, joined so, is copied where their order is another."""
+    if heads == 1 or builder.settings.regime.one_token:
+        return x
+    return builder.tape.apply("look", [(x, NEW)], builder.tape.view(x), traits=SAVES_NOTHING)
 
 
 def _split(builder: Builder, x: Value, first: int, second: int) -> tuple[Value, Value]:
