@@ -15,6 +15,7 @@ from memplan.step.kernels.layer_arguments import position_quantity
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_weight import Weight
 from memplan.units import ceil_div
 
 
@@ -39,9 +40,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if block.divided:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
     x = tape.value(TOKENS, block.hidden_size, block.embedded_bytes)
-    decoding = [(quantity, size) for _, quantity, size in weight.decoding]  # in forward alone
-    looked_up = replace(weight, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0)
-    tape.apply("embedding", [], x, weights=[looked_up], traits=Traits(scratch=decoding, workspace=sums))
+    table, decoding = _looked_up(weight)
+    tape.apply("embedding", [], x, weights=[table], traits=Traits(scratch=decoding, workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
     scales = settings.embedding_scale and not block.code.scales_embedded
     adapter = has_adapter(names.embedding, builder.weights)
@@ -62,14 +62,23 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))
 
 
+def _looked_up(table: Weight) -> tuple[Weight, list[tuple[Quantity, int]]]:
+    """Return a table whose rows alone are decoded, and what that takes, in forward alone."""
+    decoding = [(quantity, size) for _, quantity, size in table.decoding]
+    return replace(
+        table, copy_bytes=0, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0
+    ), decoding
+
+
 def _with_positions(builder: Builder, x: Value) -> Value:
     """Return the embedding with that of learned positions added."""
     tape, block, places = builder.tape, builder.settings, position_quantity(builder.settings.code)
-    table = builder.weight(f"{block.names.positions}.weight")
+    table, decoding = _looked_up(builder.weight(f"{block.names.positions}.weight"))
     rows = tape.value(places, block.hidden_size, block.residual_bytes)
     ids = [tape.value(places, 1, 8)] if block.code.forms_tables else []
     with tape.alive(x):
-        traits = Traits(workspace=_position_sums(block, 0 if places is Quantity.POSITIONS else table.rows))
+        sums = _position_sums(block, 0 if places is Quantity.POSITIONS else table.rows)
+        traits = Traits(scratch=decoding, workspace=sums)
         tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
         ways = [(x, SAME), (rows, SAME if block.regime.one_sequence or places is TOKENS else NEW)]
         tape.named = tuple([value for value in (x, rows) if block.code.forms_tables and value is not tape.leaf])
