@@ -114,9 +114,7 @@ def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> L
 def largest(
     model: ModelGiven = None, of: Sizes = "parameters", **options: Unpack[JobOptions]
 ) -> LargestModels | LargestValues:
-    """Return the largest that each GPU holds: what is answered fits, and one more does not.
-
-    For a named GPU the allocator's reserve is simulated, as :func:`memplan.plan` has it; for all of them it is a share.
+    """Return the largest that each GPU holds: what is answered fits, and one more does not; by a share where no GPU is named.
 
     Args:
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
