@@ -32,6 +32,13 @@ class OutputFormat(StrEnum):
     md = "md"
 
 
+class TorchDevice(StrEnum):
+    """What torch runs on."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
 class Engine(StrEnum):
     """Who serves a model."""
 

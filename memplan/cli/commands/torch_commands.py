@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ import memplan
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, option
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, TorchDevice, option
 from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
@@ -25,19 +24,12 @@ _VALIDATE = "Validate"
 EXIT_INTERRUPTED = 130
 
 
-class DeviceChoice(StrEnum):
-    """What runs the training steps."""
-
-    cuda = "cuda"
-    cpu = "cpu"
-
-
 @dataclass(frozen=True, slots=True)
 class ValidateOptions:
     """What is measured and how, or which records are read instead."""
 
     device: Annotated[
-        DeviceChoice | None, option(_VALIDATE, "--device KIND", "cuda or cpu; the GPU where there is one.")
+        TorchDevice | None, option(_VALIDATE, "--device KIND", "cuda or cpu; the GPU where there is one.")
     ] = None
     small: Annotated[
         bool | None,

@@ -6,11 +6,10 @@ import shlex
 import sys
 from collections.abc import Callable
 from datetime import date
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.option_groups import OutputOptions, TorchDevice, option
 from memplan.cli.output import Progress, deliver, emit
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
@@ -26,13 +25,6 @@ NEEDS = "experiments need"
 """What is said where there is no torch."""
 
 
-class LabDevice(StrEnum):
-    """Where to run."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How an experiment is run, and what is written of it besides its answer."""
@@ -40,7 +32,7 @@ class RunOptions:
     seed: Annotated[
         list[int] | None, option(RUN, "--seed", "Seed, 0, 1 and 2 by default; repeatable.", min=0, max=2**63 - 1)
     ] = None
-    device: Annotated[LabDevice, option(RUN, "--device KIND", "Where to run, cpu or cuda.")] = LabDevice.cpu
+    device: Annotated[TorchDevice, option(RUN, "--device KIND", "Where to run, cpu or cuda.")] = TorchDevice.cpu
     threads: Annotated[int, option(RUN, "--threads", "Threads on the CPU; 0 leaves it to torch.", min=0, max=1024)] = 0
     out: Annotated[Path | None, option(RUN, "--out FILE", "Write the record of the runs, as JSON.")] = None
     plot: Annotated[Path | None, option(RUN, "--plot FILE", "Draw the record, as SVG or PNG.")] = None
