@@ -97,18 +97,26 @@ LEAST_BEGINNING = 4
 def nearest_match(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to ``name``, one that begins with it before others, or None when nothing is close.
 
-    Separators and case do not count, as everywhere where memplan looks up names.
+    Separators and case do not count, as everywhere where memplan looks up names, but that a number goes on behind one is
+    nearer than that it becomes another or gets a unit.
 
     Example:
-        >>> nearest_match("llama3.1", ["llama-3.2-1b", "llama-3.1-405b", "llama-3.1-8b"])
+        >>> nearest_match("llama3", ["llama-3b", "llama-3.1-405b", "llama-3.1-8b"])
         'llama-3.1-8b'
     """
     from difflib import get_close_matches
 
     key, by_key = normalised_name(name), {normalised_name(candidate): candidate for candidate in known}
     longer = [one for one in by_key if one.startswith(key)] if len(key) >= LEAST_BEGINNING else []
+    if key[-1:].isdigit():
+        longer = [one for one in longer if _goes_on(by_key[one], key)] or longer
     matches = get_close_matches(key, longer, n=1, cutoff=0) or get_close_matches(key, by_key, n=1, cutoff=0.6)
     return by_key[matches[0]] if matches else None
+
+
+def _goes_on(name: str, beginning: str) -> bool:
+    """Tell whether a separator stands in a name behind its beginning."""
+    return any(normalised_name(name[: mark.start()]) == beginning for mark in _SEPARATOR.finditer(name))
 
 
 def match_hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -172,6 +180,7 @@ def same_numbers(given: str, spelling: str) -> bool:
 
 
 _SEPARATORS = str.maketrans("", "", "-_. /:+")
+_SEPARATOR = re.compile(r"[-_. /:+]")
 _DIVIDED = re.compile(r"\d(?=[-_. /:+]+\d)")
 _SIZED = re.compile(r"(\d+)[bm](?![a-z])")
 

@@ -134,7 +134,7 @@ def unknown_model(text: str, catalog: Catalog) -> UnknownNameError:
     hints = (match_hint(name, names) for names in (alike, known) for name in (text, text.rsplit("/", 1)[-1]))
     hint = next(filter(None, hints), "")
     return UnknownNameError(
-        f"unknown model {printable(text)!r}{hint}{', or' if hint else ':'} give its config.json (see: memplan list models)"
+        f"unknown model {printable(text)!r}{hint}{' Or' if hint else ':'} give its config.json (see: memplan list models)"
     )
 
 
