@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import memplan
-from memplan.budget.budget_jobs import Place, job_of
-from memplan.budget.budget_schema import Basis, Defaults, JobEntry
+from memplan.budget.budget_jobs import Basis, Defaults, JobEntry, Place, job_of
 from memplan.budget.evaluation import evaluated
 from memplan.documents.loading import Document
 from memplan.errors import InvalidFileError

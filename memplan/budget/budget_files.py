@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memplan.budget.budget_jobs import Job, Place, job_of, merged
-from memplan.budget.budget_schema import DEFAULT_BASELINE, Budget, Defaults
+from memplan.budget.budget_jobs import DEFAULT_BASELINE, Budget, Defaults, Job, Place, job_of, merged
 from memplan.documents.loading import Document, Key, load_document
 from memplan.documents.opening import require_file
 from memplan.documents.schemas import validate

@@ -6,8 +6,7 @@ from typing import Literal
 
 import memplan
 from memplan.budget.baseline import Baseline, Entry
-from memplan.budget.budget_jobs import Job
-from memplan.budget.budget_schema import Basis
+from memplan.budget.budget_jobs import Basis, Job
 from memplan.documents.frozen_values import dataclass
 from memplan.plan.memory_plan import Verdict
 from memplan.units import format_bytes

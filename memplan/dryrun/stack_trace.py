@@ -14,7 +14,7 @@ from memplan.dryrun.terms.outcome import Card, Request
 from memplan.errors import CannotAnswerError
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.stacks import registry
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs
+from memplan.trace.stacks.registry import STEPS, StackInputs
 
 SCRIPTED = ("unsloth",)
 """Stacks whose code is traced by a script."""

@@ -259,8 +259,7 @@ def _compared(task: Task, measurements: Sequence[Measurement], unit: str) -> Doc
 
 # ------------------------------------------------------------------ many
 def _replayed(request: ValidateRequest, place: Path, catalog: Catalog, unit: str) -> Document:
-    from memplan.measure.records.measurement_records import record_files
-    from memplan.measure.records.record_replay import replay_records
+    from memplan.measure.records.measurement_records import record_files, replay_records
 
     rows = [
         (_facts(item.record.task, item.record.measurement), Path(item.record.name).stem, item.rows)

@@ -8,7 +8,7 @@ import torch
 
 from memplan.errors import unknown_name
 from memplan.muon.orthogonalisation.newton_schulz import DEFAULT_CHUNK_COLUMNS, DEFAULT_EPSILON, checked_workspace
-from memplan.muon.orthogonalisation.quantised_products import quantised_products
+from memplan.muon.orthogonalisation.products import quantised_products
 from memplan.muon.orthogonalisation.schedules import resolved_schedule
 from memplan.muon.state_codecs.state_formats import ADAMW_FORMATS, DIVERGING, adamw_codecs, momentum_codec
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice

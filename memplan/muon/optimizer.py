@@ -29,8 +29,7 @@ from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.sharded.divisions import anywhere, draw_number, is_divided
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.stores.rounding_noise import phases_of
-from memplan.muon.updates.backward_hooks import BackwardHooks
-from memplan.muon.updates.clipping import clip_gradients_
+from memplan.muon.updates.backward_hooks import BackwardHooks, clip_gradients_
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
 from memplan.muon.updates.offload import buffers_on, finish_copies
 from memplan.muon.updates.rounds import Shard, update_round_

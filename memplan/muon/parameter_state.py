@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memplan.muon.group_options import LAYOUT_KEYS, adamw_options, checked_options, muon_options
 from memplan.muon.sharded.divisions import (
     is_divided,
+    local_state,
     refuse_placements,
     shards_have_whole_blocks,
+    shared_state,
 )
-from memplan.muon.sharded.shared_states import local_state, shared_state
 from memplan.muon.state_codecs.codecs import BlockCodec
 from memplan.muon.stores.gradient_stores import GradientStore
 from memplan.muon.stores.optimizer_errors import OptimizerError

@@ -49,7 +49,7 @@ def _of_rank(model: Model, setup: TrainingSetup) -> Model:
     """Return a model as a rank of a pipeline has it; itself, where there is none."""
     if setup.config.parallel.pipeline == 1:
         return model
-    from memplan.step.pipelines.stage_layers import staged
+    from memplan.step.pipelines.pipeline_schedules import staged
 
     return staged(model, setup)
 
@@ -96,7 +96,7 @@ class CompiledPlan:
         parallel = self.setup.config.parallel
         if parallel.pipeline == 1 or parallel.stage is not None:
             return ()
-        from memplan.step.pipelines.stage_layers import at_stage
+        from memplan.step.pipelines.pipeline_schedules import at_stage
 
         setups = (at_stage(self.setup, stage) for stage in range(parallel.pipeline))
         return tuple([CompiledPlan(self.model, setup) for setup in setups])

@@ -16,7 +16,7 @@ from memplan.model.readers.safetensors import StoredTensors
 from memplan.report.document import Block, Document, Table
 from memplan.report.training_records import evidence_lines
 from memplan.training.learning import learning
-from memplan.training.rules.role_names import filled
+from memplan.training.rules.stack_defaults import filled
 from memplan.units import format_bytes, format_count, format_fraction
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from memplan.budget import baseline, budget_schema, evaluation
+from memplan.budget import baseline, budget_jobs, evaluation
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
 from memplan.catalog.stacks import Stack
@@ -27,7 +27,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 FILES: Mapping[str, type] = {
     "training": TrainingConfig,
-    "budget": budget_schema.Budget,
+    "budget": budget_jobs.Budget,
     "baseline": baseline.BaselineFile,
     "gpu": Gpu,
     "format": StorageFormat,
@@ -44,8 +44,8 @@ VALUES: Mapping[str, Any] = {
     "shape": ShapeFigures,
     "rule": evaluation.Rule,
     "job-status": evaluation.Status,
-    "level": budget_schema.Level,
-    "basis": budget_schema.Basis,
+    "level": budget_jobs.Level,
+    "basis": budget_jobs.Basis,
     "moved-by": baseline.Cause,
     "failure-cause": failure_causes.Cause,
     "failure-phase": out_of_memory_message.Phase,

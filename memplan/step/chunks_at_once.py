@@ -16,7 +16,7 @@ from memplan.step.playing.section import Section
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 
 LABEL_BYTES = 16
 """A token's label and its position, which the loss is given beside the hidden states."""

@@ -1,4 +1,4 @@
-"""The instants around a model's head and loss, and those of the gradient of a tied embedding and head."""
+"""The instants around a model's head and loss, of a tied table's gradient, and those behind backward."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +10,46 @@ from memplan.step.ends.head_on_tape import FUSED_LOSSES, Head
 from memplan.step.losses.fused_linear_loss import PLACE_BYTES
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import evaluation, generation
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import Section
+from memplan.step.states.optimizer_scratch import average_bytes
 from memplan.step.states.parallel_shards import looks_for_unused_parameters
-from memplan.step.step_inputs import StepInputs
+from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant, Played
-from memplan.step.tapes.taped_operations import Value
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Value, Weight
+
+
+def after_backward(
+    inputs: StepInputs, taped: ModelOnTape, filled_bytes: int, validated: Form = ZERO
+) -> Iterator[Instant]:
+    """Yield the instants from the end of backward to the next forward.
+
+    Args:
+        filled_bytes: Gradients that the step leaves, filled with zeros.
+        validated: Logits that a loop of evaluation still has a name for.
+    """
+    config, tensors = inputs.setup.config, inputs.states.tensors
+    gradients = constant_form(Part.GRADIENTS, 0 if config.gradients.lifetime == "layer" else inputs.gradient_bytes)
+    if config.gradients.lifetime == "step":
+        scaling = LOSS_SCALE_BYTES if inputs.setup.scales_loss else 0
+        update = constant_form(Part.TEMPORARIES, max(inputs.optimizer.bytes, scaling))
+        yield Instant("optimizer step", "update", gradients + update)
+    if config.clip_gradients:
+        scratch = constant_form(Part.TEMPORARIES, inputs.clipping_bytes)
+        yield Instant("gradient clipping", "norms", gradients + scratch)
+    filled = constant_form(Part.GRADIENTS, filled_bytes)
+    if config.weight_average != "none" and config.gradients.lifetime == "step":
+        scratch = constant_form(Part.TEMPORARIES, average_bytes(inputs.setup, tensors))
+        yield Instant("optimizer step", "moving average", filled + scratch)
+    if inputs.setup.answer_length:
+        yield from generation(inputs, taped, filled)
+    if config.evaluation:
+        yield from evaluation(inputs, taped, filled + validated)
+    if config.save_checkpoint:
+        yield Instant("checkpoint saving", "state_dict", filled)
+
 
 TIED_SUM = "sum of the tied gradients"
 """Operation that adds up the gradients of a tied embedding and head where neither is written over."""

@@ -12,11 +12,12 @@ from functools import partial
 from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
-from memplan.step.after_backward import after_backward
 from memplan.step.alive_around_layers import (
     called_again,
     embedded_leaf,
     escaped_form,
+    handed_back,
+    handed_instants,
     leaf_apart,
     left_stretch,
     let_go,
@@ -24,6 +25,8 @@ from memplan.step.alive_around_layers import (
     named_cache,
     named_embeddings,
     named_input,
+    named_output,
+    other_features,
     passed_on,
     retained_graph,
     returned_before,
@@ -31,9 +34,9 @@ from memplan.step.alive_around_layers import (
 )
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import layer_orders, layer_sums
-from memplan.step.deepstack_features import handed_back, handed_instants, named_output, other_features
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
+    after_backward,
     balanced_outputs,
     copied_outputs,
     gradients_left,
@@ -48,8 +51,7 @@ from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments, masks_attention, steps_through_scores
 from memplan.step.kernels.loss_pieces import TILED, has_all_words
 from memplan.step.kernels.refused_code import refuse_unread_code
-from memplan.step.losses.stretched_loss import STRETCH_TOKENS, pieces_of
-from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
+from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS, pieces_of
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.playing.peak_layers import Place, ends, last_places
@@ -68,7 +70,7 @@ from memplan.step.tapes.linear_forms import (
     constant_form,
 )
 from memplan.step.tapes.moments import Instant
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.step.units.host_memory import waits_on_host
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div

@@ -22,7 +22,7 @@ from memplan.step.states.model_states import CastBias, ModelStates
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Played
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Weight
 from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_tape
 from memplan.step.tower.tower_settings import is_of_tower, tower_settings
 from memplan.training.adapters import REFERENCE

@@ -18,7 +18,7 @@ from memplan.step.states.optimizer_scratch import (
     tensor_temporaries,
 )
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import Weight
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div

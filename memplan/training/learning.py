@@ -15,7 +15,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.documents.printed_numbers import Records
 from memplan.errors import InvalidFileError
 from memplan.model.inventory import ROLES, Role
-from memplan.training.rules.role_names import filled, format_name, optimizer_name
+from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name
 
 ORDER: tuple[Status, ...] = ("proven", "works", "experimental", "untried", "diverges")
 """From the best to the worst."""

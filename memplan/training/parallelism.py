@@ -14,12 +14,15 @@ from memplan.training.rules.flat_rules import (
     coded_shard_problems,
     deepspeed_problems,
     flat_refusal,
+    offload_refusal,
+    shared_refusals,
     staying_refusal,
+    steps_beside,
     steps_elementwise,
     steps_shards,
+    unmodelled_keys,
 )
 from memplan.training.rules.image_rules import out_of_range
-from memplan.training.rules.shared_rules import offload_refusal, shared_refusals, steps_beside, unmodelled_keys
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor, context and expert parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"

@@ -16,9 +16,9 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Checkpointing, TrainingConfig
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import ROLES, Role
+from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.method_rules import REFERRED, UNREFERRED
-from memplan.training.rules.role_names import format_name
-from memplan.training.rules.shared_rules import steps_beside
+from memplan.training.rules.stack_defaults import format_name
 from memplan.training.rules.stack_rules import beside_codes, runs_autocast
 
 FLOAT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}

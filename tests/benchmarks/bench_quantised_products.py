@@ -13,7 +13,7 @@ import torch
 from bench_muon_step import seconds
 
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_
-from memplan.muon.orthogonalisation.quantised_products import PRODUCT_NAMES, quantised_products
+from memplan.muon.orthogonalisation.products import PRODUCT_NAMES, quantised_products
 from memplan.muon.orthogonalisation.schedules import resolved_schedule
 
 WAYS = {

@@ -35,7 +35,7 @@ ELSEWHERE = {
     ("dryrun/script_child.py", "pickle.load"): "the request that the parent process sends through a pipe",
     ("cli/completion.py", "read_text"): "our own files' names, for a shell that waits",
     ("cli/ui/application.py", "read_text"): "a page's own assets, which are part of the package",
-    ("report/page/whole_page.py", "read_text"): "a page's own assets, which are part of the package",
+    ("report/page/plan_sections.py", "read_text"): "a page's own assets, which are part of the package",
     ("documents/writing.py", "open"): "files that are written to, whose mode is a name",
     ("muon/checkpoints.py", "torch.load"): "torch's own format, read by torch with weights_only=True",
 }

@@ -9,9 +9,15 @@ import pytest
 import memplan
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import MemplanError
-from memplan.step.pipelines.pipeline_schedules import IN_ROUNDS, ONE_STAGE, V_SHAPED, actions_of, stages_of
+from memplan.step.pipelines.pipeline_schedules import (
+    IN_ROUNDS,
+    ONE_STAGE,
+    V_SHAPED,
+    actions_of,
+    layers_of_stages,
+    stages_of,
+)
 from memplan.step.pipelines.rank_timeline import most_pairs
-from memplan.step.pipelines.stage_layers import layers_of_stages
 
 NAMES = {
     "gpipe": "GPipe",

@@ -19,8 +19,11 @@ from memplan.lab.learning.matched import SHAPES, mean_curve, planned_row, varian
 from memplan.lab.learning.momentum_bits import MOMENTA, STORES  # noqa: E402
 from memplan.lab.learning.teacher_student import NotesStore, store_of, student_run  # noqa: E402
 from memplan.lab.learning.variants import Size, chosen, first_bad_step, gap_percent, lab_setup  # noqa: E402
-from memplan.lab.training.loop import Trainer, TrainingOptions  # noqa: E402
-from memplan.lab.training.text import library_text  # noqa: E402
+from memplan.lab.training.loop import (  # noqa: E402
+    Trainer,
+    TrainingOptions,
+    library_text,
+)
 from memplan.model.inventory import parameter_count  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
 

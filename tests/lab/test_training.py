@@ -10,9 +10,17 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
-from memplan.lab.training.loop import LossScale, Trainer, TrainingOptions, rate_factor, train  # noqa: E402
+from memplan.lab.training.loop import (  # noqa: E402  # noqa: E402
+    LossScale,
+    Trainer,
+    TrainingOptions,
+    even_windows,
+    library_text,
+    random_windows,
+    rate_factor,
+    train,
+)
 from memplan.lab.training.run_bytes import comparisons  # noqa: E402
-from memplan.lab.training.text import even_windows, library_text, random_windows  # noqa: E402
 from memplan.lab.training.trained_model import fast_products, trained_model  # noqa: E402
 from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
 from memplan.library.lookup import Overrides, find_setup  # noqa: E402

@@ -13,8 +13,7 @@ pytest.importorskip("torch")
 import memplan.step.instants
 from memplan.errors import InvalidFileError
 from memplan.measure.records.comparison_rows import STATES
-from memplan.measure.records.measurement_records import read_data, read_record, record_files
-from memplan.measure.records.record_replay import replay_records, replayed
+from memplan.measure.records.measurement_records import read_data, read_record, record_files, replay_records, replayed
 from memplan.plan.jobs import forms_by_regime
 from memplan.step.tapes.linear_forms import ZERO
 
@@ -57,8 +56,8 @@ def test_every_figure_of_a_record_is_within_its_tolerance(path, catalog):
 
 @pytest.mark.slow
 def test_records_that_are_replayed_side_by_side_compare_as_alone_and_in_order(catalog, monkeypatch):
-    monkeypatch.setattr("memplan.measure.records.record_replay.RECORDS_PER_PROCESS", 1)
-    monkeypatch.setattr("memplan.measure.records.record_replay._cores", lambda: 2)
+    monkeypatch.setattr("memplan.measure.records.measurement_records.RECORDS_PER_PROCESS", 1)
+    monkeypatch.setattr("memplan.measure.records.measurement_records._cores", lambda: 2)
     files, said = [SAMPLE, *(RECORDS / "boundary").glob("*smollm2-135m*-b[68]-*.json"), CUDA_SAMPLE], []
     together = list(replay_records(files, catalog, said.append))
     assert said == [f"replaying {path}" for path in files]

@@ -5,7 +5,7 @@ import torch
 
 from memplan.errors import UnknownNameError
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_
-from memplan.muon.orthogonalisation.quantised_products import FORMATS, QuantisedProduct, quantised_products
+from memplan.muon.orthogonalisation.products import FORMATS, QuantisedProduct, quantised_products
 from memplan.muon.orthogonalisation.schedules import resolved_schedule
 from memplan.muon.stores.optimizer_errors import OptimizerError
 

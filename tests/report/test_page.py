@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
-from memplan.report.page import whole_page
+from memplan.report.page import plan_sections
 from memplan.report.page.plan_sections import text
 from memplan.units import format_bytes
 
-ASSETS = Path(whole_page.__file__).parent / "assets"
+ASSETS = Path(plan_sections.__file__).parent / "assets"
 SMALL = memplan.Shapes(layers=2, hidden=64, heads=2, vocab=256)
 VOID = {"meta", "link", "br", "input", "rect"}
 LEAST_CONTRAST = 4.5
@@ -134,7 +134,7 @@ def test_text_is_nothing_but_text(value):
 @given(HOSTILE)
 @settings(max_examples=60, deadline=None)
 def test_data_cannot_end_its_script(value):
-    shown = Page(whole_page.embedded("x", {"name": value + "</script><!--"}))
+    shown = Page(plan_sections.embedded("x", {"name": value + "</script><!--"}))
     assert [tag for tag, _ in shown.elements] == ["script"]
     assert json.loads(shown.contents["script"][0])["name"] == value + "</script><!--"
 
@@ -168,7 +168,7 @@ def test_the_exit_code_is_that_of_fit(cli, refused, tmp_path):
 def test_the_chart_library_is_the_one_that_is_recorded():
     folder = ASSETS / "uplot"
     record = yaml.safe_load((folder / "vendored.yaml").read_text())
-    assert f"{record['name']} {record['version']} ({record['licence']})" == whole_page.CHART_LIBRARY
+    assert f"{record['name']} {record['version']} ({record['licence']})" == plan_sections.CHART_LIBRARY
     assert {path.name for path in folder.iterdir()} == {"vendored.yaml", *record["files"]}
     for name, digest in record["files"].items():
         assert sha256((folder / name).read_bytes()).hexdigest() == digest

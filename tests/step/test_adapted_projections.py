@@ -18,7 +18,7 @@ from memplan.step.blocks.block_settings import BlockSettings, Regime, block_sett
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.playing.section import play
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import Weight
 from memplan.training.resolution.resolve_config import resolve
 
 PEFT = StackProjections("input", codes_cloned=True, codes_scales=True, adapter_sum="wide")

@@ -12,8 +12,7 @@ from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import play
 from memplan.step.tapes.linear_forms import Part, Pieces, Quantity, quantities
 from memplan.step.tapes.tape import Tape
-from memplan.step.tapes.taped_operations import NEW, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, Traits, Value, Weight
 
 ONE_TOKEN = quantities(1, 1, 1, Pieces(1))
 WIDTHS = (3, 5, 7, 11)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.trace.jobs.reference_optimizers import AdamMini, BlockwiseAdamw, Lion  # noqa: E402
+from memplan.trace.jobs.optimizers import AdamMini, BlockwiseAdamw, Lion  # noqa: E402
 from memplan.trace.recording.recorder import Recorder  # noqa: E402
 
 SHAPES = ((33, 17), (129,), (5, 7), (64, 80), (3,), (80, 64))

@@ -17,8 +17,11 @@ from memplan.model.families import model_spec  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
-from memplan.trace.stacks.registry import trace_stack  # noqa: E402
-from memplan.trace.stacks.stack_inputs import StackInputs, details_of  # noqa: E402
+from memplan.trace.stacks.registry import (  # noqa: E402
+    StackInputs,
+    details_of,
+    trace_stack,
+)
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]

@@ -17,8 +17,11 @@ from memplan.model.model import Model  # noqa: E402
 from memplan.trace.pretended_cuda import autocast_region  # noqa: E402
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast  # noqa: E402
 from memplan.trace.recording.trace_result import Trace  # noqa: E402
-from memplan.trace.stacks.registry import trace_stack  # noqa: E402
-from memplan.trace.stacks.stack_inputs import StackDetails, StackInputs  # noqa: E402
+from memplan.trace.stacks.registry import (  # noqa: E402
+    StackDetails,
+    StackInputs,
+    trace_stack,
+)
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 

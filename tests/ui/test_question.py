@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
-from memplan.cli.ui.answers import quick_answer
-from memplan.cli.ui.question import Question, question_of
+from memplan.cli.ui.answers import Question, question_of, quick_answer
 from memplan.errors import MemplanError
 from tests.jobs import shipped_catalog
 

@@ -12,7 +12,7 @@ import typer
 
 import memplan
 from memplan.budget.baseline import read_baseline
-from memplan.budget.budget_schema import DEFAULT_FILE
+from memplan.budget.budget_jobs import DEFAULT_FILE
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import OUTPUT, OutputFormat, OutputOptions, option
 from memplan.cli.output import deliver, emit, emit_as

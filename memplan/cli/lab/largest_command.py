@@ -78,9 +78,8 @@ def _candidate(model: ModelOptions, requested: LargestOptions, catalog: Catalog)
 
 
 def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, quiet: bool) -> dict[str, Any]:
-    from memplan.lab.training.loop import Trainer, TrainingOptions, trained
+    from memplan.lab.training.loop import Trainer, TrainingOptions, library_text, trained
     from memplan.lab.training.run_bytes import MemoryLimit, limit_record, refused_if_out_of_memory
-    from memplan.lab.training.text import library_text
     from memplan.lab.training.trained_model import prepare
     from memplan.lab.training.training_record import TrainingRequest, evidence
 

@@ -73,8 +73,7 @@ def train_command(
     setup = require_one_gpu(find_setup(training.config, overrides, catalog, model), "memplan lab train")
     require_own_loop(setup, "memplan lab train")
     require_torch("training needs")
-    from memplan.lab.training.loop import TrainingOptions, train
-    from memplan.lab.training.text import library_text
+    from memplan.lab.training.loop import TrainingOptions, library_text, train
     from memplan.lab.training.trained_model import prepare
     from memplan.lab.training.training_record import TrainingRequest, evidence
 

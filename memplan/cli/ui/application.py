@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Checkpointing
-from memplan.cli.ui.answers import Answer, catalog_of, full_answer, quick_answer, step_answer
-from memplan.cli.ui.question import MOST_CHARACTERS, MOST_GPUS, PRECISIONS, Question, question_of
+from memplan.cli.ui.answers import (
+    MOST_CHARACTERS,
+    MOST_GPUS,
+    PRECISIONS,
+    Answer,
+    Question,
+    catalog_of,
+    full_answer,
+    question_of,
+    quick_answer,
+    step_answer,
+)
 from memplan.documents.escaping import escaped_json
 from memplan.errors import MemplanError
-from memplan.report.page.plan_sections import section, text
-from memplan.report.page.whole_page import SCRIPTS, STYLES, asset, document, embedded, hashes
+from memplan.report.page.plan_sections import SCRIPTS, STYLES, asset, document, embedded, hashes, section, text
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
-from memplan.cli.ui.answers import quick_answer
-from memplan.cli.ui.question import Question
+from memplan.cli.ui.answers import Question, quick_answer
 from memplan.errors import CannotAnswerError, InvalidFileError
 
 LOOPBACK = "127.0.0.1"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan.errors import CannotAnswerError
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs
+from memplan.trace.stacks.registry import STEPS, StackInputs
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 PACKAGES = ("unsloth", "unsloth_zoo", "transformers", "trl", "peft", "accelerate", "bitsandbytes")

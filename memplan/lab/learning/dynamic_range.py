@@ -10,8 +10,7 @@ from torch import Tensor
 from memplan.catalog.catalog import Catalog
 from memplan.lab.experiment_record import Outcome, Progress, Row, interval
 from memplan.lab.learning.variants import LIMITS, Size, Task, lab_setup
-from memplan.lab.training.loop import Trainer, TrainingOptions
-from memplan.lab.training.text import Text, library_text
+from memplan.lab.training.loop import Text, Trainer, TrainingOptions, library_text
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_reference
 from memplan.muon.orthogonalisation.schedules import KELLER_JORDAN
 from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK

@@ -22,10 +22,9 @@ from memplan.lab.learning.variants import (
     percent_text,
     run_text,
 )
-from memplan.lab.training.loop import Run, TrainingOptions
+from memplan.lab.training.loop import Run, TrainingOptions, library_text
 from memplan.lab.training.optimizer_groups import with_momentum
 from memplan.lab.training.run_bytes import planned_bytes
-from memplan.lab.training.text import library_text
 from memplan.lab.training.training_record import thinned
 from memplan.model.inventory import parameter_count
 from memplan.muon.state_codecs.codecs import codec_bytes

@@ -19,9 +19,8 @@ from memplan.lab.learning.variants import (
     percent_text,
     step_text,
 )
-from memplan.lab.training.loop import TrainingOptions
+from memplan.lab.training.loop import TrainingOptions, library_text
 from memplan.lab.training.optimizer_groups import with_momentum
-from memplan.lab.training.text import library_text
 from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK, momentum_codec
 
 TEACHER, LANGUAGE = "teacher-student", "language-model"

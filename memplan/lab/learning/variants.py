@@ -10,8 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import Gradients, TrainingConfig
 from memplan.errors import unknown_name
 from memplan.lab.experiment_record import Outcome, Progress, Row, interval
-from memplan.lab.training.loop import Run, Trainer, TrainingOptions, trained
-from memplan.lab.training.text import Text, library_text
+from memplan.lab.training.loop import Run, Text, Trainer, TrainingOptions, library_text, trained
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.readers.given_shapes import model_from_shapes

@@ -21,8 +21,7 @@ from memplan.lab.matrices.matrix_draws import (
 )
 from memplan.lab.matrices.precision_findings import findings
 from memplan.muon.orthogonalisation.newton_schulz import WORKSPACES, newton_schulz_workspace_bytes
-from memplan.muon.orthogonalisation.products import PLAIN, Products
-from memplan.muon.orthogonalisation.quantised_products import FORMATS, Scaling, quantised_products
+from memplan.muon.orthogonalisation.products import FORMATS, PLAIN, Products, Scaling, quantised_products
 from memplan.muon.orthogonalisation.schedules import Coefficients, resolved_schedule
 
 NATIVE = "int8-native"

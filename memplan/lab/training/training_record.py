@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from memplan.lab.training.loop import WARMUP_STEPS, Run, TrainingOptions
-from memplan.lab.training.text import Text
+from memplan.lab.training.loop import WARMUP_STEPS, Run, Text, TrainingOptions
 from memplan.lab.training.trained_model import products_of
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from memplan.budget.baseline import Baseline, baseline_text, read_baseline
 from memplan.budget.budget_files import BudgetFile, read_budget
-from memplan.budget.budget_schema import DEFAULT_FILE
+from memplan.budget.budget_jobs import DEFAULT_FILE
 from memplan.budget.evaluation import Result, baseline_of, exit_code, worst_first
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import path_kind

@@ -11,15 +11,16 @@ from memplan.plan.memory_plan import MemoryPlan
 from memplan.plan.reserve.step_timeline import step_timeline
 from memplan.report.document import Document, Table
 from memplan.report.page.plan_sections import (
+    CHART_LIBRARY,
     answer_section,
     changes_section,
     components_section,
     formulas_section,
+    one_file,
     timeline_data,
     timeline_section,
     title_of,
 )
-from memplan.report.page.whole_page import CHART_LIBRARY, one_file
 from memplan.report.pictures.plan_bars import COLOURS
 from memplan.units import format_bytes
 

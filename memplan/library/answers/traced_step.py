@@ -242,7 +242,7 @@ def _traced(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]
 def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace, str]:
     """Return the trace of a stack's own code."""
     from memplan.dryrun.stack_trace import stack_trace
-    from memplan.trace.stacks.stack_inputs import StackInputs, details_of
+    from memplan.trace.stacks.registry import StackInputs, details_of
 
     model, setup, device = subject.model, subject.setup, subject.device
     if model is None:

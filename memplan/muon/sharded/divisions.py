@@ -1,12 +1,11 @@
-"""How ranks divide a parameter, read off its DTensor: one division for each mesh dimension that shards a matrix.
-
-Momentum and moments are updated where their shards lie. Newton-Schulz needs whole matrices, so that the divisions of rows and
-columns have to be undone; those of a stack's leading dimension leave every matrix whole.
-"""
+"""How ranks divide a parameter, pass its pieces to those that own them, and keep its states in checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -161,3 +161,120 @@ def anywhere(flag: bool, parameters: Iterable[Any]) -> bool:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(mesh_dim))
         flag = flag if value.is_meta else bool(value)
     return flag
+
+
+def to_owners(pieces: Tensor, division: Division, matrices: int) -> Tensor:
+    """Send each matrix's piece to its owner; return those of the owned ones, rank after rank, flat.
+
+    Args:
+        pieces: ``(matrices, *piece)``, contiguous.
+        division: Whose ranks take part.
+        matrices: How many there are, on every rank the same.
+    """
+    owned = division.owned(matrices)
+    sent = [count * prod(division.piece(division.own)) for count in owned]
+    taken = [owned[division.own] * prod(division.piece(rank)) for rank in range(division.ranks)]
+    return _exchanged(pieces, sent, taken, division)
+
+
+def from_owners(pieces: Tensor, division: Division, matrices: int) -> Tensor:
+    """Send the pieces of the owned matrices, as :func:`in_pieces` lays them, back; return ``(matrices, *piece)``."""
+    owned = division.owned(matrices)
+    sent = [owned[division.own] * prod(division.piece(rank)) for rank in range(division.ranks)]
+    taken = [count * prod(division.piece(division.own)) for count in owned]
+    return _exchanged(pieces, sent, taken, division).view(matrices, *division.piece(division.own))
+
+
+def put_together(pieces: Tensor, division: Division, owned: int) -> Tensor:
+    """Return ``(owned, *whole)`` from what :func:`to_owners` returned; a view where pieces follow one another as rows do."""
+    if _lies_whole(division, owned):
+        return pieces.view(owned, *division.whole)
+    whole = pieces.new_empty((owned, *division.whole))
+    for place, piece in zip(_places(whole, division), _split(pieces, division, owned), strict=True):
+        place.copy_(piece)
+    return whole
+
+
+def in_pieces(whole: Tensor, division: Division, owned: int) -> Tensor:
+    """Return the pieces of ``(owned, *whole)``, rank after rank, flat: the inverse of :func:`put_together`."""
+    if _lies_whole(division, owned):
+        return whole.view(-1)
+    pieces = torch.empty_like(whole).view(-1)
+    for place, piece in zip(_places(whole, division), _split(pieces, division, owned), strict=True):
+        piece.copy_(place)
+    return pieces
+
+
+def _lies_whole(division: Division, owned: int) -> bool:
+    return owned * prod(division.whole[: division.dim]) <= 1
+
+
+def _places(whole: Tensor, division: Division) -> Sequence[Tensor]:
+    return torch.split(whole, list(division.lengths), dim=division.dim + 1)
+
+
+def _split(pieces: Tensor, division: Division, owned: int) -> list[Tensor]:
+    sizes = [owned * prod(division.piece(rank)) for rank in range(division.ranks)]
+    parts = torch.split(pieces, sizes)
+    return [part.view(owned, *division.piece(rank)) for rank, part in enumerate(parts)]
+
+
+def _exchanged(pieces: Tensor, sent: list[int], taken: list[int], division: Division) -> Tensor:
+    import torch.distributed as dist
+
+    width = pieces.element_size()
+    received = pieces.new_empty(sum(taken))
+    dist.all_to_all_single(
+        received.view(torch.uint8),
+        pieces.reshape(-1).view(torch.uint8),
+        [count * width for count in taken],
+        [count * width for count in sent],
+        group=division.group,
+    )
+    return received
+
+
+State = dict[str, "Tensor"]
+
+
+def shared_state(state: State, parameter: Any, entries: Mapping[str, Fraction]) -> State:
+    """Return the state of a DTensor's shard with every tensor of it as a DTensor that is divided alike; ``step`` stays.
+
+    Args:
+        state: The tensors by their names, as the optimizer keeps them.
+        parameter: The DTensor.
+        entries: Of tensors that hold codes or scales, how many entries stand for an element; one elsewhere.
+    """
+    if not is_divided(parameter):
+        return state
+    return {
+        name: tensor if name == "step" else _shared(tensor, parameter, entries.get(name, Fraction(1)))
+        for name, tensor in state.items()
+    }
+
+
+def _shared(tensor: Tensor, parameter: Any, entries: Fraction) -> Tensor:
+    """Return a DTensor of a state that has, for each row of the parameter, a row of ``entries`` times its length."""
+    from torch.distributed.tensor import DTensor
+
+    *rows, last = local_part(parameter).shape
+    shape = (*parameter.shape[:-1], int(parameter.shape[-1] * entries))
+    strides = tuple(prod(shape[n + 1 :]) for n in range(len(shape)))
+    own = tensor.view(*rows, int(last * entries))
+    placed: Tensor = DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+    return placed
+
+
+def local_state(saved: Any, state: State) -> Any:
+    """Return the state of a checkpoint with this rank's part of every DTensor, in the shapes of ``state``."""
+    if not isinstance(saved, dict):
+        return saved
+    parts = {name: local_part(tensor) if is_divided(tensor) else tensor for name, tensor in saved.items()}
+    return {
+        name: part.view(state[name].shape)
+        if is_divided(saved[name]) and name in state and part.numel() == state[name].numel()
+        else part
+        for name, part in parts.items()
+    }

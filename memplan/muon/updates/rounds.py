@@ -22,8 +22,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memplan.muon.sharded.divisions import matrix_divisions, owned_counts, world_size
-from memplan.muon.sharded.exchanges import from_owners, in_pieces, put_together, to_owners
+from memplan.muon.sharded.divisions import (
+    from_owners,
+    in_pieces,
+    matrix_divisions,
+    owned_counts,
+    put_together,
+    to_owners,
+    world_size,
+)
 from memplan.muon.updates.offload import stager_of
 from memplan.muon.updates.steps import (
     accumulate_,

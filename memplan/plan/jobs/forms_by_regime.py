@@ -14,8 +14,7 @@ from memplan.step.kernels.layer_arguments import grown_rows
 from memplan.step.kernels.loss_pieces import TILED, has_all_words, next_rows, piece_rows
 from memplan.step.losses.cross_entropy import PIECE_TOKENS
 from memplan.step.losses.fused_linear_loss import linear_chunk
-from memplan.step.losses.stretched_loss import STRETCH_TOKENS
-from memplan.step.losses.token_chunk_loss import TOKEN_CHUNK, TOKEN_CHUNKS
+from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION
 from memplan.step.states.model_states import ModelStates

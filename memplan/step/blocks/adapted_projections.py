@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from memplan.step.blocks.builder import ONE, Builder, promoted
 from memplan.step.blocks.projections import plain_linear
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value, Weight
 
 INDEX_BYTES = 8
 """Of a row that has an adapter, where others have none: its number."""

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.tape import Tape
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
 
 TOKENS, ONE = Quantity.TOKENS, Quantity.ONE
 

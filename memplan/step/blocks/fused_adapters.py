@@ -16,8 +16,7 @@ from memplan.catalog.kernel_profiles import ADAPTED
 from memplan.model.model import Model
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, OVER, Sizes, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, OVER, Sizes, Traits, Value, Weight
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
 

@@ -2,8 +2,7 @@
 
 from memplan.model.spec import Norm
 from memplan.step.blocks.builder import ONE, Builder
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value, Weight
 
 
 def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> Value:

@@ -2,8 +2,7 @@
 
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, SAME, VIEW, Reduction, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, VIEW, Reduction, Traits, Value, Weight
 
 
 def plain_linear(builder: Builder, x: Value, name: str, rows: int) -> Value:

@@ -25,7 +25,7 @@ from memplan.step.playing.section import SavedTensor
 from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.training.resolved import TrainingSetup
 from memplan.units import round_up
 

@@ -16,7 +16,7 @@ from memplan.step.tapes.kernel_order import Program, Schedule, orders, schedule
 from memplan.step.tapes.linear_forms import ZERO, Coefficients, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Instant, Played, dominant
 from memplan.step.tapes.reduction_workspaces import Sums, row_sums
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.training.resolved import TrainingSetup
 
 Orders = tuple[Schedule, Schedule]

@@ -9,8 +9,7 @@ from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.delta.delta_rule import DeltaInputs, chunked_rule
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value, Weight
 
 
 def gated_delta_net(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> Value:

@@ -9,8 +9,7 @@ from memplan.model.spec import MixtureOfExperts
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
 
 INDEX_BYTES = 8
 

@@ -14,8 +14,7 @@ from memplan.step.ends.head_on_tape import MOST_ENDS, Named
 from memplan.step.kernels.layer_arguments import position_quantity
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
 from memplan.units import ceil_div
 
 

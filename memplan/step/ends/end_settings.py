@@ -12,7 +12,7 @@ from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.kernels.image_rows import asks_by_layer, has_images
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
 from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, single_form
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import Weight
 from memplan.training.resolved import TrainingSetup
 
 

@@ -18,15 +18,23 @@ from memplan.step.losses.cross_entropy import (
     tiled_cross_entropy,
 )
 from memplan.step.losses.fused_linear_loss import cut_cross_entropy, linear_cross_entropy, tiled_linear_cross_entropy
-from memplan.step.losses.preference_loss import log_probabilities, pair_log_probabilities
-from memplan.step.losses.stretched_loss import stretched_cross_entropy, stretched_logits
-from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS, token_chunk_cross_entropy
-from memplan.step.losses.weighted_loss import model_loss, token_values, weighted_cross_entropy
+from memplan.step.losses.preference_loss import (
+    log_probabilities,
+    model_loss,
+    pair_log_probabilities,
+    token_values,
+    weighted_cross_entropy,
+)
+from memplan.step.losses.token_chunk_loss import (
+    TOKEN_CHUNKS,
+    stretched_cross_entropy,
+    stretched_logits,
+    token_chunk_cross_entropy,
+)
 from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
 from memplan.training.adapted_ends import VALUE_HEAD
 
 MOST_ENDS = 128

@@ -13,10 +13,9 @@ from dataclasses import replace
 
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
-from memplan.step.after_backward import after_backward
 from memplan.step.alive_around_layers import escaped_form, graph_of_loss
 from memplan.step.engines.reduced_gradients import Buckets, EngineBytes, Gradients, WholeGradients
-from memplan.step.head_instants import root_form, tied_sum
+from memplan.step.head_instants import after_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.playing.backward import play_backward

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts
-from memplan.step.after_backward import after_backward
 from memplan.step.alive_around_layers import embedded_leaf, graph_of_loss, leaf_apart, named_embeddings, retained_graph
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
@@ -27,7 +26,7 @@ from memplan.step.engines.engine_step import (
 from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
 from memplan.step.engines.module_visits import Modules
 from memplan.step.engines.reduced_gradients import EngineBytes
-from memplan.step.head_instants import TIED_SUM
+from memplan.step.head_instants import TIED_SUM, after_backward
 from memplan.step.instants import StepForms, saved_by_layers
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments

@@ -13,7 +13,7 @@ from memplan.step.head_instants import AGAIN
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.units import ceil_div
 
 LOSS_BYTES = 4

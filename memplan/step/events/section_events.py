@@ -15,8 +15,7 @@ from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, 
 from memplan.step.tapes.linear_forms import Quantity, Storage
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.tape import Tape
-from memplan.step.tapes.taped_operations import Reduction
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode, Reduction
 
 MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""

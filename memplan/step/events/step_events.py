@@ -25,7 +25,7 @@ from memplan.step.states.parallel_shards import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Form
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Weight
 from memplan.units import MIB
 
 STEPS = 3

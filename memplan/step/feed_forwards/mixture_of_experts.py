@@ -11,8 +11,7 @@ from memplan.step.blocks.fused_adapters import folded_weight
 from memplan.step.blocks.projections import plain_linear
 from memplan.step.feed_forwards.feed_forward import gated, mlp
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value, Weight
 from memplan.units import round_up
 
 GROUPED_ROW_BYTES = 16

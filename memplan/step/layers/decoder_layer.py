@@ -19,8 +19,7 @@ from memplan.step.kernels.attention_choice import is_wide
 from memplan.step.layers.attention import attention
 from memplan.step.layers.scaled_dot_product import latent_attention
 from memplan.step.playing.section import Section
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value, Weight
 
 MOST_LAYERS = 128
 """Kinds of layers that are remembered: a search plans some dozens of them, each hundreds of times."""

@@ -24,8 +24,13 @@ from memplan.step.layers.attention_kernels import (
     weighted_sum,
 )
 from memplan.step.layers.rotation import rotary, turned_complex
-from memplan.step.layers.stepwise_attention import capped_attention, masked_in_layer, stepwise_attention
-from memplan.step.layers.wide_scores import biased_attention, wide_attention
+from memplan.step.layers.stepwise_attention import (
+    biased_attention,
+    capped_attention,
+    masked_in_layer,
+    stepwise_attention,
+    wide_attention,
+)
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value
 from memplan.units import round_up

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.linear_forms import TILE_TOKENS, Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
-from memplan.step.tapes.taped_weight import Weight, summed_as_stored
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value, Weight, summed_as_stored
 
 TILE_COLUMNS = 32_768
 """Columns of the vocabulary in a tile of logits; its rows are :data:`Quantity.TILE_TOKENS`.

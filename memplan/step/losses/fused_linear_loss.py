@@ -7,8 +7,7 @@ from memplan.model.spec import ModelSpec
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.kernels.loss_pieces import TILE_WORDS
 from memplan.step.tapes.linear_forms import Part, Quantity
-from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Sizes, Traits, Value, Weight
 from memplan.units import ceil_div, round_up
 
 PLACE_BYTES = 8

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
-from memplan.step.after_backward import after_backward
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.collectives.gathered_units import Unit
-from memplan.step.head_instants import head_backward
+from memplan.step.head_instants import after_backward, head_backward
 from memplan.step.instants import StepForms, saved_by_layers
+from memplan.step.pipelines.pipeline_schedules import layers_of_stages
 from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.pipelines.rank_timeline import StageStates, moments_of
-from memplan.step.pipelines.stage_layers import layers_of_stages
 from memplan.step.ranks.chunked_head import chunk_losses
 from memplan.step.ranks.sharded_forward import rows_of_head, with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
@@ -28,7 +27,7 @@ from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
 from memplan.step.step_inputs import LABEL_BYTES, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.training.resolved import TrainingSetup
 
 ATTENTION = ("attention", "linear self_attn", "norm input_layernorm")
@@ -41,7 +40,7 @@ def compile_pipeline_step(
     """Return the closed forms of one rank's training step.
 
     Args:
-        model: As the rank has it (:func:`memplan.step.pipelines.stage_layers.staged`).
+        model: As the rank has it (:func:`memplan.step.pipelines.pipeline_schedules.staged`).
         setup: The training setup, whose ``parallel.stage`` is the rank.
     """
     whole = replace(model, inventory=inventory_of(model.spec))

@@ -15,8 +15,7 @@ from operator import ge
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.documents.frozen_values import dataclass
-from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, stages_of
-from memplan.step.pipelines.stage_layers import layers_of_stages
+from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of, layers_of_stages, stages_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from memplan.step.playing.player import Player, temporaries
 from memplan.step.playing.recomputation import Mark, module_of
 from memplan.step.tapes.event_recorder import EventRecorder
 from memplan.step.tapes.linear_forms import Part, Quantity, Storage
-from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Node, Reduction, Value
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Mode, Node, Reduction, Value, Weight
 
 
 def play_backward(player: Player, output: Value) -> int:

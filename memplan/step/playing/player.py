@@ -12,8 +12,7 @@ from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage,
 from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tapes.tape import FOREVER, Tape
-from memplan.step.tapes.taped_operations import Node, Operation, Reduction, Sizes, Value
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Node, Operation, Reduction, Sizes, Value, Weight
 
 Sink = LiveBytes | EventRecorder
 """What a player tells of every storage: one counts bytes, the other writes events down."""

@@ -10,8 +10,7 @@ from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, Storage
 from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.moments import Played, dominant
 from memplan.step.tapes.tape import Tape
-from memplan.step.tapes.taped_operations import Value
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode, Value
 
 TURNED = ("mul cos", "mul sin", "mul complex", "rotary")
 """Beginnings of what operations are called that read rotary tables."""

@@ -24,7 +24,7 @@ from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import numbered
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Instant
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 
 ROOT = ""
 """Name of the model itself, whose unit has all that no layer has."""

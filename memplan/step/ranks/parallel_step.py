@@ -48,7 +48,7 @@ from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import buffers, own_rows
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant, Played
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.training.resolved import TrainingSetup
 
 LOG_BYTES = 4

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memplan.step.collectives.gathered_units import Unit
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 
 COPYING, REDUCTION = "copy into the buffer of the reduction", "reduction"
 """What runs as a unit's gradients are reduced."""

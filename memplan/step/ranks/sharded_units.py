@@ -17,7 +17,7 @@ from memplan.step.states.optimizer_scratch import ON_HOST, sharded_clipping_byte
 from memplan.step.states.parallel_shards import gathered_setup, is_accelerated, reduced_width
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, single_form
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.step.tower.tower_settings import is_of_tower
 from memplan.training.adapters import adapter_tensors, libraries_inventory
 from memplan.training.image_models import is_in_root, wraps_blocks

@@ -28,7 +28,7 @@ from memplan.training.adapters import (
     stable_names,
 )
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup, plain_format
-from memplan.training.rules.role_names import format_name
+from memplan.training.rules.stack_defaults import format_name
 from memplan.units import ceil_div
 
 

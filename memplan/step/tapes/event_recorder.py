@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage
-from memplan.step.tapes.taped_operations import Reduction
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Reduction, Weight
 
 Codes = tuple[int, ...]
 """Events: ``2 * storage`` allocates a storage, ``2 * storage + 1`` frees it."""

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, single_form
-from memplan.step.tapes.taped_operations import PLAIN, Node, Operation, Pass, Sizes, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import PLAIN, Node, Operation, Pass, Sizes, Traits, Value, Weight
 
 FOREVER = 2**62
 """Index of an operation that never comes."""

@@ -1,18 +1,164 @@
-"""Tensors and operations as a tape records them."""
+"""Tensors, parameters and operations as a tape records them: what products read, and how gradients fare."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass as mutable
+from dataclasses import replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.taped_weight import Weight
+from memplan.documents.frozen_values import dataclass
+from memplan.step.tapes.linear_forms import Form, Part, Quantity, Storage, constant_form
+
+DECODER_PIECE_BYTES = 2**19
+"""Most that one of a decoder's tensors takes, rows in fp32 aside (memplan/muon/weights/weight_formats.py)."""
+
+Mode = Literal["first", "again", "filled", "layer"]
+"""How weight gradients fare: stored from now on, added to ones already there, added to zeros where the last step left some,
+or used at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter tensor as an operation of a tape sees it."""
+
+    name: str  # Its name, for explanations
+    trainable: bool = True  # Whether backward forms a gradient for it
+    element_bytes: int = 2  # Bytes of an element as products and norms read it
+    # A copy in the compute dtype made for the product: dequantised, and made again for backward; or cast by autocast,
+    # and saved from forward to backward.
+    copy_bytes: int = 0
+    copy_saved: bool = False  # Whether that copy is saved (autocast) or made anew (dequantised)
+    own_bytes: int = 0  # The weight in its own dtype
+    formed_bytes: int = 0  # Its gradient as backward forms it, in the compute dtype
+    gradient_bytes: int = 0  # Its gradient as it is stored; the formed one itself where ``converted`` is false
+    gradient_scale_bytes: int = 0  # Of the stored gradient, the scale of FP8: a tensor of its own
+    converted: bool = False  # Whether storing makes another tensor
+    # Whether the weight is no float parameter; its gradient is stored while the operation that formed it still holds
+    # its inputs.
+    coded: bool = False
+    add_bytes: int = 0  # Temporaries of rounding into, and of adding to, a gradient store
+    delayed: bool = False  # Whether its gradient waits for another to be added (a tied head), whatever the mode
+    # Whether what waits, with the other gradient added in place, is then the gradient as it is stored.
+    joins_as_stored: bool = False
+    shared: bool = False  # Whether a gradient of it has been stored before, to which this one is added
+    # Whether the bundled optimizer has moved the gradient into its store, and the one that was formed is gone, before
+    # an update inside backward.
+    handed_over: bool = False
+    update_bytes: int = 0  # Temporaries of updating this tensor alone, for updates inside backward
+    rows: int = 0  # Its first dimension
+    columns: int = 0  # Its last dimension
+    foreign: bool = False  # Whether it is stored in the 16-bit dtype that products are not computed in
+    emptied: bool = False  # Whether a step takes its gradient away even where gradients are filled with zeros
+    summed: bool = False  # Whether autograd adds up several gradients of it before it is stored
+    decoding_bytes: int = 0  # What making a dequantised copy takes besides
+    # Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean, for a product,
+    # and formed alone for backward.
+    scales_bytes: int = 0
+    # The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
+    decoded_bytes: int = 0
+    decoding_rows_bytes: int = 0  # How much of that is one tensor: rows in fp32
+    # Temporaries of forming that copy by operators of torch, in order; negative for one that goes when the next is there.
+    decoding_parts: tuple[int, ...] = ()
+    decoded_alike: bool = False  # Whether a product of forward decodes it as one of backward does
+    integers: bool = False  # Whether a product multiplies its codes, and not a decoded copy
+    # Whether its codes are decoded when a module is asked for its weight, so that products read floats
+    # (``BnbNF4Parametrization`` in axolotl/utils/nf4.py, 0.21.0).
+    parametrised: bool = False
+
+    @property
+    def gradient_codes_bytes(self) -> int:
+        """The block that holds its gradient as it is stored; the scale, of 4 bytes in the small pool, is not told."""
+        return self.gradient_bytes - self.gradient_scale_bytes
+
+    @property
+    def decoding(self) -> list[Storage]:
+        """What making a dequantised copy takes besides: rows in fp32, and tensors of half a MiB at most."""
+        pieces, rest = divmod(self.decoding_bytes - self.decoding_rows_bytes, DECODER_PIECE_BYTES)
+        sizes = [self.decoding_rows_bytes, *[DECODER_PIECE_BYTES] * pieces, rest]
+        return [(Part.TEMPORARIES, Quantity.ONE, size) for size in sizes if size]
+
+    @property
+    def scales(self) -> list[Storage]:
+        """Its scales decoded."""
+        return [(Part.TEMPORARIES, Quantity.ONE, self.scales_bytes)] if self.scales_bytes else []
+
+    @property
+    def decoding_parts_again(self) -> tuple[int, ...]:
+        """What forming the copy for backward takes, as ``decoding_parts``: scales are gone when the weight is cast."""
+        scales = (-self.scales_bytes,) if self.scales_bytes else ()
+        return self.decoding_parts or (*scales, *((self.decoded_bytes,) if self.decoded_bytes else ()))
+
+    @property
+    def decoding_again(self) -> list[Storage]:
+        """What decoding for backward takes besides, when the copy that is read is there."""
+        return [] if self.decoded_bytes else self.decoding
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two dimensions or more."""
+        return self.own_bytes > self.rows * self.element_bytes or self.rows != self.columns
+
+    def own_mode(self, mode: Mode) -> Mode:
+        """Return how this weight's gradient fares where gradients in general fare so."""
+        if self.summed:
+            return "again"
+        if mode != "filled":
+            return mode
+        return "first" if self.emptied else "again"
+
+    @property
+    def casts_gradient(self) -> bool:
+        """Whether the gradient of autocast's copy is cast to the weight's own dtype."""
+        return self.copy_saved and self.copy_bytes == self.formed_bytes < self.own_bytes
+
+    def stays(self, mode: Mode) -> bool:
+        """Tell whether the gradient that is formed is the one that is stored, or used at once as a stored one would be."""
+        return mode in ("first", "layer") and not self.converted and self.gradient_bytes == self.formed_bytes
+
+    def stays_summed(self, mode: Mode) -> bool:
+        """Tell the same of a gradient that several have been added up to."""
+        return self.joins_as_stored and mode in ("first", "layer") if self.delayed else self.stays(mode)
+
+    def made_bytes(self, mode: Mode) -> int:
+        """Return the gradient that storing makes of the one that is formed, to be kept or used at once."""
+        return self.gradient_bytes if mode in ("first", "layer") and not self.stays(mode) else 0
+
+    def storing_form(self, mode: Mode) -> Form:
+        """Return what storing takes (:meth:`storing_bytes`) by component."""
+        made = self.made_bytes(mode)
+        rest = self.storing_bytes(mode) - made
+        return constant_form(Part.GRADIENTS, made) + constant_form(Part.TEMPORARIES, rest)
+
+    def storing_bytes(self, mode: Mode) -> int:
+        """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.
+
+        Autocast's copy has a gradient of its own, which is cast to the weight's dtype and let go
+        before anything else happens.
+        """
+        mode = self.own_mode(mode)
+        cast = self.casts_gradient
+        converted = self.gradient_bytes != self.own_bytes if cast else self.converted
+        stored = self.gradient_bytes if converted and mode != "again" else 0
+        added = self.add_bytes if converted or mode == "again" else 0
+        update = self.update_bytes if mode == "layer" else 0
+        if self.handed_over:
+            update -= self.own_bytes if cast else self.formed_bytes
+        extra = stored + max(added, update)
+        return max(self.own_bytes, self.own_bytes - self.formed_bytes + extra) if cast else extra
+
+
+def summed_as_stored(weight: Weight) -> Weight:
+    """Return a weight whose gradient is formed in its own dtype, whatever products are computed in, and stored as it is."""
+    formed = weight.own_bytes if weight.trainable else 0
+    converted = weight.converted and weight.gradient_bytes != formed
+    return replace(weight, copy_bytes=0, copy_saved=False, formed_bytes=formed, converted=converted)
+
 
 Sizes = Sequence[tuple[Quantity, int]]
 """Bytes for each unit of some quantities."""
 
 
-@dataclass(slots=True, eq=False)
+@mutable(slots=True, eq=False)
 class Value:
     """A tensor of a tape; views share a storage."""
 
@@ -93,7 +239,7 @@ PLAIN = Traits()
 SAVES_NOTHING = Traits(packs=False)
 
 
-@dataclass(slots=True, eq=False)
+@mutable(slots=True, eq=False)
 class Node:
     """The backward of one operation."""
 
@@ -126,7 +272,7 @@ class Node:
         return alone and self.weights[0].is_matrix and not self.weights[0].coded
 
 
-@dataclass(slots=True, eq=False)
+@mutable(slots=True, eq=False)
 class Operation:
     """One operation of forward."""
 

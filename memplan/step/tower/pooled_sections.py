@@ -15,13 +15,13 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.feed_forwards.feed_forward import activated
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
-from memplan.step.tower.patch_attention import attended_images
 from memplan.step.tower.tower_sections import (
     IMAGE_TOKENS,
     INSTANT,
     MOST_PARTS,
     PATCHES,
     Named,
+    attended_images,
     convolved,
     given_pixels,
     scattered,

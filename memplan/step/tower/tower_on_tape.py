@@ -11,7 +11,7 @@ from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant, Played
-from memplan.step.tapes.taped_weight import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Weight
 from memplan.step.tower.pooled_sections import pooled_block, pooled_closing, pooled_opening
 from memplan.step.tower.stacked_sections import deep_section, stacked_block, stacked_closing, stacked_opening
 from memplan.step.tower.tower_sections import Named, cast_pixels, closing_section, opening_section, tower_block

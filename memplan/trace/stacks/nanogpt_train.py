@@ -25,7 +25,7 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_parts, watch_states
 from memplan.training.resolved import TrainingSetup
 

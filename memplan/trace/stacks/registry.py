@@ -1,4 +1,4 @@
-"""The stacks whose own code can be traced, and the tracing of one."""
+"""The stacks whose own code can be traced, what their programs are given and offer, and the tracing of one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,92 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
 from memplan.errors import CannotAnswerError, MemplanError
+from memplan.model.model import Model
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.recording.assembly import assembled
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Trace
 from memplan.trace.recording.workspaces import cublas_workspace_bytes
-from memplan.trace.stacks.stack_inputs import StackInputs
 from memplan.training.resolved import TrainingSetup
+
+AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2"]
+"""What transformers calls the ways in which attention can run."""
+
+STEPS = 3
+"""Steps of a program: the first makes what stays, the second what a loop still has names for, the third is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackDetails:
+    """Settings of a stack's own that a training setup has no key for."""
+
+    attention: AttentionImplementation = "sdpa"  # How attention runs; ``sdpa`` is torch's choice on the card
+    reentrant: bool = False  # Whether layers are computed again by the older, reentrant kind of checkpointing
+    adapter_dropout: float = 0.0  # Probability of dropout in front of adapters
+    modules_to_save: tuple[str, ...] = ()  # Modules beside the adapters that are trained whole
+    rank: int = 0  # Which of several ranks is traced, where they differ
+
+
+def details_of(setup: TrainingSetup) -> StackDetails:
+    """Return what a setup's stack says of itself."""
+    attention: AttentionImplementation = "eager" if setup.profile.attention == "eager" else "sdpa"
+    if setup.runs_flash_attn:
+        attention = "flash_attention_2"
+    adapter = setup.config.adapter
+    dropout = 0.0 if adapter is None else adapter.dropout or 0.0
+    modules = () if adapter is None else adapter.modules_to_save
+    reentrant = setup.stack.checkpointing.reentrant
+    return StackDetails(attention, reentrant, dropout, modules_to_save=modules)
+
+
+@dataclass(frozen=True, slots=True)
+class StackInputs:
+    """A job for a stack."""
+
+    model: Model  # The model, as memplan knows it
+    keys: Mapping[str, Any]  # The same model, as the keys of its ``config.json``, ``model_type`` among them
+    setup: TrainingSetup  # How it is trained
+    compute_capability: str = "9.0"  # Of the card whose kernels are chosen, such as ``8.6``
+    details: StackDetails = StackDetails()  # What the setup does not say
+    device: str = "meta"  # What it runs on: ``meta`` in a trace, else a device on which it really trains
+    card_bytes: int = 0  # Memory of the card, by which some code chooses; 0 where nothing says which card it is
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether tensors have no memory."""
+        return self.device == "meta"
+
+
+class StackProgram(Protocol):
+    """A module of this folder, or of one in here: how one library trains."""
+
+    PACKAGES: tuple[str, ...]  # Packages that it imports, by the names that they are installed under
+
+    def run(self, inputs: StackInputs, recorder: Recorder) -> StackRun:
+        """Build the job and run ``STEPS`` steps of it, told to ``recorder``, the last of which is reported.
+
+        Raises:
+            CannotAnswerError: The library cannot do what the setup asks for.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StackRun:
+    """What a program says of the job that it ran."""
+
+    title: str  # What was run, in words
+    vocab_size: int  # Width of tensors that count as logits
+    notes: tuple[str, ...] = ()  # What is left out or assumed, one sentence each
+
 
 PROGRAMS: Mapping[str, str] = {
     "plain-loop": "memplan.trace.stacks.huggingface.plain_loop",
@@ -36,7 +107,7 @@ PROGRAMS: Mapping[str, str] = {
     "ms-swift": "memplan.trace.stacks.own_trainers.swift_trainers",
     "nanogpt": "memplan.trace.stacks.nanogpt_train",
 }
-"""Stack -> the module of its program (:class:`memplan.trace.stacks.stack_inputs.StackProgram`)."""
+"""Stack -> the module of its program (:class:`memplan.trace.stacks.registry.StackProgram`)."""
 
 OLDER: Mapping[str, tuple[str, str]] = {"torchtitan": ("0.3", "memplan.trace.stacks.titan.torchtitan_older")}
 """Stack -> the version from which on its program is the one above, and that of the versions before."""

@@ -15,13 +15,18 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import ROLES
 from memplan.training.learning import recipe_of, with_learning
 from memplan.training.parallelism import parallel_refusals
-from memplan.training.resolution.config_problems import Path, config_problems
-from memplan.training.resolution.config_refusals import refuse_frozen_formats, refuse_offloading, refuse_unmodelled
+from memplan.training.resolution.config_problems import (
+    Path,
+    config_problems,
+    refuse_frozen_formats,
+    refuse_offloading,
+    refuse_unmodelled,
+)
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
+from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_checkpointing, with_method, with_method_rules
-from memplan.training.rules.role_names import filled, format_name, optimizer_name
-from memplan.training.rules.shared_rules import steps_beside
+from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name
 from memplan.training.rules.stack_rules import kbit_formats, kernel_refusals, unmodelled, with_adapters
 from memplan.units import parse_bytes
 

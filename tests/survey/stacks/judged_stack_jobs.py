@@ -18,7 +18,7 @@ from memplan.step.states.flat_partitions import flat_groups, fullest_rank, rank_
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, details_of
+from memplan.trace.stacks.registry import STEPS, StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
 from tests.survey.drawn_jobs import GPU, Verdict, compared, reserved, resolved
 from tests.survey.stacks.drawn_stack_jobs import StackJob

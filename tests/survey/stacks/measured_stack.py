@@ -11,8 +11,7 @@ from memplan.host.this_machine import driver_version
 from memplan.measure.measure_cpu import Marker, peaks_of
 from memplan.measure.measure_cuda import PeakReader, context_bytes, used_bytes
 from memplan.measure.measured import Measurement, Progress
-from memplan.trace.stacks.registry import program_of, versions
-from memplan.trace.stacks.stack_inputs import StackInputs
+from memplan.trace.stacks.registry import StackInputs, program_of, versions
 
 
 @dataclass(frozen=True, slots=True)

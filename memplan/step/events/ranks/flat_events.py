@@ -32,7 +32,7 @@ from memplan.step.states.flat_partitions import (
 )
 from memplan.step.states.parallel_shards import reduced_elements
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.step.units.host_memory import FP32_BYTES
 
 REDUCES = 3

@@ -21,7 +21,7 @@ from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.ranks.flat_adapters import retained_by_hooks
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import numbered
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.step.tower.tower_settings import is_of_tower
 from memplan.units import ceil_div
 

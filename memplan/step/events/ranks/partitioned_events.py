@@ -27,7 +27,7 @@ from memplan.step.states.flat_partitions import in_fp32, partition_states
 from memplan.step.states.partitioned_weights import partitions, subgroups
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 from memplan.step.units.host_memory import FP32_BYTES
 from memplan.units import ceil_div
 

@@ -33,10 +33,9 @@ from memplan.trace.pretended_cuda.bitsandbytes_layers import quant_state, quanti
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.built_model import loaded_model, with_adapters
 from memplan.trace.stacks.huggingface.trainer_loop import Rows, collated, pretended_machine, trained, training_arguments
-from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import REFERRED
 from memplan.units import ceil_div

@@ -12,7 +12,7 @@ import torch
 from transformers.generation import utils
 
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.stacks.stack_inputs import StackInputs
+from memplan.trace.stacks.registry import StackInputs
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING
 

@@ -20,8 +20,7 @@ from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.chosen_rows import AllDesirable
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on
+from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on, with_adapters
 from memplan.trace.stacks.huggingface.trainer_loop import (
     Rows,
     collated,
@@ -30,7 +29,7 @@ from memplan.trace.stacks.huggingface.trainer_loop import (
     training_arguments,
 )
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
-from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.registry import StackInputs, StackRun
 
 PACKAGES = ("llamafactory", "transformers", "peft", "accelerate", "bitsandbytes")
 

@@ -19,10 +19,9 @@ from memplan.trace.pretended_cuda.known_images import image_columns, known_image
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.adapted_model import adapted
-from memplan.trace.stacks.huggingface.built_model import loaded_model, text_config
+from memplan.trace.stacks.huggingface.built_model import adapted, loaded_model, text_config
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import watch_states
 from memplan.training.resolved import TrainingSetup
 

@@ -26,8 +26,7 @@ from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.huggingface.adapted_model import lora_config
-from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on
+from memplan.trace.stacks.huggingface.built_model import loaded_model, lora_config, made_on
 from memplan.trace.stacks.huggingface.generated_rows import (
     generating,
     loaded_reference,
@@ -36,7 +35,7 @@ from memplan.trace.stacks.huggingface.generated_rows import (
 )
 from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
-from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING, REFERRED
 

@@ -33,11 +33,10 @@ from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, record_engine,
 from memplan.trace.ranks.prepared_model import several_gpus
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
-from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model, text_config
+from memplan.trace.stacks.huggingface.built_model import loaded_model, text_config, with_adapters
 from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import watch_states
 from memplan.training.resolved import TrainingSetup
 

@@ -16,8 +16,7 @@ import transformers.modeling_utils
 from memplan.trace.pretended_cuda.chosen_rows import ChosenRows
 from memplan.trace.pretended_cuda.known_images import OWN_ADDITION, image_columns
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.built_model import loaded_model, with_adapters
 from memplan.trace.stacks.huggingface.trainer_loop import (
     pretended_machine,
     row_count,
@@ -25,7 +24,7 @@ from memplan.trace.stacks.huggingface.trainer_loop import (
     training_arguments,
 )
 from memplan.trace.stacks.huggingface.watched_model import mark_weights
-from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("ms-swift", "trl", "transformers", "peft", "accelerate", "bitsandbytes")

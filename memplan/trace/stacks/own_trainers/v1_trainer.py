@@ -22,11 +22,10 @@ from memplan.errors import CannotAnswerError
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
-from memplan.trace.stacks.huggingface.adapted_model import with_adapters
-from memplan.trace.stacks.huggingface.built_model import loaded_model
+from memplan.trace.stacks.huggingface.built_model import loaded_model, with_adapters
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
-from memplan.trace.stacks.stack_inputs import STEPS, StackInputs, StackRun
+from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_states
 from memplan.training.resolved import TrainingSetup
 

@@ -36,7 +36,7 @@ from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, shard
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup

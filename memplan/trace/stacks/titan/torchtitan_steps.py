@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.valueless_tensors import AnyNumber
-from memplan.trace.stacks.stack_inputs import STEPS
+from memplan.trace.stacks.registry import STEPS
 
 
 def run_steps(step: Callable[[], None], recorder: Recorder) -> None:

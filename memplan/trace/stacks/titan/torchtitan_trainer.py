@@ -38,12 +38,10 @@ from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, shard
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
-from memplan.trace.stacks.stack_inputs import StackInputs, StackRun
+from memplan.trace.stacks.registry import StackInputs, StackRun
+from memplan.trace.stacks.titan import torchtitan_parts
 from memplan.trace.stacks.titan.flex_kernel import block_mask
-from memplan.trace.stacks.titan.torchtitan_context import attending_along, own_part, runs_flex
-from memplan.trace.stacks.titan.torchtitan_experts import expert_mesh, routed_rows
 from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
-from memplan.trace.stacks.titan.torchtitan_optimizers import optimizers_of
 from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
@@ -68,7 +66,12 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     setup = inputs.setup
     refuse_settings(setup, "torchtitan", compiles="layers", fills=True)
     with ExitStack() as around:
-        for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), runs_flex()):
+        for one in (
+            cuda_autocast(),
+            composite_kernels(inputs.compute_capability),
+            cuda_optimizer_paths(),
+            torchtitan_parts.runs_flex(),
+        ):
             around.enter_context(one)
         around.enter_context(_attends(setup))
         if setup.config.compile == "layers":
@@ -128,10 +131,10 @@ def _trainer(model: Any, setup: TrainingSetup, recorder: Recorder, around: ExitS
         dims = ParallelDims(*shared, mesh.size(), BACKEND)
         mesh = dims.get_mesh(["dp_replicate", "fsdp"] if parallel.replicate > 1 else ["fsdp"])
     if parallel.expert > 1:
-        around.enter_context(routed_rows(setup))
+        around.enter_context(torchtitan_parts.routed_rows(setup))
     if parallel.pipeline == 1:
         if parallel.context > 1:
-            around.enter_context(attending_along(model, dims))
+            around.enter_context(torchtitan_parts.attending_along(model, dims))
         _parallelized(model, setup, mesh, dims)
         return _Trainer([model], setup, recorder, dims=dims)
     assert dims is not None
@@ -150,17 +153,15 @@ def _parallelized(model: Any, setup: TrainingSetup, mesh: Any, dims: ParallelDim
     _compiled(model, setup)
     if is_sharded(parallel):
         compute, own = setup.config.compute_dtype, setup.format_names["hidden_matrix"]
-        dtypes = {"param_dtype": TORCH_DTYPES[compute], "reduce_dtype": TORCH_DTYPES[own]}
-        policy = "default" if parallel.reshard_after_forward else "never"
-        experts = expert_mesh(dims, parallel) if dims else None
         torchtitan.distributed.fsdp.apply_fsdp_to_decoder(
             model,
             mesh,
-            **dtypes,
+            param_dtype=TORCH_DTYPES[compute],
+            reduce_dtype=TORCH_DTYPES[own],
             pp_enabled=parallel.pipeline > 1,
-            reshard_after_forward_policy=policy,
+            reshard_after_forward_policy="default" if parallel.reshard_after_forward else "never",
             ep_degree=parallel.expert,
-            edp_mesh=experts,
+            edp_mesh=torchtitan_parts.expert_mesh(dims, parallel) if dims else None,
         )
 
 
@@ -223,7 +224,7 @@ class _Trainer:
     ) -> None:
         self.parts, self.setup, self.recorder, self.pipeline, self.dims = parts, setup, recorder, pipeline, dims
         self.loss, self.done = pipeline.loss if pipeline else _loss(setup), 0
-        self.optimizers = optimizers_of(parts, setup)
+        self.optimizers = torchtitan_parts.optimizers_of(parts, setup)
         for part in parts:
             watch_tensors(part, recorder)
         for optimizer in self.optimizers:
@@ -285,7 +286,7 @@ class _Trainer:
     def _prepared(self, rows: dict[str, Any], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return token ids, labels and what else the model is called with, a rank's part of them where GPUs share sequences."""
         if self.setup.config.parallel.context > 1:
-            return own_part(rows, labels, self.dims)
+            return torchtitan_parts.own_part(rows, labels, self.dims)
         return rows["input"], labels, self._arguments(rows, labels)
 
     def _all_stages(self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor) -> Tensor:
