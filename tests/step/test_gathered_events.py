@@ -13,7 +13,7 @@ from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
-from memplan.step.events.ranks.gathered_events import CASTS, GATHERS, REDUCES
+from memplan.step.events.ranks.gathered_events import AMONG_GROUPS, CASTS, GATHERS, REDUCES
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 from tests.jobs import SHAPES, shipped_catalog
@@ -53,7 +53,7 @@ def test_adapters_that_are_units_of_their_own_are_reduced_one_by_one_and_their_f
 ):
     plan = plan_of("lora", LAYOUTS[layout], activation_checkpointing=checkpointing)
     events = events_of(plan)
-    assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 20
+    assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 250
     step = range(events.steady_from, len(events.codes))
     reduced = [events.codes[place] for place in step if events.stream.streams.get(events.codes[place] >> 1) == REDUCES]
     trained = sum(entry.tensor.count for entry in plan.states.tensors if entry.trainable)
@@ -96,6 +96,29 @@ def test_what_is_gathered_cast_and_reduced_comes_from_streams_of_their_own():
     runs = [together.peaks(least + (apart - least) * share // 8) for share in range(9)]
     assert runs[-1].survives
     assert not runs[0].survives or runs[0].retries
+
+
+@pytest.mark.parametrize("layout", ["groups", "fsdp1 pre, True"])
+def test_shares_that_groups_reduce_among_them_are_cast_on_a_stream_of_its_own(layout):
+    plan = plan_of("mixed-adamw", replace(LAYOUTS[layout], data=8, replicate=2))
+    events = events_of(plan)
+    on = {
+        stream: sum(events.sizes[name] for name, own in events.stream.streams.items() if own == stream)
+        for stream in range(5)
+    }
+    assert on[AMONG_GROUPS] > 0
+    alone = events_of(plan_of("mixed-adamw", replace(LAYOUTS[layout], data=8, replicate=1)))
+    assert AMONG_GROUPS not in alone.stream.streams.values()
+
+
+def test_frozen_weights_of_the_same_width_in_another_dtype_are_cast_before_they_are_gathered():
+    weights = {"hidden_matrix": "nf4", "default": "fp16"}
+    sizes = {}
+    for default in ("fp16", "bf16"):
+        plan = plan_of("qlora", FSDP2, weights={**weights, "default": default}, compute_dtype="bf16")
+        events = events_of(plan)
+        sizes[default] = sum(events.sizes[name] for name, own in events.stream.streams.items() if own == GATHERS)
+    assert sizes["fp16"] > sizes["bf16"]
 
 
 def test_a_plan_over_shards_has_its_reserve_simulated_and_its_streams_in_it_once():

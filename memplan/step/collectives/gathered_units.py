@@ -21,6 +21,7 @@ from memplan.step.states.parallel_shards import (
     is_whole,
     reduced_width,
     shard,
+    stored_dtype,
     stored_width,
 )
 from memplan.step.units.flat_units import flat_elements
@@ -145,7 +146,11 @@ def _group(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         reduced_bytes=ranks * trained * reduced,
         kept_bytes=trained * own,
         narrow_bytes=trained * reduced if reduced != own or ranks == 1 else 0,
-        cast_bytes=sum(n for n, width, _ in shards if (width != compute and casts_shards(setup)) or offloads)
+        cast_bytes=sum(
+            elements
+            for (elements, _, _), tensor in zip(shards, tensors, strict=True)
+            if offloads or (casts_shards(setup) and stored_dtype(tensor, setup)[0] != setup.config.compute_dtype)
+        )
         * compute
         * (ranks > 1),
         last_bytes=_last_elements(tensors, setup) * compute if ranks > 1 else 0,

@@ -69,7 +69,7 @@ class StepPlayer:
         self.tensors = ModelTensors(inputs)
         self.around = around(self.stream, self.tensors)
         self.updates = Updates(self.stream, inputs, self.tensors)
-        self._taker = self.around if self.around.takes_gradients else self.updates
+        self._taker = self.around if self.around.takes_gradients or self.around.hands_over else self.updates
         self.gradients: dict[str, int] = {}
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
         self._buffers = buffers

@@ -14,7 +14,8 @@ class WholeModel:
     copies_returned = False  # Whether what it returns is copied
     adds_tied = False  # Whether the gradients of a tied embedding and head are added up in that of the head
     visits = False  # Whether it is told where modules begin and end
-    takes_gradients = False  # Whether gradients are taken as they are formed, and stepped here
+    hands_over = False  # Whether gradients are taken as they are formed
+    takes_gradients = False  # Whether they are stepped here as well
 
     def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
         """Allocate what a rank stores of the weights, given the bytes of each."""

@@ -231,13 +231,19 @@ def reduced_width(setup: TrainingSetup) -> int:
 
 def stored_width(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[int, bool]:
     """Return the bytes of an element of a tensor, and whether it is trained."""
+    name, trains = stored_dtype(tensor, setup)
+    return FLOAT_BYTES[name], trains
+
+
+def stored_dtype(tensor: ParameterTensor, setup: TrainingSetup) -> tuple[str, bool]:
+    """Return the dtype of a tensor, and whether it is trained."""
     if ADAPTER in tensor.name:
-        return FLOAT_BYTES[setup.adapter_dtype], tensor.used
+        return setup.adapter_dtype, tensor.used
     if not tensor.used:
-        return FLOAT_BYTES[stored_format(setup, tensor)[0]], False
+        return stored_format(setup, tensor)[0], False
     if setup.config.adapter is None:
-        return FLOAT_BYTES[setup.format_names["hidden_matrix"]], True
-    return FLOAT_BYTES[setup.format_names[tensor.role]], False
+        return setup.format_names["hidden_matrix"], True
+    return setup.format_names[tensor.role], False
 
 
 def looks_for_unused_parameters(setup: TrainingSetup) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
+from memplan.step.events.ranks.adapted_events import AdaptedUnits
 from memplan.step.events.ranks.flat_events import FlatEngine
 from memplan.step.events.ranks.gathered_events import Units
 from memplan.step.events.ranks.partitioned_events import PartitionedEngine
@@ -27,12 +28,15 @@ def around_parts(
         values: Values of the quantities that sizes are made of.
         sharded: The units that the rank gathers its model in; None where it is whole.
     """
+    parallel = inputs.setup.config.parallel
+    if sharded is not None and sharded.adapters:
+        return lambda stream, _: AdaptedUnits(stream, sharded, parallel, values)
     if sharded is not None:
-        return lambda stream, _: Units(stream, sharded, values)
-    if is_flat(inputs.setup.config.parallel):
+        return lambda stream, _: Units(stream, sharded, parallel)
+    if is_flat(parallel):
         return lambda stream, tensors: FlatEngine(stream, inputs, tensors)
-    if is_partitioned(inputs.setup.config.parallel):
+    if is_partitioned(parallel):
         return lambda stream, tensors: PartitionedEngine(stream, inputs, tensors, taped)
-    if is_replicated(inputs.setup.config.parallel):
+    if is_replicated(parallel):
         return lambda stream, tensors: Replicas(stream, inputs, tensors, taped.head.logits, values)
     return lambda _, __: WholeModel()

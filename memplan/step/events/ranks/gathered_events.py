@@ -15,22 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.whole_model import WholeModel, first_and_last
-from memplan.step.ranks.flat_adapters import retained_by_hooks
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import numbered
 from memplan.step.tapes.taped_operations import Mode
 from memplan.step.tower.tower_settings import is_of_tower
 from memplan.units import ceil_div
 
-COMPUTES, GATHERS, CASTS, REDUCES = range(4)
-"""Streams: that of all operators; of gathered weights, or the buffers they come in; of shards that are cast; of reductions."""
+COMPUTES, GATHERS, CASTS, REDUCES, AMONG_GROUPS = range(5)
+"""Streams: that of all operators; of gathered weights, or the buffers they come in; of shards that are cast; of reductions; of those among groups."""
 
 
 @dataclass(slots=True)
-class _UnitTensors:
+class UnitTensors:
     """What there is of a unit."""
 
     unit: Unit
@@ -47,25 +47,23 @@ class Units(WholeModel):
 
     Args:
         stream: Where events are written to.
-        step: The rank's step. Where adapters' matrices are units of their own, the one or two that are whole at a time are left out.
-        values: Values of the quantities that sizes are made of.
+        step: The rank's step.
+        parallel: How several GPUs train; groups that each have everything reduce among them on a stream of its own.
     """
 
-    def __init__(self, stream: EventStream, step: ShardedStep, values: Sequence[int]) -> None:
+    def __init__(self, stream: EventStream, step: ShardedStep, parallel: Parallel) -> None:
         self._stream, self._step, self._flat = stream, step, step.flat is not None
-        self._first = _UnitTensors(step.first)
-        self._tail = _UnitTensors(step.tail) if step.apart else self._first
+        self._first = UnitTensors(step.first)
+        self._tail = UnitTensors(step.tail) if step.apart else self._first
         runs = zip(step.units, step.taped.runs, strict=True)
-        layers = [_UnitTensors(unit) for unit, run in runs for _ in range(run.count)]
+        layers = [UnitTensors(unit) for unit, run in runs for _ in range(run.count)]
         self._parts = [self._first, *layers, self._tail]
-        self._rest = _UnitTensors(step.rest) if step.rest else None
+        self._rest = UnitTensors(step.rest) if step.rest else None
         self._last_buffer: list[int] = []  # In forward it lives until the next unit has been copied out of its own
         self._reducing: list[int] = []  # What a reduction reads, until the next one
         self._waiting: list[int] = []  # What groups reduce among them, until the end of backward
-        self._adapters = {name: _UnitTensors(unit) for name, unit in step.adapters.items()}
-        self._leaving: _UnitTensors | None = None  # A frozen layer, which goes when backward reaches the next one
-        self._retained = [retained_by_hooks(step).total_bytes(values)] * 2 if self._adapters else []
         self._micro_step, self._backward = 0, False
+        self._ranks, self._casts_on = parallel.shards, AMONG_GROUPS if parallel.replicate > 1 else REDUCES
 
     def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
         """Allocate the rank's shards; a flat tensor is put together on the device, of what is moved there, before it is cut.
@@ -77,11 +75,11 @@ class Units(WholeModel):
         if not self._flat:
             stream.allocate_all(sizes)
             return
-        ranks, left = self._step.inputs.setup.config.parallel.shards, sum(sizes)
+        left = sum(sizes)
         for unit in [*[tensors.unit for tensors in self._parts[1:-1]], self._step.first, *self._step.adapters.values()]:
             moved = stream.allocate_all(unit.tensor_bytes)
             whole = stream.allocate(sum(unit.tensor_bytes))
-            shard = min(unit.kept_bytes or ceil_div(sum(unit.tensor_bytes), ranks), left)
+            shard = min(unit.kept_bytes or ceil_div(sum(unit.tensor_bytes), self._ranks), left)
             stream.allocate(shard)
             stream.free_all([whole, *moved])
             left -= shard
@@ -146,19 +144,13 @@ class Units(WholeModel):
         if place < len(self._parts) - 1:
             self._gather(tensors)
             self._copy_out(tensors)
-        if self._prefetches("pre") and 0 < place < len(self._parts) - 1 and not self._adapters:
+        if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
             self._gather(self._parts[place - 1])
-        if self._leaving is not None:
-            self._let_go(self._leaving)
-            self._leaving = None
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""
         tensors, last = self._parts[place], self._is_last_micro_step
         if self._is_root(place) and place:
-            return
-        if self._adapters:
-            self._leave_adapted(place, gradients, last=last)
             return
         own = [gradients.pop(name) for name in self._names(place, gradients)] if last or self._flat else []
         added = self._together(tensors, own) if self._flat else []
@@ -172,23 +164,6 @@ class Units(WholeModel):
             self._reduce(tensors, own)
         self._stream.free_all(added)
         if place == 0:
-            self._end(gradients, last=last)
-
-    def _leave_adapted(self, place: int, gradients: dict[str, int], *, last: bool) -> None:
-        """Reduce an adapter's gradients one by one; frozen weights go when backward has reached the layer before.
-
-        What is gathered ahead of a layer is an adapter in it, and the layer before ahead of its first adapter alone.
-        """
-        for name in self._names(place, gradients):
-            tensors = self._adapters[name]
-            added = self._together(tensors, [gradients.pop(name)])
-            if last:
-                self._reduce(tensors, [tensors.flat])
-            self._stream.free_all(added)
-        if place:
-            self._waiting += self._stream.allocate_all(size for size in self._retained if size)
-            self._leaving = self._parts[place]
-        else:
             self._end(gradients, last=last)
 
     def stepped(self) -> None:
@@ -226,9 +201,9 @@ class Units(WholeModel):
     def _is_root(self, place: int) -> bool:
         return self._parts[place] is self._first and not self._step.apart
 
-    def _all(self) -> Iterable[_UnitTensors]:
+    def _all(self) -> Iterable[UnitTensors]:
         """Return all units, each once."""
-        units = *self._parts, *([self._rest] if self._rest else []), *self._adapters.values()
+        units = *self._parts, *([self._rest] if self._rest else [])
         return {id(tensors): tensors for tensors in units}.values()
 
     def _prefetches(self, when: str) -> bool:
@@ -252,7 +227,7 @@ class Units(WholeModel):
         """Tell whether a weight is in the root's own unit beside those of the ends."""
         return name.startswith(f"{self._step.inputs.spec.names.positions}.") or is_of_tower(name)
 
-    def _gather(self, tensors: _UnitTensors) -> None:
+    def _gather(self, tensors: UnitTensors) -> None:
         """Gather a unit into its buffer, or in place; nothing where it is there."""
         if tensors.whole or tensors.buffer:
             return
@@ -265,7 +240,7 @@ class Units(WholeModel):
             tensors.buffer = [stream.allocate(unit.buffer_bytes, GATHERS)]
         stream.free_all(cast)
 
-    def _copy_out(self, tensors: _UnitTensors) -> None:
+    def _copy_out(self, tensors: UnitTensors) -> None:
         """Copy a unit out of its buffer, tensor by tensor."""
         if self._flat or tensors.whole:
             return
@@ -277,12 +252,12 @@ class Units(WholeModel):
             self._last_buffer = tensors.buffer
         tensors.buffer = []
 
-    def _let_go(self, tensors: _UnitTensors) -> None:
+    def _let_go(self, tensors: UnitTensors) -> None:
         self._stream.free_all(tensors.whole)
         tensors.whole = []
 
     # ---------------------------------------------------------------- gradients
-    def _together(self, tensors: _UnitTensors, gradients: Sequence[int]) -> list[int]:
+    def _together(self, tensors: UnitTensors, gradients: Sequence[int]) -> list[int]:
         """Put a flat tensor's gradients together in one; return it where it is added to that of micro-steps before, which autograd holds it through."""
         stream = self._stream
         stream.of("gradients")
@@ -294,7 +269,7 @@ class Units(WholeModel):
             return []
         return [flat]
 
-    def _reduce(self, tensors: _UnitTensors, gradients: Sequence[int]) -> None:
+    def _reduce(self, tensors: UnitTensors, gradients: Sequence[int]) -> None:
         """Reduce a unit's gradients to the rank's share of them."""
         stream, unit = self._stream, tensors.unit
         stream.of("communication")
@@ -313,7 +288,7 @@ class Units(WholeModel):
         shard = stream.allocate(reduced, REDUCES)
         wait = self._waiting.append if unit.waiting_bytes(new=tensors.share < 0) else stream.free  # for other groups
         if reduced != unit.kept_bytes:
-            wide = stream.allocate(unit.kept_bytes, REDUCES)
+            wide = stream.allocate(unit.kept_bytes, self._casts_on)
             wait(shard)
             shard, wait = wide, stream.free
         stream.free_all([*given, *(gradients if self._flat else ())])
