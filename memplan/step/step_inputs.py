@@ -15,6 +15,7 @@ from memplan.step.states.optimizer_scratch import (
     emptied_names,
     handed_over,
     store_bytes,
+    stored_names,
     tensor_temporaries,
 )
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -97,18 +98,19 @@ Parameter = tuple[str, bool, tuple[int, ...]]
 
 def taped_weights(setup: TrainingSetup, states: ModelStates) -> dict[Parameter, Weight]:
     """Return every parameter tensor that is used as tapes see it; one that several runs of layers have is alike in all in which it trains."""
-    emptied = emptied_names(setup, states.tensors)
+    emptied, stored = emptied_names(setup, states.tensors), stored_names(setup, states.tensors)
     distinct = {
         (entry.tensor.name, entry.trainable, entry.tensor.shape): entry for entry in states.tensors if entry.tensor.used
     }
-    return {key: _taped(setup, entry, key[0] in emptied) for key, entry in distinct.items()}
+    return {key: _taped(setup, entry, key[0] in emptied, key[0] in stored) for key, entry in distinct.items()}
 
 
-def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
+def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool, stored: bool) -> Weight:
     """Return a parameter tensor as tapes see it.
 
     Args:
         emptied: Whether a step takes its gradient away in any case.
+        stored: Whether its gradient stands in a store of the bundled optimizer.
     """
     layer = setup.config.gradients.lifetime == "layer"
     parametrised = entry.quantized and setup.config.parallel.staged_codes
@@ -125,7 +127,7 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool) -> Weight:
         gradient_scale_bytes=0 if setup.gradient is None else setup.gradient.tensor_bytes,
         coded=entry.quantized and not parametrised,
         parametrised=parametrised,
-        add_bytes=store_bytes(setup, entry),
+        add_bytes=store_bytes(setup, entry, stored=stored),
         converted=entry.trainable and _is_converted(setup, entry),
         emptied=emptied,
         handed_over=not entry.quantized and handed_over(setup, entry),

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memplan.catalog.training_config import Gradients  # noqa: E402
 from memplan.plan.memory_plan import Device  # noqa: E402
 from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate  # noqa: E402
@@ -37,6 +38,16 @@ def test_the_peak_and_the_step_of_a_coded_config_are_what_the_formula_says(confi
     assert trace.notes == ()
     assert plan.requested_bytes == trace.peak_bytes
     assert dict(plan.instants)["optimizer step"] == trace.instant_bytes["optimizer step"]
+
+
+def test_a_float_weight_beside_codes_whose_gradients_are_fp32_has_a_store_as_they_have(catalog):
+    """Further gradients are added to a store in two chunks of fp32, which are more than a short sequence's logits."""
+    keys = {"compute_dtype": "fp32", "optimizer": {"default": "adamw-fp32"}, "sequence_length": 1}
+    keys |= {"weights": {"default": "fp32", "hidden_matrix": "q6-b64"}, "gradients": Gradients(dtype="fp32")}
+    setup = setup_of("tier1", catalog, **keys, activation_checkpointing="none", gradient_accumulation_steps=2)
+    model = cut_model("pythia-1b", catalog)
+    plan = CompiledPlan(model, setup).evaluate(Device(catalog.gpus["h100-sxm-80gb"], "h100-sxm-80gb"))
+    assert dict(plan.instants).items() >= trace_training(model, setup).instant_bytes.items()
 
 
 def test_the_bundled_optimizer_steps_every_weight_of_a_tier(catalog):

@@ -130,8 +130,11 @@ def _stored_before(group: list[TensorStates], stored: list[int]) -> list[int]:
     return result
 
 
-def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
+def store_bytes(setup: TrainingSetup, entry: TensorStates, *, stored: bool = False) -> int:
     """Return the scratch memory of rounding into, or adding to, a gradient store of the bundled optimizer.
+
+    Args:
+        stored: Whether it has one in any case, as all of an optimizer's weights have where one of them needs its own.
 
     Formula:
         Two chunks of fp32, and two fp32 numbers where the store has a scale.
@@ -139,7 +142,7 @@ def store_bytes(setup: TrainingSetup, entry: TensorStates) -> int:
     Source:
         ``add_workspace_bytes`` in memplan/muon/stores/gradient_stores.py, measured.
     """
-    if not entry.trainable or not (entry.coded_as or _converted(entry)):
+    if not entry.trainable or not (stored or entry.coded_as or _converted(entry)):
         return 0
     if not _steps_by_tensor(setup, [entry]) and entry.gradient_bytes >= 2 * entry.tensor.elements:
         return 0  # a tensor of its own, which further gradients are added to in place
