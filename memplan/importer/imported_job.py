@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable, shown_value
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
@@ -17,6 +16,7 @@ from memplan.importer.referred_files import note_others, note_shipped, note_word
 from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
 from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
+from memplan.importer.sources.named_files import NamedFiles
 from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
@@ -39,7 +39,7 @@ class Question:
     trainer: str | None = None  # The trainer where the user names it
     version: str = ""  # Its version where the user names it
     text: str | None = None  # What the first file is to hold, where that is not yet written
-    folders: tuple[Path, ...] = ()  # Where files that are named may lie
+    files: NamedFiles = field(default_factory=NamedFiles)  # Where files that are named may lie
 
 
 @dataclass(slots=True)
@@ -110,8 +110,8 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
             sources.append(source)
         elif path == paths[0]:
             beside = [read_keys(other) for other in paths[1:]]
-            return import_commands(source, replace(question, folders=_folders(paths)), beside)
-    return _joined(sources, replace(question, folders=_folders(paths)))
+            return import_commands(source, replace(question, files=NamedFiles(_folders(paths))), beside)
+    return _joined(sources, replace(question, files=NamedFiles(_folders(paths))))
 
 
 def import_commands(
@@ -144,21 +144,21 @@ def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[C
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
-    folders = question.folders or (Path(),)
+    files = replace(question.files, written=command.written, script=command.job.name)
     given = {Path(keys.name).name for keys in beside}
-    named = {text: _file_in(folders, text) for text in command.config if Path(text).name not in given}
-    files = [path for path in named.values() if path is not None]
-    absent = [text for text, path in named.items() if path is None]
+    named = {text: files.keys(text) for text in command.config if Path(text).name not in given}
+    absent = [text for text, keys in named.items() if keys is None]
     launcher = command.launched.value("config_file")
-    launching = _file_in(folders, str(launcher)) if launcher is not MISSING and not beside else None
-    if launching is not None:
-        beside = [read_keys(launching)]
+    if launcher is not MISSING and not beside and (launching := files.keys(str(launcher))) is not None:
+        beside = [launching]
     alone = launcher is not MISSING and not beside
     shipped = question.mappings.shipped("accelerate", str(launcher)) if alone else None
     if shipped is not None:
         beside = [shipped]
-    sources = [*beside, *(read_keys(path) for path in files), command.job]
-    job = _joined(sources, replace(question, folders=(*folders, *(path.parent for path in files))), command)
+    sources = [*beside, *(keys for keys in named.values() if keys is not None), command.job]
+    further = [path.parent for text in command.config if (path := files.path(text)) is not None]
+    files = replace(files, folders=(*files.folders, *further))
+    job = _joined(sources, replace(question, files=files), command)
     if shipped is not None:
         note_shipped(job.reading, shipped.name, str(launcher), "the command")
     elif alone:
@@ -168,11 +168,6 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
         job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
     note_words(job.reading, command)
     return job
-
-
-def _file_in(folders: Sequence[Path], text: str) -> Path | None:
-    """Return the file that a name stands for, relative to the first of the folders in which it is one."""
-    return next((path for folder in folders if is_file(path := folder / usable_path(text))), None)
 
 
 def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -296,7 +291,7 @@ def _follow_all(
             job.reading,
             without_given(job.mapped, [keys for keys, _ in given[place + 1 :]]),
             source,
-            question.folders,
+            question.files,
             bool(launchers),
             question.mappings,
         )
@@ -343,7 +338,7 @@ def _follow_launcher(
     sort_keys(job.reading, keys, mapped, job.keys)
     joined: Joined = []
     if trainer == FLAGGED:
-        for inner, name in references(job.reading, mapped, keys, question.folders, False, question.mappings):
+        for inner, name in references(job.reading, mapped, keys, question.files, False, question.mappings):
             joined += _follow_launcher(job, inner, name, LAUNCHED, question)
     below = under if under is None else with_new_names(under, mapped, "")[0]
     return [*joined, (mapped.joined, replace(keys, under=below))]

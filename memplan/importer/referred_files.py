@@ -6,25 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.conditions import word
 from memplan.importer.reading import DEFAULTED, LAUNCHED, Reading, Result
 from memplan.importer.sources.argument_vectors import CommandLine
-from memplan.importer.sources.file_sources import read_keys
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, shown_place
+from memplan.importer.sources.named_files import NamedFiles
 from memplan.importer.trainer_mappings import Mapped, Reference, TrainerMappings
 
 
 def references(
-    reading: Reading, mapped: Mapped, keys: GivenKeys, folders: Sequence[Path], given: bool, mappings: TrainerMappings
+    reading: Reading, mapped: Mapped, keys: GivenKeys, files: NamedFiles, given: bool, mappings: TrainerMappings
 ) -> list[tuple[GivenKeys, str]]:
     """Return the launcher's keys that a trainer's file holds, names by path, or calls by a preset's name, each with whose they are.
 
     Args:
         reading: What is known so far; a file that is missing is added as a need.
         mapped: The trainer's mapping, which says where its files refer to others.
-        folders: Where a named file may lie.
+        files: Where a named file may lie.
         given: Whether a launcher's file is given besides, so that a missing one is none.
 
     Raises:
@@ -36,7 +35,7 @@ def references(
         if isinstance(value, Mapping):
             result.append((keys.at(reference.key), reference.trainer))
         elif value is not MISSING and word(value) not in ("", "false", "none"):
-            result += _named_file(reading, str(value), reference, keys, folders, given, mappings)
+            result += _named_file(reading, str(value), reference, keys, files, given, mappings)
     return result
 
 
@@ -51,18 +50,15 @@ def _named_file(
     value: str,
     reference: Reference,
     keys: GivenKeys,
-    folders: Sequence[Path],
+    files: NamedFiles,
     given: bool,
     mappings: TrainerMappings,
 ) -> list[tuple[GivenKeys, str]]:
-    path = usable_path(value)
-    for folder in folders:
-        if value.endswith((".json", ".yaml", ".yml")) and is_file(folder / path):
-            launching = read_keys(folder / path)
-            if not launching.data:
-                said = f"which {keys.where(reference.key)} names: has no keys of {reference.trainer}"
-                raise InvalidFileError([f"{launching.name}, {said}"])
-            return [(launching, reference.trainer)]
+    if value.endswith((".json", ".yaml", ".yml")) and (launching := files.keys(value)) is not None:
+        if not launching.data:
+            said = f"which {keys.where(reference.key)} names: has no keys of {reference.trainer}"
+            raise InvalidFileError([f"{launching.name}, {said}"])
+        return [(launching, reference.trainer)]
     place = keys.where(reference.key)
     if given:
         return []
@@ -70,7 +66,7 @@ def _named_file(
         note_shipped(reading, result.name, value, place, preset=value in reference.presets)
         return [(result, reference.trainer)]
     reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
-    reading.results["let.unread"] = Result(path.name, LAUNCHED)
+    reading.results["let.unread"] = Result(Path(value).name, LAUNCHED)
     no_file = "" if value.endswith((".json", ".yaml", ".yml")) else "; it takes a file's path"
     reading.need(f"the file {printable(value)} that {place} names: --with FILE{no_file}")
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.importer.shell.expansions import Scope, fields, filled
 from memplan.importer.shell.shell_commands import shell_commands
 
+EXAMPLES = Path(__file__).parent / "examples"
 SCOPE = {"A": "1 2", "N": "8", "L": ["--x", "a b"], "U": None, "P": "a/b/Qwen3-8B.yaml"}
 
 
@@ -191,9 +193,80 @@ def test_what_cannot_be_read_is_said_in_a_line(tmp_path, text, said):
         memplan.import_file(written(tmp_path, text))
 
 
+WRITING = """#!/bin/bash
+RANK=16
+OUT=/runs/$(date +%F)
+cat > $OUT/job.yaml <<EOF
+base_model: Qwen/Qwen3-8B
+adapter: lora
+lora_r: $RANK
+sequence_len: ${LENGTH:-1024}
+micro_batch_size: $2
+deepspeed: ds.json
+datasets: [{path: "a \\"b\\"", type: alpaca}]
+EOF
+tee ds.json <<'EOF'
+{"zero_optimization": {"stage": 2},
+ "bf16": {"enabled": true}}
+EOF
+"""
+TRAINING = "CUDA_VISIBLE_DEVICES=0,1 axolotl train $OUT/job.yaml\n"
+
+
+def test_a_file_that_a_script_writes_is_what_a_command_reads(tmp_path):
+    answer = memplan.import_file(written(tmp_path, WRITING + TRAINING)).to_dict()
+    training, lines = answer["training"], {one["key"]: one["line"] for one in answer["keys"]["used"]}
+    assert (answer["model"]["given"], training["adapter"]["rank"], training["sequence_length"]) == (
+        "Qwen/Qwen3-8B",
+        16,
+        1024,
+    )
+    assert (training["parallel"]["zero_stage"], training["parallel"]["data"]) == (2, 2)
+    assert (lines["base_model"], lines["lora_r"], lines["zero_optimization.stage"]) == (5, 7, 14)
+    assert (
+        answer["needs"] == ["--micro-batch-size N: micro_batch_size is '$2' in run.sh:9"] or "$2" in answer["needs"][0]
+    )
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "sed -i 's/8B/4B/' $OUT/job.yaml",
+        "python make.py > $OUT/job.yaml",
+        "python - <<E > $OUT/job.yaml\nprint(1)\nE",
+        "if grep -q x y; then cat > $OUT/job.yaml <<E\nbase_model: gpt2\nE\nfi",
+        "cp other.yaml $OUT/job.yaml",
+        "./make.sh >> $OUT/job.yaml",
+    ],
+)
+def test_a_file_that_something_else_writes_too_is_asked_for(tmp_path, between):
+    answer = memplan.import_file(written(tmp_path, f"{WRITING}{between}\n{TRAINING}")).to_dict()
+    assert answer["model"]["given"] is None
+    assert any("job.yaml" in need and "--with FILE" in need for need in answer["needs"])
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml", "llama-factory.yaml", "trl.yaml", "torchtune.yaml", "litgpt.yaml"])
+@pytest.mark.parametrize("form", ["cat > {0} <<'EOF'\n{1}EOF\n", "cat <<'EOF' >{0}\n{1}EOF\n", "tee ./{0} <<'EOF' >/dev/null\n{1}EOF\n"])  # fmt: skip
+def test_a_file_in_a_here_document_says_what_the_file_says(tmp_path, name, form):
+    text = (EXAMPLES / name).read_text()
+    (tmp_path / name).write_text(text)
+    start = {"axolotl.yaml": "axolotl train", "llama-factory.yaml": "llamafactory-cli train", "trl.yaml": "trl sft --config",
+             "torchtune.yaml": "tune run lora_finetune_single_device --config", "litgpt.yaml": "litgpt finetune_lora --config"}[name]  # fmt: skip
+    apart = memplan.import_file(written(tmp_path, f"{start} {name}\n")).to_dict()
+    (tmp_path / name).unlink()
+    joined = memplan.import_file(written(tmp_path, f"{form.format(name, text)}{start} {name}\n")).to_dict()
+    for part in ("training", "method", "needs", "model"):
+        assert joined[part] == apart[part]
+
+
+def test_what_is_wrong_in_a_here_document_is_said_with_its_line(tmp_path):
+    with pytest.raises(InvalidFileError, match=r"run\.sh: what line 3 begins to write: job\.yaml"):
+        memplan.import_file(written(tmp_path, "# one\ncat > job.yaml <<EOF\na: [1\nEOF\naxolotl train job.yaml\n"))
+
+
 PIECES = st.sampled_from(
     ["python a.py ", "--x ", "$X", "${X:-1}", "${", "$((1+", "))", "$(", ")", "(", "'", '"', "`", "\\", "\n", "if ", "then ", "fi\n",
-     "for x in ", "do ", "done\n", "case ", "esac", ";;", "A=(", "X=1 ", "[[ ", " ]]", "<<EOF\n", "EOF\n", "|", "&&", "# ", "{ ", "}", "f() "]
+     "for x in ", "do ", "done\n", "case ", "esac", ";;", "A=(", "X=1 ", "[[ ", " ]]", "<<EOF\n", "EOF\n", "> a ", ">>", "|", "&&", "# ", "{ ", "}", "f() "]
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -11,7 +11,8 @@ from memplan.errors import InvalidFileError, printable
 from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
-from memplan.importer.shell.shell_tokens import Token, tokens
+from memplan.importer.shell.shell_tokens import HERE_DOCUMENT, Token, tokens
+from memplan.importer.shell.written_files import COPIERS, Text, note_edited, note_written
 
 MOST = 5_000
 """Commands of a script that are followed; calls of functions inside functions could be without end."""
@@ -49,6 +50,7 @@ class ShellCommand:
     lines: tuple[int, ...]  # Where each word stands
     environment: dict[str, str]  # Variables that it is given
     unset: tuple[tuple[str, int], ...] = ()  # Words that are nothing since no one sets their variable, with their lines
+    written: Mapping[str, Text] = field(default_factory=dict)  # Files that the script has written before
 
 
 def shell_commands(text: str, name: str) -> list[ShellCommand]:
@@ -75,6 +77,7 @@ class _Run:
     exported: set[str] = field(default_factory=set)
     functions: dict[str, Node] = field(default_factory=dict)
     commands: list[ShellCommand] = field(default_factory=list)
+    written: dict[str, Text] = field(default_factory=dict)  # Path -> what stands in a file, where that is known
     followed: int = 0
     depth: int = 0
 
@@ -169,9 +172,10 @@ class _Run:
         if words[0].text in SETTING:
             return self._setting(words, sure)
         if words[0].text in TESTS:
-            return outcome([token.text for token in words], self.scope)
-        if document := next((token for token in words if token.document is not None), None):
+            return outcome([token.text for token in words if token.document is None], self.scope)
+        if document := next((token for token in words if token.text == HERE_DOCUMENT), None):
             return self._with_document(words, document, sure)
+        note_written(self.written, words, None, self.scope, sure)
         expanded, lines, unset = self._expanded(words)
         while expanded and expanded[0] in WRAPPERS:
             expanded, lines = expanded[1:], lines[1:]
@@ -205,11 +209,12 @@ class _Run:
             known = {name: value for name, value in environment.items() if isinstance(value, str)}
             own = [_ASSIGNED.fullmatch(token.text) for token in assigned]
             known |= {match[1]: text_of(match[3], self.scope) for match in own if match}
-            self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset)))
+            self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset), dict(self.written)))
+        note_edited(self.written, words)
         return None
 
     def _with_document(self, words: Sequence[Token], document: Token, sure: bool) -> bool | None:
-        """Follow a command that a here-document is given: ``read`` sets a variable to it, a shell runs it."""
+        """Follow a command that a here-document is given: ``read`` sets a variable to it, a shell runs it, ``cat`` writes it."""
         plain = [token for token in words if token.document is None]
         if not plain:
             return True  # nothing reads it
@@ -219,7 +224,9 @@ class _Run:
             return None
         if plain[-1].text.rpartition("/")[2] in SHELLS:
             return self._again(text, document.line + 1, sure)
-        return self._simple(Simple(tuple(plain)), sure)
+        copies = plain[0].text in COPIERS
+        note_written(self.written, words, (text, document.line + 1) if copies else None, self.scope, sure)
+        return True if copies else self._simple(Simple(tuple(plain)), sure)
 
     def _called(self, function: str, arguments: list[str], sure: bool) -> bool | None:
         before, self.scope.arguments = self.scope.arguments, tuple(arguments)

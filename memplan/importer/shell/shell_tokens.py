@@ -13,6 +13,8 @@ OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "(", ")", "\n")
 _REDIRECTION = re.compile(r"[0-9]*(?:<<<|<<-?|<&|>&|>>|>\||<>|<|>)|&>>?")
 _NEXT_WORD = re.compile(r"[ \t]*(\\?['\"]?)([^\s;&|<>()'\"]+)['\"]?")
 HERE_DOCUMENT = "<<"
+WRITTEN, APPENDED = ">", ">>"
+"""Texts of tokens whose ``document`` is the word of a file that a command's output goes to."""
 _ARRAY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=\(")
 CLOSED_BY = {"(": ")", "{": "}"}
 DEEPEST = 40
@@ -26,7 +28,17 @@ class Token:
     line: int
     operator: bool = False
     words: tuple[Token, ...] | None = None  # Of ``NAME=( ... )``, whose name ``text`` ends with
-    document: str | None = None  # The text of a here-document, in double quotes where it is expanded
+    document: str | None = (
+        None  # The text of a here-document, in double quotes where it is expanded; the word of a file
+    )
+
+
+_QUOTE = re.compile(r'(\\*)"')
+
+
+def _escaped(quote: re.Match[str]) -> str:
+    """Return a quote of a here-document as it is written in double quotes, and a single backslash before it, which stays."""
+    return quote[1] + "\\" * (len(quote[1]) % 2) + '\\"'
 
 
 def tokens(text: str, name: str) -> list[Token]:
@@ -95,24 +107,28 @@ class _Reader:
                 return Token(operator, line, operator=True)
         if array := _ARRAY.match(self.text, self.at):
             self.at = array.end()
-            words = tuple(token for token in self.until(")") if not token.operator)
+            words = tuple(token for token in self.until(")") if not token.operator and token.document is None)
             return Token(f"{array[1]}{array[2]}", line, words=words)
         start = self.at
         self._pass_word()
         return Token(self.text[start : self.at].replace("\\\n", ""), line)
 
     def _redirection(self, redirected: re.Match[str]) -> Token | None:
-        """Pass a redirection and the word behind it; return a here-document, whose lines follow this one."""
+        """Pass a redirection and the word behind it; return a here-document, whose lines follow this one, or the output's file."""
         self.at = redirected.end()
         sign = redirected[0].lstrip("0123456789")
         if sign in ("<<", "<<-") and (end := _NEXT_WORD.match(self.text, self.at)):
             self.at = end.end()
             text = self._document(end[2])
-            plain = text.replace("'", "'\\''") if end[1] else text.replace('"', '\\"')
+            text = re.sub(r"^\t+", "", text, flags=re.MULTILINE) if sign == "<<-" else text
+            plain = text.replace("'", "'\\''") if end[1] else _QUOTE.sub(_escaped, text)
             return Token(HERE_DOCUMENT, self.line, document=f"'{plain}'" if end[1] else f'"{plain}"')
         self._pass_blanks()
+        start = self.at
         if self.at < len(self.text) and self.text[self.at] not in "\n;&|()":
             self._pass_word()
+            if redirected[0].lstrip("1").rstrip("|") in (WRITTEN, APPENDED):
+                return Token(sign.rstrip("|"), self.line, document=self.text[start : self.at])
         elif self.text.startswith("(", self.at):
             self._pass_balanced(0)
         return None

@@ -26,6 +26,18 @@ _CONFIG_SCRIPT = re.compile(r"(?:.*/)?config/[^/]+\.py")
 SWITCHED = ("true", "false", "yes", "no")
 """Values behind which a flag has no others."""
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+OUTER = ("srun", "mpirun", "mpiexec")
+"""Launchers that may stand in front of another, which then counts."""
+SHORT = {
+    "-np": "--num_processes",
+    "-n": "--num_processes",
+    "--ntasks": "--num_processes",
+    "-N": "--nnodes",
+    "--nodes": "--nnodes",
+    "--ntasks-per-node": "--nproc_per_node",
+    "-npernode": "--npernode",
+}
+"""Their flags for processes and machines -> torchrun's and accelerate's (manuals of srun and of Open MPI's mpirun)."""
 STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "lmf", "trl")
 """Commands that start a process for each GPU that they see, where nothing says how many."""
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
@@ -43,6 +55,7 @@ class CommandLine:
     unread: tuple[tuple[str, int], ...] = ()  # Words that stand for others that nobody can tell, and where
     unset: tuple[tuple[str, int], ...] = ()  # Words that are nothing, since nobody sets their variable, and where
     line: int = 1  # Where it begins in a script
+    written: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # Files that its script writes before, by path
 
 
 def command_line(
@@ -61,6 +74,8 @@ def command_line(
     variables, start = _environment(texts)
     texts = texts[: next((at for at, word in enumerate(texts) if word in _ENDS), len(texts))]
     launcher, script = _launcher(texts, start)
+    if launcher in OUTER:
+        texts[start:script] = [_spelled(text) for text in texts[start:script]]
     launched = _flags(texts, start, script)
     job = _flags(texts, script, len(texts))
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
@@ -77,6 +92,12 @@ def command_line(
         tuple((texts[at], places[at]) for at in job.unread),
         line=min(places[start : start + 1], default=1),
     )
+
+
+def _spelled(text: str) -> str:
+    """Return a flag of srun or mpirun for processes or machines as torchrun and accelerate name it."""
+    flag, equals, value = text.partition("=")
+    return SHORT.get(flag, flag) + equals + value
 
 
 def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[int]]:
@@ -129,7 +150,7 @@ def _launcher(texts: Sequence[str], start: int) -> tuple[str, int]:
     chosen = (at for at in range(start, len(texts)) if names[at] in LAUNCHERS and texts[at - 1] != "--launcher")
     at = next(chosen, None)
     if at is None:
-        return "", start
+        return _outer_launcher(names, start)
     at += 1 + (names[at] == "accelerate" and names[at + 1 : at + 2] == ["launch"])
     for place in range(at, len(texts)):
         before = texts[place - 1] if place else ""
@@ -137,6 +158,14 @@ def _launcher(texts: Sequence[str], start: int) -> tuple[str, int]:
         if names[place].endswith(".py") or before in ("-m", "--module") or named:
             return names[at - 1] if names[at - 1] != "launch" else "accelerate", place
     return names[at - 1] if names[at - 1] != "launch" else "accelerate", len(texts)
+
+
+def _outer_launcher(names: Sequence[str], start: int) -> tuple[str, int]:
+    """Return the launcher of a Python program that starts one process for each GPU, and where that program stands."""
+    outer = next((name for name in names[start:] if name in OUTER), "")
+    ran = (at for at in range(start, len(names)) if names[at].endswith(".py") or names[at - 1] == "-m")
+    script = next(ran, None) if outer else None
+    return ("", start) if script is None else (outer, script)
 
 
 @dataclass(slots=True)

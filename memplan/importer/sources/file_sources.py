@@ -86,7 +86,8 @@ def _script(text: str, name: str) -> tuple[CommandLine, ...]:
             [f"{name}: a shell script that starts no trainer; give the command, memplan import -- ..."]
         )
     return tuple(
-        replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset) for one in commands
+        replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset, written=one.written)
+        for one in commands
     )
 
 

@@ -1,0 +1,47 @@
+"""What a shell script writes to files of its own: a configuration in a here-document, which a command then names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from posixpath import normpath
+
+from memplan.importer.shell.expansions import Scope, text_of
+from memplan.importer.shell.shell_tokens import APPENDED, WRITTEN, Token
+
+COPIERS = frozenset(("cat", "tee"))
+"""Commands that give on what they are given."""
+EDITORS = frozenset(("sed", "cp", "mv", "rm"))
+"""Commands that change files which they name."""
+
+Text = tuple[str, int]
+"""What is written, and the line where it begins."""
+
+
+def note_written(written: dict[str, Text], words: Sequence[Token], text: Text | None, scope: Scope, sure: bool) -> None:
+    """Note what stands in the files that a command's output goes to, by their paths; nothing where only a run would tell.
+
+    Args:
+        text: What the command gives on, or None where that is not known.
+        sure: Whether the command runs.
+    """
+    targets = [(token.document or "", token.text == APPENDED) for token in words if token.text in (WRITTEN, APPENDED)]
+    plain = [token.text for token in words if token.document is None]
+    if plain[:1] == ["tee"]:
+        targets += [(word, "-a" in plain) for word in plain[1:] if not word.startswith("-")]
+    for word, appended in targets:
+        path = normpath(text_of(word, scope))
+        earlier = written.pop(path, None)
+        before = earlier if appended else ("", 0)
+        if sure and text is not None and before is not None:
+            written[path] = (before[0] + text[0], before[1] or text[1])
+
+
+def note_edited(written: dict[str, Text], words: Sequence[str]) -> None:
+    """Forget what stands in files that a command changes."""
+    for word in words[1:] if words[0] in EDITORS else ():
+        written.pop(normpath(word), None)
+
+
+def text_written(written: Mapping[str, Text], name: str) -> Text | None:
+    """Return what a script has written to the file that a command names, with the line where that begins."""
+    return written.get(normpath(name))

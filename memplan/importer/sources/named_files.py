@@ -1,0 +1,46 @@
+"""Files that a command or another file names: what its script writes there, or what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field, replace
+from pathlib import Path
+
+from memplan.documents.frozen_values import dataclass
+from memplan.documents.opening import is_file, usable_path
+from memplan.errors import InvalidFileError, printable
+from memplan.importer.shell.written_files import Text, text_written
+from memplan.importer.sources.file_sources import read_keys, read_source
+from memplan.importer.sources.given_keys import GivenKeys
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFiles:
+    """Where files that are named may lie."""
+
+    folders: tuple[Path, ...] = (Path(),)
+    written: Mapping[str, Text] = field(default_factory=dict)  # What a script writes to files before, by their paths
+    script: str = ""  # That script's name
+
+    def keys(self, name: str) -> GivenKeys | None:
+        """Return the keys of a file, those of a here-document with their lines in the script; None where there is no file.
+
+        Raises:
+            InvalidFileError: It cannot be read.
+        """
+        if (text := text_written(self.written, name)) is None:
+            path = self.path(name)
+            return None if path is None else read_keys(path)
+        try:
+            keys = read_source(usable_path(name), text[0])
+        except InvalidFileError as error:
+            place = f"{self.script}: what line {text[1]} begins to write"
+            raise InvalidFileError([f"{place}: {problem}" for problem in error.problems]) from None
+        if not isinstance(keys, GivenKeys):
+            raise InvalidFileError([f"{self.script}:{text[1]}: writes {printable(name)}, which lists commands"])
+        lines = {path: line + text[1] - 1 for path, line in keys.lines.items()}
+        return replace(keys, name=self.script, lines=lines)
+
+    def path(self, name: str) -> Path | None:
+        """Return the file that a name stands for, relative to the first of the folders in which it is one."""
+        return next((path for folder in self.folders if is_file(path := folder / usable_path(name))), None)
