@@ -82,6 +82,8 @@ class StackModels:
     row_masks: tuple[str, ...] = ()
     unmasked: tuple[str, ...] = ()  # Families that give torch's attention no mask where all tokens count, and now do
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
+    # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
+    uncheckpointed: tuple[str, ...] = ()
     wide_logits: tuple[
         str, ...
     ] = ()  # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others

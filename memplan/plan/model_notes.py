@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.step.blocks.fused_adapters import decoded_weight_bytes
 from memplan.training.image_models import plans_images
 from memplan.training.own_settings import own_settings
-from memplan.training.stack_models import TEXT_ALONE
+from memplan.training.stack_models import TEXT_ALONE, UNCHECKPOINTED
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def decoded_weights_note(plan: MemoryPlan) -> str:
 
 def notes_on_models(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
     """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
-    alone = dict.fromkeys(plan.setup.stack.label for plan in plans if runs_text_alone(plan))
+    told = [note for plan in plans for note in plan.model.notes if note.endswith((TEXT_ALONE, UNCHECKPOINTED))]
     kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]
     return (
         *dict.fromkeys(filter(None, map(rows_alone, plans))),
-        *(f"{label} {TEXT_ALONE}." for label in alone),
+        *(f"{note}." for note in dict.fromkeys(told)),
         *(IN_SHORT[kernel] for kernel in dict.fromkeys(kernels)),
         *(f"Experts stay in {name}: {LINEAR_ALONE}." for name in dict.fromkeys(map(experts_format, plans)) if name),
     )

@@ -60,6 +60,7 @@ class TrainingSetup:
     card_notes: tuple[str, ...] = ()  # What a card does in another way, one sentence each; none where there is no card
     # Whether the embedding is frozen in the dtype that it was loaded in, where what trains is cast to fp32.
     frozen_embedding: bool = False
+    uncheckpointed: bool = False  # Whether layers never run again, whatever the config says
     untied_ends: bool = False  # Whether a tied embedding and head are tensors of their own, as copies of either train
 
     def with_floats(self, names: Mapping[Role, str]) -> TrainingSetup:
@@ -88,7 +89,12 @@ class TrainingSetup:
     def checkpointing(self) -> Checkpointing:
         """What a layer keeps for backward: as the config says, else as its stack does."""
         assert self.config.activation_checkpointing is not None, "a setup's config is filled in"
-        return self.config.activation_checkpointing
+        return "none" if self.uncheckpointed else self.config.activation_checkpointing
+
+    @property
+    def asks_for_checkpointing(self) -> bool:
+        """Whether a library is told to checkpoint, which the model's code may not do."""
+        return self.config.activation_checkpointing != "none"
 
     def computes_again(self, number: int) -> bool:
         """Whether a layer, numbered from 0, is checkpointed."""

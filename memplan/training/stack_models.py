@@ -22,6 +22,7 @@ CAST_BACK = ("lm_head", "embed_tokens", "wte", "wpe")
 
 TEXT_ALONE = "runs the text model alone: vision tower and projector are left out"
 
+UNCHECKPOINTED = "checkpoints no layer of this model, whatever is asked for: its code never runs one again"
 
 GROUPED_ROW_ELEMENTS = 8
 """Elements in bf16 that a row of a grouped product's result is padded to a multiple of (``GroupedMMUtils.h``, v2.13.0)."""
@@ -54,6 +55,8 @@ def with_model_built(setup: TrainingSetup, model: Model, released: Model) -> Tra
             tables, each="layer", rows="model" if family in models.kept_tables else "sequence", dtype="loaded"
         )
         setup = replace(setup, stack=replace(setup.stack, rotary_tables=tables))
+    if family in models.uncheckpointed:
+        setup = replace(setup, uncheckpointed=True)
     if model.spec.embedding_norm is not None:
         setup = replace(setup, widens_stream=True)
     setup = with_saved_cast(setup, model)
@@ -71,6 +74,8 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     rules = setup.stack.models
     if rules.experts == "apart":
         _refuse_experts(model.spec, setup)
+    if model.spec.architecture in rules.uncheckpointed and setup.asks_for_checkpointing:
+        model = noted(model, f"{setup.stack.label} {UNCHECKPOINTED}")
     spec = _built_spec(model.spec, rules)
     if setup.scores:
         return _scoring(model, spec, setup)

@@ -169,6 +169,19 @@ def test_eager_attention_of_gpt_2_was_given_a_mask_of_keys_up_to_4_51():
     assert newer - older == ROWS * 1024 * (1024 - 1) * 2
 
 
+@pytest.mark.parametrize(("at", "runs"), [("4.55", False), ("4.57", False), ("5.23", True)])
+def test_layers_of_gpt_bigcode_were_never_run_again_from_4_54_to_4_57(at, runs):
+    peaks, notes = [], []
+    for asked in ("none", "full"):
+        options = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": asked}}
+        plan = memplan.plan("starcoderbase-1b", stack=f"transformers@{at}" if at < "5" else "transformers", **options)
+        peaks.append(plan.memory.requested_bytes)
+        notes.append(str(plan.to_dict()))
+    assert (peaks[1] < peaks[0] * 0.7) is runs
+    assert ("its code never runs one again" in notes[1]) is not runs
+    assert "its code never runs one again" not in notes[0]
+
+
 def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
     older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))

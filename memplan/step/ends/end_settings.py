@@ -143,7 +143,7 @@ def embeds_with_gradient(setup: TrainingSetup) -> bool:
     )
     if rule in ("reentrant", "prepared-reentrant"):
         checkpoints = setup.stack.checkpointing.reentrant or (rule != "reentrant" and not setup.kbit_floats)
-    return rule == "always" or (checkpoints and setup.checkpointing != "none")
+    return rule == "always" or (checkpoints and setup.asks_for_checkpointing)
 
 
 def head_weights(settings: EndSettings, weights: Mapping[str, Weight]) -> tuple[Weight, ...]:

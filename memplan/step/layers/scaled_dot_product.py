@@ -81,10 +81,10 @@ def _contiguous(builder: Builder, heads: Heads) -> Heads:
     with builder.tape.alive(*heads.tensors):
         heads = ungrouped(builder, heads) if builder.settings.code.repeats_keys else heads
         for x, number in zip(heads.tensors, (heads.number, heads.groups, heads.groups), strict=True):
+            sliced = builder.tape.storages[x.storage][2] > x.coefficient  # of the rows of a fused projection
+            moves = x.apart and (number > 1 or sliced) and not builder.settings.regime.one_token
             with builder.tape.alive(*heads.tensors, *tensors):
-                tensors.append(
-                    builder.copied(x, moves=x.apart and number > 1 and not builder.settings.regime.one_token)
-                )
+                tensors.append(builder.copied(x, moves=moves))
     query, key, value = tensors
     return heads._replace(query=query, key=key, value=value)
 

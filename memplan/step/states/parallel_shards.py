@@ -251,7 +251,7 @@ def looks_for_unused_parameters(setup: TrainingSetup) -> bool:
     if (said := setup.config.parallel.unused_parameters) is not None:
         return said
     adapted, rule = setup.config.adapter is not None, setup.stack.unused_parameters
-    if rule == "never" or (not adapted and setup.checkpointing != "none"):
+    if rule == "never" or (not adapted and setup.asks_for_checkpointing):
         return False
     if rule == "preferences-unless-checkpointed":
         return setup.config.method.stage != "sft"
