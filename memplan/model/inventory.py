@@ -1,6 +1,7 @@
 """Every parameter tensor of a model, exact to the element, each with its role."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -24,8 +25,8 @@ from memplan.model.tower import TowerTensor
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...]]
-"""A tensor's role, its shape, whether it is used, and whether it is frozen."""
+Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...], bool]
+"""A tensor's role, its shape, whether it is used, whether it is frozen, what it is a shard of, and whether it is multiplied in batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ParameterTensor:
     count: int = 1  # Layers that have one such tensor
     first: int = 0  # Index of the first of these layers
     experts_per_token: int = 0  # For routed experts: how many of ``shape[0]`` a token uses; else 0
+    batched: bool = False  # Whether stacked experts are multiplied in batches, which autocast casts, and not in groups
     used: bool = True  # Whether rows of tokens pass through it: a vision tower gets no gradients from them
     frozen: bool = False  # Whether it does not train where other parameters of the model do
     divided: tuple[int, ...] = ()  # Of a rank's shard, the shape of what the ranks have together; else nothing
@@ -45,7 +47,7 @@ class ParameterTensor:
     @property
     def kind(self) -> Kind:
         """What tensors with equal states have in common."""
-        return self.role, self.shape, self.used, self.frozen, self.divided
+        return self.role, self.shape, self.used, self.frozen, self.divided, self.batched
 
     @property
     def elements(self) -> int:
@@ -89,8 +91,8 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
     for tensor in inventory:
         counts[tensor.kind] = counts.get(tensor.kind, 0) + tensor.count
     return tuple(
-        ParameterTensor("", shape, role, count, used=used, frozen=frozen, divided=divided)
-        for (role, shape, used, frozen, divided), count in counts.items()
+        ParameterTensor("", shape, role, count, used=used, frozen=frozen, divided=divided, batched=batched)
+        for (role, shape, used, frozen, divided, batched), count in counts.items()
     )
 
 
@@ -146,6 +148,7 @@ def _run_tensors(spec: ModelSpec, run: LayerRun) -> Iterator[ParameterTensor]:
             run.count,
             run.first,
             tensor.experts_per_token,
+            tensor.batched,
         )
 
 
@@ -280,6 +283,11 @@ def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
     up, down = (rows, hidden), (hidden, inner)
     if part.transposed:
         up, down = (hidden, rows), (inner, hidden)
+    if part.every_expert:
+        for one, shape in ((name, up), ("down_proj", down)):
+            tensor = ParameterTensor(f"{prefix}.{one}", (experts, *shape), "expert_matrix", experts_per_token=used)
+            yield replace(tensor, batched=True)
+        return
     if part.gated and not part.fused_gate_up:
         for one in ("gate_proj", "up_proj"):
             yield ParameterTensor(f"{prefix}.{one}", (experts, inner, hidden), "expert_matrix", experts_per_token=used)

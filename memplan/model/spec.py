@@ -161,6 +161,8 @@ class MixtureOfExperts:
     groups_per_token: int = 1  # Groups that take part
     fp32_router: bool = False  # The router's product is formed in fp32 (DeepSeek)
     fp32_scores: bool = False  # Scores stay in fp32, and what they scale is formed in fp32 (Mixtral, DeepSeek)
+    # Every expert is given every token, times a score that is 0 where it was not chosen, in batched products (Llama 4).
+    every_expert: bool = False
     gated: bool = True  # Experts have two projections up, as in :class:`Mlp`; else one
     fused_gate_up: bool = True  # These two are one tensor
     ranks: int = 1  # GPUs that share the experts, of which this one has the first

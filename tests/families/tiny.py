@@ -28,6 +28,7 @@ DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_
 DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
 GEMMA4 = GROUPED | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 8}
+LLAMA4 = GROUPED | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 48, "no_rope_layer_interval": 2}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TOWER = {"hidden_size": 48, "intermediate_size": 50, "patch_size": 14}
 EPSILON = {"rms_norm_eps": 1e-6}
@@ -75,6 +76,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4-text-keys": (
         "gemma4_text",
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True} | UNTIED,
+    ),
+    "llama4-text": ("llama4_text", LLAMA4),
+    "llama4-text-mixed": (
+        "llama4_text",
+        LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True, "no_rope_layers": [0, 1, 1]}
+        | TIED,
     ),
     "phi": ("phi", BASE),
     "phi-query-key-norm": ("phi", GROUPED | {"qk_layernorm": True} | TIED),
@@ -246,6 +254,7 @@ THEIRS = (
     "qwen3_next",
     "gemma3",
     "gemma4",
+    "llama4",
     "mistral3",
     "qwen2_5_vl",
     "qwen3_vl",

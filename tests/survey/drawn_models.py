@@ -22,8 +22,8 @@ DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
-NOT_BUNDLED = (*LINEAR, "bloom", "gemma4_text")
-"""Families that memplan's own models do not run, ALiBi's and Gemma 4's among them."""
+NOT_BUNDLED = (*LINEAR, "bloom", "gemma4_text", "llama4_text")
+"""Families that memplan's own models do not run, ALiBi's, Gemma 4's and Llama 4's among them."""
 
 OWN_HEAD_WIDTH = frozenset(
     {
@@ -36,6 +36,7 @@ OWN_HEAD_WIDTH = frozenset(
         "gemma2",
         "gemma3_text",
         "gemma4_text",
+        "llama4_text",
         "gpt_oss",
         "ministral3",
         "hunyuan_v1_dense",
@@ -280,6 +281,17 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             "attention_k_eq_v": flag,
             "sliding_window": rng.choice((100, 1024)),
             "final_logit_softcapping": rng.choice((None, 30.0)),
+        },
+        "llama4_text": {
+            **experts,
+            "num_local_experts": rng.choice((3, 4, 8)),
+            "intermediate_size_mlp": rng.choice((40, 96, 512)),
+            "interleave_moe_layer_step": rng.choice((1, 1, 2)),
+            "no_rope_layer_interval": rng.choice((2, 2, 3, 4)),
+            "use_qk_norm": rng.random() < 0.6,
+            "attention_bias": rng.random() < 0.3,
+            "attn_temperature_tuning": rng.random() < 0.7,
+            "attention_chunk_size": rng.choice((100, 1024, 8192)),
         },
         "stablelm": {"use_qkv_bias": flag, "use_parallel_residual": rng.random() < 0.5},
         "gpt_neox": {"use_parallel_residual": flag},

@@ -25,6 +25,7 @@ EVERY_NTH_FULL: Mapping[str, int] = {
 """Families whose layers alternate between windows and full attention; every so many is full."""
 
 MAX_WINDOW_LAYERS = 28
+DEFAULT_CHUNK = 8192
 
 
 def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -38,6 +39,8 @@ def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         ``sliding_window`` in every layer.
     """
     kind = str(keys.get("model_type"))
+    if kind == "llama4_text":
+        return _chunks(keys, layers)
     window = _whole(keys, "sliding_window", 0 if "sliding_window" in keys else DEFAULT_WINDOWS.get(kind, 0))
     listed = keys.get("layer_types")
     if kind == "gemma4_text":  # whose last layer is full whatever its config says
@@ -63,10 +66,20 @@ def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(window if layer >= bound else 0 for layer in range(layers))
 
 
-def rotating_layers(keys: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Return for each layer of SmolLM3 whether it rotates; ``no_rope_layers`` holds 1 where it does."""
-    listed = keys.get("no_rope_layers")
+def _chunks(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the chunk of tokens that attention of each layer of Llama 4 is within; by default those that rotate have one."""
+    # Source: ``Llama4TextConfig.__post_init__`` in transformers/models/llama4/configuration_llama4.py (5.23.0).
+    chunk = _whole(keys, "attention_chunk_size", 0 if "attention_chunk_size" in keys else DEFAULT_CHUNK)
+    listed = keys.get("layer_types")
     if isinstance(listed, (list, tuple)):
+        return tuple(chunk if name == "chunked_attention" else 0 for name in listed)
+    return tuple(chunk if rotates else 0 for rotates in rotating_layers(keys, layers))
+
+
+def rotating_layers(keys: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Return for each layer of SmolLM3 and Llama 4 whether it rotates; ``no_rope_layers`` holds 1 where it does."""
+    listed = keys.get("no_rope_layers")
+    if isinstance(listed, (list, tuple)) and listed:
         return tuple(bool(value) for value in listed[:layers])
     interval = _whole(keys, "no_rope_layer_interval", 4)
     return tuple((index + 1) % interval != 0 for index in range(layers))

@@ -58,6 +58,13 @@ EXPERT_PROJECTIONS = frozenset(("all-linear", "gate_proj", "up_proj", "down_proj
 def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
     """Raise for adapters that a library puts on stacked experts, where no tape has them or PEFT itself refuses."""
     adapter, code = setup.config.adapter, family_code(setup.stack, model.spec.architecture)
+    every = any(getattr(run.layer.feed_forward, "every_expert", False) for run in model.spec.runs)
+    if adapter is not None and every and "all-linear" in adapter.targets:
+        raise CannotAnswerError(
+            f"{setup.name}: adapter.targets: all-linear puts an adapter on the router of {model.spec.name}, which returns two tensors, and "
+            "PEFT stops with \"'tuple' object has no attribute 'dtype'\" (Linear.forward in peft/tuners/lora/layer.py, 0.21.2); name "
+            "the projections, such as q_proj"
+        )
     if adapter is None or not code.adapts_experts or EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
         return
     what, last = (
@@ -115,6 +122,12 @@ def _refuse_clipped_projections(model: Model, setup: TrainingSetup) -> None:
     """
     # Source: ``_CachedTorchDispatchMode`` in torch/utils/checkpoint.py (2.13.0); ``OlmoAttention.forward`` in
     # transformers/models/olmo/modeling_olmo.py (5.23.0).
+    every = any(getattr(run.layer.feed_forward, "every_expert", False) for run in model.spec.runs)
+    if every and setup.config.activation_checkpointing == "selective":
+        raise CannotAnswerError(
+            f"{setup.name}: activation_checkpointing: selective keeps a product that {model.spec.name}'s experts are then added to in "
+            "place, which torch refuses; use full or none"
+        )
     targets = set(setup.config.adapter.targets) if setup.config.adapter is not None else set()
     retained = "all-linear" not in targets and not targets >= {"q_proj", "k_proj", "v_proj"}
     clipped = any(getattr(run.layer.attention, "clip", 0.0) for run in model.spec.runs)

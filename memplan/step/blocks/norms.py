@@ -92,7 +92,7 @@ def _composite_norm(
         out = _scaled(builder, x, normal, norm, used, casts, rows)
         out = builder.cast(out, width) if code.casts_scale else out
     tape.touch(
-        *((means,) if code.promotes and not norm.unit_offset and not code.powered_norms else ())
+        *((means,) if code.promotes and not (norm.unit_offset or code.powered_norms or code.unnamed_norms) else ())
     )  # ``variance`` in ``LlamaRMSNorm.forward``
     return out
 
@@ -125,7 +125,7 @@ def _scaled(
     if builder.settings.code.powered_norms:
         read = [tape.make("cast weight", builder.constant(used[0].rows, 4))] if used[0].element_bytes != 4 else []
         return builder.cast(_times_weight(builder, normal, used, tuple(read)), x.element_bytes)
-    with tape.alive(normal):
+    with tape.alive(*(() if builder.settings.code.unnamed_norms else (normal,))):
         if builder.settings.code.wide_scale:
             copies = builder.settings.code.casts_scale and used[0].element_bytes != 4
             wide_weight = (tape.make("cast weight", builder.constant(used[0].rows, 4)),) if copies else ()

@@ -185,8 +185,14 @@ def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
 def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionKernel, str]:
     """Return the kernel of attention on a card, and why it is another than the setup's own."""
     own = setup.profile.attention
-    if family_code(setup.stack, model.spec.architecture).steps_alone:
+    code = family_code(setup.stack, model.spec.architecture)
+    if code.steps_alone:
         return _steps_alone(setup, model)
+    if setup.runs_flash_attn and not code.takes_flash_attn:
+        raise CannotAnswerError(
+            f"kernels.attention: transformers does not run family {model.spec.architecture} with the package flash-attn "
+            "(_supports_flash_attn); leave it out, for torch's own attention, or use eager"
+        )
     if setup.runs_flash_attn and setup.config.compute_dtype == "fp32":
         raise CannotAnswerError(
             "kernels.attention: flash-attn takes fp16 and bf16 alone; use eager, or compute_dtype: bf16"

@@ -23,6 +23,7 @@ class FamilyCode:
     own_scores: bool = False
     # Whether attention step by step returns its probabilities, which a layer has a name for until it ends.
     returns_weights: bool = True
+    wide_weights: bool = False  # Whether probabilities that autocast has formed in fp32 stay so
     wide_softmax: bool = True  # Whether attention step by step forms probabilities in fp32
     # Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
     adapts_experts: bool = False
@@ -33,6 +34,7 @@ class FamilyCode:
     masks_from: int = 1  # Layers from which on a model has both kinds, and rotary tables of both
     # Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
     asks_for_groups: bool = True
+    takes_flash_attn: bool = True  # Whether it runs with the package flash-attn
     # Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
     own_linear: bool = False
     # Whether its projections call a product of their own, and not the function of torch's linear layers.
@@ -77,7 +79,8 @@ class FamilyCode:
     # Whether one function rotates query and key, whose caller has names for them until it returns.
     rotates_together: bool = False
     balances: bool = False  # Whether its own config has a factor for a loss of unbalanced experts
-    unnamed_experts: bool = False  # Whether its config has no ``num_experts``, which TRL's loss of routers asks for
+    # Why TRL's loss over the head's chunks ends with an error for it: what an error of Python says is missing.
+    unfused: str = ""
     steps_alone: bool = False  # Whether its code has no attention but step by step
     # Whether attention and the feed-forward part add what runs beside them themselves, until when they have their names.
     adds_inside: bool = False
@@ -92,6 +95,11 @@ class FamilyCode:
     norms_at_once: bool = False  # Whether query and key are normalised as they are projected, each before the next
     # Whether query, key and value are normalised and rotated as they are projected, each before the next.
     turns_each: bool = False
+    # Whether a norm has a name for nothing but what it is given, and then for what it has cast back.
+    unnamed_norms: bool = False
+    # Whether a forward makes a mask of each kind of layers that there are, within windows and not, and of no other.
+    masks_by_kind: bool = False
+    wide_factors: bool = False  # Whether factors of queries by position are in fp32, and named until attention returns
     powered_norms: bool = False  # Whether norms take a power for the root, and cast their weight to fp32
     scales_output: bool = False  # Whether a layer's result is multiplied in its place by a number that is not trained
     # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``

@@ -46,6 +46,8 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained:
         return ZERO
     alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
     masks = 1 if retained and alike else code.masks or (2 if spec.window else 1)
+    if code.masks_by_kind:
+        masks = 1 + (0 < len(spec.full_layers) < spec.num_hidden_layers)
     rows = spec.architecture in setup.stack.models.row_masks
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS if rows else Quantity.SCORES, masks * setup.embedded_bytes)
 

@@ -120,9 +120,10 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
         CannotAnswerError: A part of the model, or a kernel over it, whose activations are not modelled.
     """
     refuse_unquantised(model.spec, setup)
-    if family_code(setup.stack, model.spec.architecture).unnamed_experts and setup.profile.loss == "fused-head":
+    missing = family_code(setup.stack, model.spec.architecture).unfused
+    if missing and setup.profile.loss == "fused-head":
         raise CannotAnswerError(
-            f"model: the loss of {setup.stack.label} ends with \"object has no attribute 'num_experts'\" for {model.spec.name} "
+            f"model: the loss of {setup.stack.label} ends with \"object has no attribute '{missing}'\" for {model.spec.name} "
             "(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or kernels.loss: fp32"
         )
     refuse_unrun_parts(model.spec)
@@ -151,6 +152,8 @@ def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
     parts = [run.layer.attention for run in spec.runs]
     if spec.alibi:
         yield "ALiBi, a bias of its scores"
+    if any(getattr(run.layer.feed_forward, "every_expert", False) for run in spec.runs):
+        yield "experts that are all given every token"
     if any(getattr(part, "value_norm", False) for part in parts):
         yield "normalised values"
     if any(isinstance(part, LatentAttention) and part.scales_query for part in parts):

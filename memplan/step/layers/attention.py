@@ -41,8 +41,9 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if norms and late:
             query, key = _normed(builder, query, key, value, part, prefix)
         if part.scales_query:
-            with builder.tape.alive(key, value, *named):
-                query = scaled_by_position(builder, query)
+            with builder.tape.alive(query, key, value, *named):
+                query, factors = scaled_by_position(builder, query)
+            named = (*named, *factors)
         if code.cuts_sequences:
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         with builder.tape.alive(query, *named):

@@ -12,6 +12,7 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
 from memplan.step.divided.shared_ends_and_rows import whole_rows
+from memplan.step.feed_forwards.every_expert import every_expert
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
@@ -251,5 +252,6 @@ def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
 def _feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
     if isinstance(layer.feed_forward, MixtureOfExperts):
         taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
+        taped = every_expert if layer.feed_forward.every_expert else taped
         return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
     return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

@@ -20,7 +20,7 @@ def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Va
             return (*turned_halves(builder, query, key, part.head_dim), ())
         if builder.profile.rotary == "together" and part.rotary_dim:
             return (*_by_one_kernel(builder, query, key, part), ())
-        if builder.profile.rotary == "complex" and part.rotary_dim:
+        if (builder.profile.rotary == "complex" or code.complex_rotary) and part.rotary_dim:
             return (*turned_complex(builder, query, key, part.head_dim), ())
         if builder.settings.own_tables:
             return _by_own_tables(builder, heads, part)

@@ -133,7 +133,7 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             query = tape.apply("cat", ways, joined, traits=SAVES_NOTHING)
             if part.scales_query:
                 with tape.alive(turned, latent, key_turned, down):
-                    query = scaled_by_position(builder, query)
+                    query, _ = scaled_by_position(builder, query)
             inner = heads * (part.qk_nope_head_dim + part.v_head_dim)
             risen = _in_heads(builder, linear(builder, latent, f"{prefix}.{names.key_value_up}", inner), heads)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
@@ -156,14 +156,24 @@ def _turned(builder: Builder, query: Value, key: Value, width: int) -> tuple[Val
     return query, rotary(builder, key, width, width)
 
 
-def scaled_by_position(builder: Builder, query: Value) -> Value:
-    """Return queries times a factor for each position, which backward multiplies by again.
+def scaled_by_position(builder: Builder, query: Value) -> tuple[Value, tuple[Value, ...]]:
+    """Return queries times a factor for each position, which backward multiplies by again, and what attention names of these.
 
     Source:
-        ``get_llama_4_attn_scale`` in transformers/models/ministral3/modeling_ministral3.py (5.23.0).
+        ``get_llama_4_attn_scale`` in transformers/models/ministral3/modeling_ministral3.py, ``Llama4TextAttention.forward`` in
+        models/llama4/modeling_llama4.py (5.23.0).
     """
-    factors = builder.tape.value(Quantity.POSITIONS, 1, query.element_bytes)
-    return builder.pointwise("scale query", query, (builder.tape.make("factors", factors),))
+    tape, wide = builder.tape, builder.settings.code.wide_factors
+    if not wide:
+        factors = tape.make("factors", tape.value(Quantity.POSITIONS, 1, query.element_bytes))
+        return builder.pointwise("scale query", query, (factors,)), ()
+    positions = tape.make("positions", tape.value(Quantity.POSITIONS, 1, 8))
+    factors = tape.make("factors", tape.value(Quantity.POSITIONS, 1, 4), positions)
+    with tape.alive(query, positions, factors):
+        scaled = builder.cast(
+            builder.product(query, factors, "scale query"), query.element_bytes, foreign=query.foreign
+        )
+    return scaled, (positions, factors)
 
 
 def _query(builder: Builder, x: Value, part: LatentAttention, prefix: str) -> Value:

@@ -149,7 +149,8 @@ def _probabilities(builder: Builder, scores: Value, own: int) -> Value:
     with builder.tape.alive(scores):
         if not settings.code.wide_softmax and not settings.autocast:
             return probabilities(builder, scores)
-        return builder.cast(wide_probabilities(builder, scores), own)
+        wide = wide_probabilities(builder, scores)
+        return wide if settings.code.wide_weights else builder.cast(wide, own)
 
 
 def wide_probabilities(builder: Builder, scores: Value) -> Value:

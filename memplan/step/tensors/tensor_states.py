@@ -184,7 +184,7 @@ def _read_uncast(setup: TrainingSetup, tensor: ParameterTensor, name: str) -> bo
     """Tell whether a tensor of stacked experts, a matrix or a bias, is read in its own dtype, under autocast too."""
     # Source: ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0).
     stacked = tensor.role == "expert_matrix" or (tensor.role == "bias" and len(tensor.shape) > 1)
-    return name in FLOAT_BYTES and stacked and setup.stack.model_code == "transformers"
+    return name in FLOAT_BYTES and stacked and not tensor.batched and setup.stack.model_code == "transformers"
 
 
 def _stored_alike(optimizer: Optimizer, width: int) -> Optimizer:

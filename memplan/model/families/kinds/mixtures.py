@@ -16,7 +16,8 @@ from memplan.model.families.common_parts import (
 )
 from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
-from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec, TensorNames
+from memplan.model.families.layer_windows import layer_windows, rotating_layers
+from memplan.model.spec import Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, TensorNames
 
 
 def mixtral(config: ConfigValues) -> ModelSpec:
@@ -248,6 +249,64 @@ def glm4_moe_lite(config: ConfigValues) -> ModelSpec:
     config.only("mlp_layer_types", None, ["dense"] * first + ["sparse"] * (len(kinds) - first))
     config.expect("first_k_dense_replace", first)
     return latent_mixture(config, grouped(config, _glm4_mixture(config)), dense=first, scale=1.8, epsilon=1e-5)
+
+
+def llama4_text(config: ConfigValues) -> ModelSpec:
+    """Llama 4, text: layers that rotate and attend within chunks beside some that do neither, experts beside a shared one in some or all.
+
+    Source: ``transformers/models/llama4/modeling_llama4.py`` and its configuration (v5.23.0).
+    """
+    common, norm = shape(config, key_value_heads=8, head_dim=128, vocab_size=202_048), rms_norm(config, 1e-5)
+    bias, count = config.flag("attention_bias"), common.num_hidden_layers
+    normed, tuned = config.flag("use_qk_norm", default=True), bool(config.keys.get("attn_temperature_tuning", True))
+    config.integers("no_rope_layers", count if config.keys.get("no_rope_layers") else None)
+    config.ignore("no_rope_layer_interval", "attention_chunk_size", "floor_scale", "attn_scale", "for_llm_compressor")
+    config.ignore("attn_temperature_tuning")  # released as 4 and as true, which mean the same
+    config.only("router_jitter_noise", 0.0)
+    still = attention(config, common, 0, qkv_bias=bias, output_bias=bias, scales_query=tuned)
+    lengths = Norm(weight=False, epsilon=norm.epsilon) if normed else None
+    turning = attention(
+        config, common, qkv_bias=bias, output_bias=bias, query_key_norm=lengths, norms_rotated=lengths is not None
+    )
+    dense = Mlp(config.integer("intermediate_size_mlp", default=16_384), config.activation("hidden_act"))
+    sparse, routed = experts(config, _llama4_mixture(config)), _llama4_sparse(config, count)
+    layers = [
+        Layer(turning if turns else still, sparse if has_experts else dense, norm)
+        for turns, has_experts in zip(rotating_layers(config.keys, count), routed, strict=False)
+    ]
+    windows = layer_windows(config.keys, count)
+    names = TensorNames(mlp="feed_forward", router="router", shared_experts="shared_expert")
+    return model(
+        config,
+        common,
+        layers,
+        layer_kinds=("chunked_attention",),
+        names=names,
+        window=max(windows, default=0),
+        full_layers=tuple([index for index, window in enumerate(windows) if not window]) if any(windows) else (),
+    )
+
+
+def _llama4_sparse(config: ConfigValues, count: int) -> list[bool]:
+    """Return for each layer whether it has experts: as listed, or every so many."""
+    step = config.integer("interleave_moe_layer_step", default=1, maximum=MAXIMUM_LAYERS)
+    listed = config.integers("moe_layers")
+    chosen = range(step - 1, count, step) if listed is None else listed
+    return [index in chosen for index in range(count)]
+
+
+def _llama4_mixture(config: ConfigValues) -> MixtureOfExperts:
+    inner = config.integer("intermediate_size", default=8192)
+    return MixtureOfExperts(
+        num_experts=config.integer("num_local_experts", "num_experts", default=16),
+        experts_per_token=config.integer("num_experts_per_tok", default=1),
+        intermediate_size=inner,
+        activation=config.activation("hidden_act"),
+        shared_intermediate_size=inner,
+        transposed=True,
+        every_expert=True,
+        normalised=False,
+    )
 
 
 def _glm4_mixture(config: ConfigValues) -> MixtureOfExperts:
