@@ -31,9 +31,10 @@ STEPS = 3
 
 
 def in_ranks(world: int, function: Callable[..., None], folder: Path, *arguments: Any) -> None:
-    """Run a function on each of so many ranks; what one raises is raised."""
+    """Run a function on each of so many ranks, forked from one process that has imported torch; what one raises is raised."""
     meeting = folder / f"meeting-{function.__name__}-{world}"
-    mp.start_processes(_ranked, (world, function, str(meeting), arguments), nprocs=world, start_method="spawn")
+    mp.get_context("forkserver").set_forkserver_preload([__name__])
+    mp.start_processes(_ranked, (world, function, str(meeting), arguments), nprocs=world, start_method="forkserver")
 
 
 def _ranked(rank: int, world: int, function: Callable[..., None], meeting: str, arguments: Any) -> None:
