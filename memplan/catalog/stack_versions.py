@@ -53,7 +53,7 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
 def _older(stack: Stack, name: str, given: tuple[int, ...]) -> OlderVersions | None:
     """Return what a stack did otherwise at a version, or None where it did nothing so."""
     spans = ((_parts(older.since, name), _parts(older.until, name), older) for older in stack.history)
-    return next((older for since, until, older in spans if since <= given and _within(given, until)), None)
+    return next((older for since, until, older in spans if since <= given and (given[: len(until)] <= until)), None)
 
 
 def _changes(stacks: Mapping[str, Stack], older: OlderVersions) -> Mapping[str, Any]:
@@ -63,11 +63,6 @@ def _changes(stacks: Mapping[str, Stack], older: OlderVersions) -> Mapping[str, 
     name, version = split_name(older.like)
     beneath = _older(stacks[name], name, _parts(version, name))
     return older.changes if beneath is None else _merged(_changes(stacks, beneath), older.changes)
-
-
-def _within(given: tuple[int, ...], until: tuple[int, ...]) -> bool:
-    """Tell whether a version is not beyond another; all of 1.3.x are within 1.3."""
-    return given[: len(until)] <= until
 
 
 def _parts(version: str, name: str) -> tuple[int, ...]:

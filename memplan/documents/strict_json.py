@@ -45,7 +45,8 @@ def parse_json(text: str, name: str) -> Any:
             half of a surrogate pair, or nested or long beyond the limits.
     """
     try:
-        _refuse_long(text)
+        if text.count(",") + text.count("[") + text.count("{") > MAXIMUM_VALUES:
+            raise ValueError(f"more than {MAXIMUM_VALUES:,} values")
         value = json.loads(
             text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
         )
@@ -58,11 +59,6 @@ def parse_json(text: str, name: str) -> Any:
     except ValueError as error:
         raise InvalidFileError([f"{name}:1: not valid JSON: {error!s:.120}"]) from None
     return value
-
-
-def _refuse_long(text: str) -> None:
-    if text.count(",") + text.count("[") + text.count("{") > MAXIMUM_VALUES:
-        raise ValueError(f"more than {MAXIMUM_VALUES:,} values")
 
 
 def _refuse_deep(value: Any) -> None:

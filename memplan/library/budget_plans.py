@@ -131,7 +131,9 @@ class Workshop:
         known = (*keys, device.name, written)
         if known not in self._figures:
             try:
-                plan = self._plan(keys, model.value, setup.value).evaluate(device)
+                if keys not in self._plans:
+                    self._plans[keys] = CompiledPlan(model.value, setup.value)
+                plan = self._plans[keys].evaluate(device)
                 self._figures[known] = figures(plan, written, keys[0])
             except MemplanError as error:
                 self._figures[known] = error
@@ -148,11 +150,6 @@ class Workshop:
         if id(value) not in self._keys:
             self._keys[id(value)] = key(value)
         return self._keys[id(value)]
-
-    def _plan(self, keys: tuple[str, str], model: Model, setup: TrainingSetup) -> CompiledPlan:
-        if keys not in self._plans:
-            self._plans[keys] = CompiledPlan(model, setup)
-        return self._plans[keys]
 
 
 def figures(plan: MemoryPlan, written: str, shapes: str) -> Figures:

@@ -26,17 +26,14 @@ def show_document(name: str, catalog: Catalog, unit: str) -> Document:
     try:
         return model_document(find_model(name, Shapes(), catalog), unit)
     except UnknownNameError:
-        raise _unknown(name, catalog) from None
+        known = [entry for kind in SECTIONS for entry in catalog.section(kind)]
+        unknown = UnknownNameError(
+            f"unknown name {name[:80]!r}{match_hint(name, known)} (see: memplan list {'|'.join(SECTIONS)})"
+        )
+        raise unknown from None
     except CannotAnswerError:
         if not name.endswith(".safetensors"):
             raise
         from memplan.model.readers.safetensors import stored_tensors
 
         return stored_document(name, stored_tensors(usable_path(name)), unit)
-
-
-def _unknown(name: str, catalog: Catalog) -> UnknownNameError:
-    known = [entry for kind in SECTIONS for entry in catalog.section(kind)]
-    return UnknownNameError(
-        f"unknown name {name[:80]!r}{match_hint(name, known)} (see: memplan list {'|'.join(SECTIONS)})"
-    )

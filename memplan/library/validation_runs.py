@@ -74,7 +74,9 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         raise InvalidFileError(["give one of MODEL, --replay, --calibrate and --plan"])
     _refuse_beside_processes(request, chosen)
     if request.calibrate is not None:
-        return _calibrated(request.calibrate)
+        from memplan.measure.records.measurement_records import read_data, record_files
+
+        return calibration_document([read_data(path) for path in record_files(request.calibrate)])
     require_torch("measuring needs")
     if request.replay is not None:
         return _replayed(request, request.replay, catalog, unit)
@@ -266,12 +268,6 @@ def _replayed(request: ValidateRequest, place: Path, catalog: Catalog, unit: str
         for item in replay_records(record_files(place), catalog, request.say)
     ]
     return replay_document(rows, unit)
-
-
-def _calibrated(place: Path) -> Document:
-    from memplan.measure.records.measurement_records import read_data, record_files
-
-    return calibration_document([read_data(path) for path in record_files(place)])
 
 
 def _planned(request: ValidateRequest, device: str, catalog: Catalog, unit: str) -> Document:

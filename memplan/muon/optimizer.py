@@ -182,7 +182,12 @@ class Muon(torch.optim.Optimizer):
             self._update_round(handles, group)
         for handles, group in batches_of([entry for entry in ready if not needs_exchange(*entry)]):
             if len(handles) > 1:
-                self._update_together(handles, group)
+                keys = [handle.key for handle in handles]
+                states = [self.state[key] for key in keys]
+                for handle, state in zip(handles, states, strict=True):
+                    follow_parameter(handle, group, state)
+                generators = [self._seeded_generator(key) for key in keys]
+                update_together_(handles, group, states, generators, [self._phases(key, group) for key in keys])
                 continue
             self._update(handles[0], group)
             if handles[0].store is not None:
@@ -213,14 +218,6 @@ class Muon(torch.optim.Optimizer):
         buffers = self._buffers_on(handle.key.device) if group["offload"] else 0
         phases = self._phases(handle.key, group)
         update_parameter_(handle, group, state, self._seeded_generator(handle.key), phases, buffers)
-
-    def _update_together(self, handles: list[Handle], group: Group) -> None:
-        keys = [handle.key for handle in handles]
-        states = [self.state[key] for key in keys]
-        for handle, state in zip(handles, states, strict=True):
-            follow_parameter(handle, group, state)
-        generators = [self._seeded_generator(key) for key in keys]
-        update_together_(handles, group, states, generators, [self._phases(key, group) for key in keys])
 
     def _update_round(self, handles: list[Handle], group: Group) -> None:
         shards = []

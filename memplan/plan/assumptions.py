@@ -193,7 +193,12 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
         within = "" if attention == residual else f", {attention} of attention's weights"
         retained = ", which the trainer cannot switch off" if plan.setup.disables_dropout else ""
         yield f"dropout {residual}{within}, the model's own{retained}"
-    roles = _roles_without_blocks(plan)
+    roles = {
+        entry.tensor.role
+        for entry in plan.states.tensors
+        if entry.format_name != plan.setup.format_names[entry.tensor.role]
+        and not entry.tensor.name.endswith(ADAPTER_TENSORS)
+    }
     if roles:
         yield f"{', '.join(sorted(roles))}: tensors whose rows do not divide into blocks stay in {config.compute_dtype}"
     if plan.device.count > 1:
@@ -207,16 +212,6 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
     if plan.model.quantization:
         yield f"released in {plan.model.quantization}; planned in the config's own weight formats"
     yield from plan.model.notes
-
-
-def _roles_without_blocks(plan: MemoryPlan) -> set[str]:
-    """Return the roles of base tensors that are not stored in their role's format."""
-    return {
-        entry.tensor.role
-        for entry in plan.states.tensors
-        if entry.format_name != plan.setup.format_names[entry.tensor.role]
-        and not entry.tensor.name.endswith(ADAPTER_TENSORS)
-    }
 
 
 def _left_out(plan: MemoryPlan) -> Iterator[str]:

@@ -33,9 +33,9 @@ def chunks_at_once(
     around += throughout(inputs, head)
     logits = logits_of_chunk(chunk)
     several = inputs.setup.profile.loss_chunks > 1
-    stored = _stored(chunk, mode) if summed is None else summed
+    stored = chunk.left(mode) if summed is None else summed
     later = around + constant_form(Part.GRADIENTS, stored if several else 0)
-    later_mode = mode if summed is not None else _later_mode(mode)
+    later_mode = mode if summed is not None else ("layer" if mode == "layer" else "again")
     for moment in chunk.played(mode).forward:
         yield moment.around(later, "forward", f"{moment.operation} of a chunk")
     yield Instant("forward", "head of a chunk", later + logits * (2 if several else 1))
@@ -71,16 +71,6 @@ def logits_of_chunk(chunk: Section) -> Form:
     """Return the logits of a chunk, which have a name until the next ones have it."""
     first = next(op for op in chunk.tape.operations if op.name == "head")
     return single_form(*chunk.tape.storages[first.makes[0]])
-
-
-def _stored(chunk: Section, mode: Mode) -> int:
-    """Return the gradients that the first chunk leaves."""
-    return chunk.left(mode)
-
-
-def _later_mode(mode: Mode) -> Mode:
-    """Return how gradients of the chunks after the first fare: they are added to those that are there."""
-    return "layer" if mode == "layer" else "again"
 
 
 # -------------------------------------------------------------------- logits of all chunks

@@ -18,7 +18,7 @@ from memplan.step.layers.decoder_layer import layer_section
 from memplan.step.playing.peak_layers import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
-from memplan.step.states.model_states import CastBias, ModelStates
+from memplan.step.states.model_states import CastBias
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Played
@@ -237,7 +237,13 @@ class _Kinds:
     ) -> None:
         regime = replace(inputs.regime, stretches=1, empty_stretch=False)  # of the head alone
         self._inputs, self._block, self._weights, self._prefix = inputs, replace(block, regime=regime), weights, prefix
-        self._names = _parameters_by_first(inputs.states, prefix)
+        names: dict[int, list[Parameter]] = {}
+        for entry in inputs.states.tensors:
+            if entry.tensor.name.startswith(prefix):
+                names.setdefault(entry.tensor.first, []).append(
+                    (entry.tensor.name, entry.trainable, entry.tensor.shape)
+                )
+        self._names = {first: tuple(own) for first, own in names.items()}
         self._unmasked = block_settings(inputs.spec, inputs.setup, replace(regime, masked=False, pads_mask=False))
         self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, bool], int] = {}
         setup = inputs.setup
@@ -294,12 +300,3 @@ def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[Lay
 def inventory_first(spec: ModelSpec, run: LayerRun) -> int:
     """Return the first layer of the inventory's run that ``run`` lies in."""
     return max(other.first for other in spec.runs if other.first <= run.first)
-
-
-def _parameters_by_first(states: ModelStates, prefix: str) -> dict[int, tuple[Parameter, ...]]:
-    """Return each run's parameters, by its first layer."""
-    names: dict[int, list[Parameter]] = {}
-    for entry in states.tensors:
-        if entry.tensor.name.startswith(prefix):
-            names.setdefault(entry.tensor.first, []).append((entry.tensor.name, entry.trainable, entry.tensor.shape))
-    return {first: tuple(own) for first, own in names.items()}

@@ -6,7 +6,7 @@ Nothing that only moves memory or time counts here: batch, length, checkpointing
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
@@ -134,15 +134,14 @@ def _recorded(catalog: Catalog) -> Mapping[Recipe, Learning]:
         recipe = named_recipe(config, shipped)
         known[recipe] = of_config(recipe, shipped, name, config.evidence)
     for record_name, record in records_of(catalog).training_records():
-        if _as_planned(record["training"]):
+        training = record["training"]
+        as_planned = (
+            training["rounding"] == "stochastic" and not training["momentum_format"] and not training["matrix_options"]
+        )
+        if as_planned:
             recipe = named_recipe(_with_settings(shipped.configs[record["config"]], record["settings"]), shipped)
             known.setdefault(recipe, _borne(recipe, shipped, record_name))
     return known
-
-
-def _as_planned(training: Mapping[str, Any]) -> bool:
-    """Tell whether a run trained as its config says, with nothing tried out beside it."""
-    return training["rounding"] == "stochastic" and not training["momentum_format"] and not training["matrix_options"]
 
 
 def _with_settings(config: TrainingConfig, settings: list[str]) -> TrainingConfig:

@@ -89,7 +89,11 @@ def _whole(entry: ContextEntry) -> list[ContextMeasurement]:
 def _nearest(name: str, entries: Mapping[str, ContextEntry]) -> dict[str, list[ContextMeasurement]]:
     """Return the whole runs of the nearest architectures that have some: one older and one newer of NVIDIA's, else all."""
     if not name.startswith("sm-"):
-        return {other: _whole(entries[other]) for other in entries if _is_other_vendors(other) and other != name}
+        return {
+            other: _whole(entries[other])
+            for other in entries
+            if (not other.startswith("sm-") and other != "unknown") and other != name
+        }
     versions = sorted((other for other in entries if other.startswith("sm-")), key=lambda key: capability(key[3:]))
     place = versions.index(name)
     result: dict[str, list[ContextMeasurement]] = {}
@@ -98,10 +102,6 @@ def _nearest(name: str, entries: Mapping[str, ContextEntry]) -> dict[str, list[C
         if nearest is not None:
             result[nearest] = _whole(entries[nearest])
     return result
-
-
-def _is_other_vendors(name: str) -> bool:
-    return not name.startswith("sm-") and name != "unknown"
 
 
 def _text(

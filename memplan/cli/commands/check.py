@@ -90,7 +90,10 @@ def check_command(check: CheckOptions, output: Annotated[OutputOptions, without(
             check.budget, baseline=check.baseline, update_baseline=check.update, catalog=output.catalog()
         )
     except InvalidFileError as error:
-        _annotate(error, chosen, output.file)
+        if chosen == CheckFormat.github:
+            from memplan.report.checks.forge_texts import problems_text
+
+            deliver(problems_text(error.problems), output.file)
         raise
     if check.update:
         say(f"baseline written: {answer.baseline}")
@@ -110,14 +113,6 @@ def diff_command(sides: DiffOptions, output: Annotated[OutputOptions, without("c
         deliver(diff_markdown(*both), output.file)
         return 0
     return emit(diff_document(*both, output.unit), output)
-
-
-def _annotate(error: InvalidFileError, form: CheckFormat, output: Path | None) -> None:
-    """Annotate the mistakes of a budget as GitHub shows them; all else is told on standard error alone."""
-    if form == CheckFormat.github:
-        from memplan.report.checks.forge_texts import problems_text
-
-        deliver(problems_text(error.problems), output)
 
 
 def _emit(answer: Check, form: CheckFormat, output: OutputOptions) -> int:

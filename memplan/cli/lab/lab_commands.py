@@ -17,7 +17,7 @@ from memplan.cli.output import emit
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, MemplanError, printable
 from memplan.library.lookup import open_catalog
-from memplan.report.document import Document, Table
+from memplan.report.document import Table
 
 lab_command = typer.Typer(
     no_args_is_help=True,
@@ -68,16 +68,11 @@ def show_record(shown: RecordOptions, output: Annotated[OutputOptions, without("
         save_figure(figure, plot)
     with _as_written(name):
         document = training_record_document(record, output.unit) if trained else record_document(record)
-        _require_text(document)
+        for block in document.blocks:
+            rows = block.rows if isinstance(block, Table) else ()
+            if not all(isinstance(cell, str) for row in rows for cell in row):
+                raise TypeError("a name is no text")
     return emit(document, output)
-
-
-def _require_text(document: Document) -> None:
-    """Raise a TypeError where a record put something else than text into a table."""
-    for block in document.blocks:
-        rows = block.rows if isinstance(block, Table) else ()
-        if not all(isinstance(cell, str) for row in rows for cell in row):
-            raise TypeError("a name is no text")
 
 
 @contextmanager

@@ -116,7 +116,14 @@ class WatchedSteps:
 
     def _entering(self, module: nn.Module, inputs: Any) -> None:
         if not self._depth and not self._engine_runs:
-            self._top(module)
+            trains = torch.is_grad_enabled()
+            if trains:
+                self._step_begins()
+            elif self.recorder.marks[-1][1] != EVALUATION:
+                self.recorder.instant(EVALUATION)
+            if module not in self._seen:
+                self._look_at(module)
+            self._mark_weights()
         self._depth += 1
         number = self._layers.get(module)
         if number is None:
@@ -138,21 +145,16 @@ class WatchedSteps:
         if tensor is not None and torch.is_grad_enabled():
             self.recorder.backward_reaches(tensor, "head backward" if number is None else f"layer {number} backward")
 
-    def _top(self, module: nn.Module) -> None:
-        """Note that a script calls a model, or a part of one, itself."""
-        trains = torch.is_grad_enabled()
-        if trains:
-            self._step_begins()
-        elif self.recorder.marks[-1][1] != EVALUATION:
-            self.recorder.instant(EVALUATION)
-        if module not in self._seen:
-            self._look_at(module)
-        self._mark_weights()
-
     def _step_begins(self) -> None:
         """Begin forward: of a new step after an update, else of a further micro-step."""
         if self._stepped:
-            if self._is_done():
+            captures = self.recorder.captures
+            if captures != self._captures:
+                self._captures = captures
+                self._until = self.done + self.steps if captures <= MOST_CAPTURES else self._until
+            warms_up = self.recorder.current_stream() != 0 and self.done < self._until + MOST_WARM_UP
+            is_done = self.done >= self._until and not warms_up
+            if is_done:
                 raise StepsDoneError
             self._stepped = False
             self.recorder.next_step()
@@ -162,15 +164,6 @@ class WatchedSteps:
         elif self.recorder.marks[-1][1] == EVALUATION:
             self.recorder.instant("forward")
         self._began = False
-
-    def _is_done(self) -> bool:
-        """Tell whether the steps are taken: those after a capture count, and warming up for one does not."""
-        captures = self.recorder.captures
-        if captures != self._captures:
-            self._captures = captures
-            self._until = self.done + self.steps if captures <= MOST_CAPTURES else self._until
-        warms_up = self.recorder.current_stream() != 0 and self.done < self._until + MOST_WARM_UP
-        return self.done >= self._until and not warms_up
 
     def _replayed(self, updates: bool) -> None:
         """Note that a graph is launched: a step, where an optimizer's is in it."""

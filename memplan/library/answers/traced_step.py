@@ -135,7 +135,14 @@ def trace(model: ModelGiven = None, **options: Unpack[TraceOptions]) -> Traced:
         0
     """
     inputs = job_inputs("trace", model, options, TraceOptions)
-    _refuse_contradictions(inputs, options)
+    named = [value for value in (inputs.given, options.get("hf"), options.get("module")) if value is not None]
+    if len(named) > 1 or (named and inputs.shapes is not None):
+        raise InvalidFileError(
+            ["give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"]
+        )
+    listed = options.get("largest", MOST_LISTED)
+    if type(listed) is not int or not 0 <= listed <= LIMIT_LISTED:
+        raise InvalidFileError([f"largest: expected a whole number from 0 to {LIMIT_LISTED:,}, got {listed!r}"])
     require_torch()
     subject = _subject(inputs, options)
     note = options.get("progress") or _say_nothing
@@ -154,18 +161,6 @@ class _Subject:
     device: Device | None
     options: TraceOptions
     catalog: Catalog
-
-
-def _refuse_contradictions(inputs: JobInputs, options: TraceOptions) -> None:
-    """Refuse more than one thing to trace, and a number of tensors that no table has."""
-    named = [value for value in (inputs.given, options.get("hf"), options.get("module")) if value is not None]
-    if len(named) > 1 or (named and inputs.shapes is not None):
-        raise InvalidFileError(
-            ["give one thing to trace: MODEL, shapes, --hf DIR, --module PKG.MOD:FACTORY or --history FILE"]
-        )
-    listed = options.get("largest", MOST_LISTED)
-    if type(listed) is not int or not 0 <= listed <= LIMIT_LISTED:
-        raise InvalidFileError([f"largest: expected a whole number from 0 to {LIMIT_LISTED:,}, got {listed!r}"])
 
 
 def _subject(inputs: JobInputs, options: TraceOptions) -> _Subject:

@@ -181,7 +181,8 @@ def _config(
             [f"--with {printable(overrides.beside[0])}: goes with a trainer's own file, and none is given"]
         )
     if not isinstance(name, str):
-        document = _own_document(name)
+        data = json.loads(written_json(dict(name), OWN_CONFIG))
+        document = Document(OWN_CONFIG, data if "training" in data else {"description": "", **data}, {})
     elif not _is_file(name):
         canonical = catalog.configs.name_of(name)
         if not overrides.settings:
@@ -233,12 +234,6 @@ def _with_listed_targets(document: Document) -> Document:
         return document
     listed = {**data, "adapter": {**adapter, "targets": [adapter["targets"]]}}
     return Document(document.name, listed, document.lines, document.problems, document.settings)
-
-
-def _own_document(given: Mapping[str, Any]) -> Document:
-    """Return keys and values as a document, as if a JSON file held them; it may leave out the description."""
-    data = json.loads(written_json(dict(given), OWN_CONFIG))
-    return Document(OWN_CONFIG, data if "training" in data else {"description": "", **data}, {})
 
 
 def _further_problems(document: Document, error: InvalidFileError, catalog: Catalog) -> list[str]:

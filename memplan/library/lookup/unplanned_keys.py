@@ -28,7 +28,7 @@ def refuse_unplanned(text: str, data: Mapping[str, Any], kind: type, above: str 
     for key, value in data.items():
         path = f"{above}{key}"
         if key not in hints:
-            if not _is_nothing(value):
+            if value not in (None, False, 0, 1, "none", "false"):
                 raise CannotAnswerError(f"{text}: {path}: {printable(str(value))} is not modelled yet")
             continue
         inner = next((one for one in (hints[key], *get_args(hints[key])) if is_dataclass(one)), None)
@@ -65,8 +65,3 @@ def method_keys(method: Mapping[str, Any], stage: str) -> dict[str, Any]:
     rollout = {"rollout": planned_keys(method.get("rollout", {}), Rollout)} if stage in GENERATING else {}
     said = {key: method.get(key) for key in ("reference_model", "chosen_nll", "labels")}
     return {**said, "stage": stage, **rollout, **keys}
-
-
-def _is_nothing(value: Any) -> bool:
-    """Tell whether a key that no plan has is at a value that changes nothing: off, or a degree of one."""
-    return value in (None, False, 0, 1, "none", "false")

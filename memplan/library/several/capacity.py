@@ -153,7 +153,7 @@ def largest(
     from memplan.plan.sizes.largest_model import largest_models
     from memplan.step.kernels.card_support import refuse_unable
 
-    setups = _setups(inputs)
+    setups = [inputs.setup(None, name) for name in (CONFIGS if inputs.config is None else (inputs.config,))]
     models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]
     if len(setups) == len(devices) == 1:
         refuse_unable(setups[0], devices[0].gpu)
@@ -169,11 +169,6 @@ def _simulated_on(devices: Sequence[Device]) -> Callable[..., MemoryPlan] | None
     from memplan.plan.reserve.simulation import simulated
 
     return partial(simulated, least=False)
-
-
-def _setups(inputs: JobInputs) -> list[TrainingSetup]:
-    """Return the setup of the config that was named, or of each that the largest model is sought under."""
-    return [inputs.setup(None, name) for name in (CONFIGS if inputs.config is None else (inputs.config,))]
 
 
 # ------------------------------------------------------------------ where

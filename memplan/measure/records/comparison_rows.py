@@ -194,7 +194,18 @@ def _totals(task: Task, prediction: Prediction, measurement: Measurement) -> Ite
                 yield _row(f"{name}, formula", predicted, traced, measured, "predicted", CUDA_FORMULA)
             continue
         yield _row(name, predicted, traced, measured, "traced", _counted(task, CPU_PEAK))
-        if _same_operations(task) and prediction.rank == 0:
+        # Whether the CPU build runs what the formula counts for CUDA. There dropout keeps other masks, and offloaded
+        # states pass through two buffers where the CPU has one.
+        profile, given = task.setup.profile, task.setup.config.dropout
+        spec = task.model.spec
+        dropout = max(spec.dropout, spec.attention_dropout) if given is None else given
+        same_operations = (
+            profile.attention == "math"
+            and profile.norm == "composite"
+            and not dropout
+            and not task.setup.offloads_states
+        )
+        if same_operations and prediction.rank == 0:
             yield _row(f"{name}, formula", predicted, traced, measured, "predicted", _counted(task, CPU_FORMULA))
 
 
@@ -204,19 +215,6 @@ def _simulator(measurement: Measurement) -> Iterator[Row]:
     if history:
         simulated, measured = history["simulated_reserved_peak_bytes"], history["measured_reserved_peak_bytes"]
         yield _row("reserved, simulator alone", None, simulated, measured, "traced", SIMULATOR)
-
-
-def _same_operations(task: Task) -> bool:
-    """Whether the CPU build runs what the formula counts for CUDA.
-
-    There dropout keeps other masks, and offloaded states pass through two buffers where the CPU has one.
-    """
-    profile, given = task.setup.profile, task.setup.config.dropout
-    spec = task.model.spec
-    dropout = max(spec.dropout, spec.attention_dropout) if given is None else given
-    return (
-        profile.attention == "math" and profile.norm == "composite" and not dropout and not task.setup.offloads_states
-    )
 
 
 def _instants(task: Task, prediction: Prediction, measurement: Measurement) -> Iterator[Row]:

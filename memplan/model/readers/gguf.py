@@ -53,8 +53,21 @@ def read_gguf(path: Path, layouts: Mapping[int, BlockLayout]) -> Model:
 
     headers = _parts(path)
     metadata = headers[0].metadata
-    architecture = _architecture(path, metadata)
-    tensors = _tensors(headers)
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise InvalidFileError([f"{path}: no general.architecture in its metadata; is it the first part of a model?"])
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise CannotAnswerError(f"{path}: not a model: general.type is {kind!r:.60}")
+    tensors: dict[str, TensorInfo] = {}
+    problems = []
+    for header in headers:
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                problems.append(f"{header.path}: tensor {tensor.name!r:.80} appears twice")
+            tensors[tensor.name] = tensor
+    if problems:
+        raise InvalidFileError(problems)
     sizes = _checked_sizes(headers, layouts)
     if not tensors:
         raise CannotAnswerError(f"{path}: the file holds no tensors, only metadata (a vocabulary?)")
@@ -126,32 +139,9 @@ def _split(header: Header, key: str, default: int) -> int:
     return value
 
 
-def _architecture(path: Path, metadata: Mapping[str, Any]) -> str:
-    value = metadata.get("general.architecture")
-    if not isinstance(value, str) or not value:
-        raise InvalidFileError([f"{path}: no general.architecture in its metadata; is it the first part of a model?"])
-    kind = metadata.get("general.type", "model")
-    if kind != "model":
-        raise CannotAnswerError(f"{path}: not a model: general.type is {kind!r:.60}")
-    return value
-
-
 def _name(path: Path, metadata: Mapping[str, Any]) -> str:
     match = _PART.fullmatch(path.name)
     return text(metadata.get("general.name")) or (match["stem"] if match else path.stem)
-
-
-def _tensors(headers: Iterable[Header]) -> dict[str, TensorInfo]:
-    tensors: dict[str, TensorInfo] = {}
-    problems = []
-    for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in tensors:
-                problems.append(f"{header.path}: tensor {tensor.name!r:.80} appears twice")
-            tensors[tensor.name] = tensor
-    if problems:
-        raise InvalidFileError(problems)
-    return tensors
 
 
 def _checked_sizes(headers: Iterable[Header], layouts: Mapping[int, BlockLayout]) -> dict[str, int]:

@@ -147,7 +147,10 @@ def _format_name(quantization: Mapping[str, Any]) -> str | None:
     if method == "bitsandbytes" or (
         method is None and ("load_in_4bit" in quantization or "load_in_8bit" in quantization)
     ):
-        return _bitsandbytes(quantization)
+        if quantization.get("load_in_4bit") is True:
+            kind = quantization.get("bnb_4bit_quant_type", "fp4")
+            return kind if kind in ("nf4", "fp4") else None
+        return "int8" if quantization.get("load_in_8bit") is True else None
     if method in ("gptq", "awq"):
         bits = quantization.get("bits", quantization.get("w_bit"))
         return f"{method}-int{bits}" if type(bits) is int and 2 <= bits <= 8 else None
@@ -158,13 +161,6 @@ def _format_name(quantization: Mapping[str, Any]) -> str | None:
     if method == "compressed-tensors":
         return _compressed_tensors(quantization)
     return None
-
-
-def _bitsandbytes(quantization: Mapping[str, Any]) -> str | None:
-    if quantization.get("load_in_4bit") is True:
-        kind = quantization.get("bnb_4bit_quant_type", "fp4")
-        return kind if kind in ("nf4", "fp4") else None
-    return "int8" if quantization.get("load_in_8bit") is True else None
 
 
 def _compressed_tensors(quantization: Mapping[str, Any]) -> str | None:

@@ -134,11 +134,11 @@ def _entry(name: str, entry: Any) -> tuple[int, int, StoredTensor] | str:
 
 def _sizes(value: Any) -> bool:
     """Tell lists of sizes, of no more dimensions than any tensor has, from other values."""
-    return isinstance(value, list) and len(value) <= 64 and all(_is_size(item) for item in value)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all((type(item) is int and 0 <= item < 2**63) for item in value)
+    )
 
 
 def _gaps(path: Path, ranges: Sequence[tuple[int, int, StoredTensor]], data_bytes: int) -> list[str]:

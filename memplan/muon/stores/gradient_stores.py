@@ -136,7 +136,12 @@ class GradientStore:
                 self.scale = torch.zeros((), device=gradient.device)
         flat, codes = gradient.contiguous().view(-1), self.codes.view(-1)
         if self.scale is None:
-            self._add_plain(flat, codes, fresh)
+            total = torch.empty(min(self.chunk_elements, flat.numel()), device=flat.device)
+            part = torch.empty_like(total)
+            for start in starts(flat.numel(), self.chunk_elements):
+                codes[start : start + self.chunk_elements].copy_(
+                    self._sum(flat, codes, None, start, fresh, total, part)
+                )
         else:
             self._add_scaled(flat, codes, self.scale, fresh)
 
@@ -146,12 +151,6 @@ class GradientStore:
             self.codes = gradient.contiguous()
         else:
             self.add_(gradient)
-
-    def _add_plain(self, flat: Tensor, codes: Tensor, fresh: bool) -> None:
-        total = torch.empty(min(self.chunk_elements, flat.numel()), device=flat.device)
-        part = torch.empty_like(total)
-        for start in starts(flat.numel(), self.chunk_elements):
-            codes[start : start + self.chunk_elements].copy_(self._sum(flat, codes, None, start, fresh, total, part))
 
     def _add_scaled(self, flat: Tensor, codes: Tensor, scale: Tensor, fresh: bool) -> None:
         total = torch.empty(min(self.chunk_elements, flat.numel()), device=flat.device)

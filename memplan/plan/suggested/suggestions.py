@@ -47,7 +47,8 @@ def suggestions(
     nothing else makes the job fit is that changed, and said. When no single change does, or only one that takes host
     memory, the cheapest combination that does without is put first, if there is one. On a card that only emulates bf16 all of them are in fp16.
     """
-    trial = Trial(plan, catalog, _at(plan))
+    at = replace(plan.setup.config, micro_batch_size=plan.micro_batch_size, sequence_length=plan.sequence_length)
+    trial = Trial(plan, catalog, at)
     fp16 = _in_fp16(trial)
     config = trial.config if fp16 is None else fp16.apply(trial.config)
     results = _tried(trial, fp16, changes(config, plan.setup))
@@ -100,10 +101,6 @@ def _tried(
         return [*(_combination(trial, on_device) or _combination(trial, [c for c, _ in changed])), *results]
     able = [change for change in besides if is_settable(stack, change.settings)]
     return [*(result for change, _ in changed for result in _combination(trial, [change, *able])[:1]), *results]
-
-
-def _at(plan: MemoryPlan) -> TrainingConfig:
-    return replace(plan.setup.config, micro_batch_size=plan.micro_batch_size, sequence_length=plan.sequence_length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def where_document(
             "rows": data,
         },
         tuple(block for block in blocks if block),
-        _where_code(ordered),
+        1 if not ordered else 3 if ordered[0].pooled else 0,
     )
 
 
@@ -173,11 +173,6 @@ def _order(row: Placement, hourly: Mapping[str, Fraction]) -> tuple[bool, bool, 
     name = row.device.name
     cost = row.count * hourly.get(name, Fraction(0))
     return row.pooled, name not in hourly, cost, row.count, row.device.gpu.cuda_total_bytes, name
-
-
-def _where_code(rows: Sequence[Placement]) -> int:
-    """Return 0 where the job fits somewhere, 3 where there are only bounds, 1 where there is nothing."""
-    return 1 if not rows else 3 if rows[0].pooled else 0
 
 
 def _where_data(row: Placement) -> dict[str, Any]:

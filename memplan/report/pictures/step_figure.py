@@ -48,7 +48,12 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
         peak: The instant of the peak, in the words of the answer.
     """
     figure, (axes,) = new_figure(width=9.0, height=4.8)
-    top = _top(limits, limits.context_bytes + timeline.columns[timeline.peak].bytes)
+    job = max(
+        limits.context_bytes + timeline.columns[timeline.peak].bytes,
+        *(size for name, size in limits.lines.items() if name != limits.capacity),
+    )
+    capacity = limits.lines.get(limits.capacity, 0)
+    top = job * 3 // 2 if capacity > FLAT * job else max(job, capacity)
     unit, name = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     _stack(axes, timeline, limits.context_bytes, unit)
     _phases(axes, timeline)
@@ -61,13 +66,6 @@ def step_figure(timeline: Timeline, title: str, peak: str, limits: Limits) -> Fi
         handles[::-1], labels[::-1], loc="outside right center", fontsize=8, title="at the peak", title_fontsize=8
     )
     return figure
-
-
-def _top(limits: Limits, peak_bytes: int) -> int:
-    """Return the highest that is drawn: what the GPU has, unless the job takes so little of it that it would be flat."""
-    job = max(peak_bytes, *(size for name, size in limits.lines.items() if name != limits.capacity))
-    capacity = limits.lines.get(limits.capacity, 0)
-    return job * 3 // 2 if capacity > FLAT * job else max(job, capacity)
 
 
 def _stack(axes: Axes, timeline: Timeline, context_bytes: int, unit: int) -> None:

@@ -29,7 +29,11 @@ def frontier_document(grid: Frontier, catalog_hash: str, unit: str, *, strict: b
         "model": grid.plan.model.spec.name,
         "config": grid.plan.setup.name,
         "stack": stack_data(grid.plan.setup.stack),
-        "gpu": {"name": grid.device.name, "count": _gpus(grid), "usable_bytes": grid.usable_bytes},
+        "gpu": {
+            "name": grid.device.name,
+            "count": grid.plan.setup.config.parallel.gpus,
+            "usable_bytes": grid.usable_bytes,
+        },
         "rows": [_cell_data(cell) for row in grid.cells for cell in row],
         "largest_batch": [_edge_data("sequence_length", edge, "batch") for edge in grid.by_length],
         "longest_sequence": [_edge_data("micro_batch_size", edge, "length") for edge in grid.by_batch],
@@ -71,10 +75,6 @@ def _edge_data(key: str, edge: Edge, what: str) -> dict[str, Any]:
         f"tight_{what}": edge.tight.value,
         "bounded": edge.fits.bounded,
     }
-
-
-def _gpus(grid: Frontier) -> int:
-    return grid.plan.setup.config.parallel.gpus
 
 
 def _heading(grid: Frontier) -> str:

@@ -13,7 +13,6 @@ from memplan.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
-    from memplan.solver.search.best_first import Miss
     from memplan.solver.search.pareto_front import Combination
     from memplan.solver.search.suggested_settings import Settings, Suggestions
     from memplan.solver.search.timing import Rates
@@ -41,7 +40,13 @@ def suggest_document(answer: Suggestions, catalog_hash: str, unit: str) -> Docum
         blocks = (head, _table(answer, unit), lines, _notes(answer), _sentence(answer, unit))
         return Document(data, blocks)
     if answer.miss is not None:
-        data["nearest_miss"] = _miss_data(answer.miss, catalog_hash)
+        miss = answer.miss
+        plan = miss.plan
+        data["nearest_miss"] = {
+            "plan": plan_data(plan, catalog_hash),
+            "over_bytes": max(0, plan.upper_bytes - plan.usable_bytes),
+            "smallest_gpu": None if miss.smallest_gpu is None else miss.smallest_gpu.name,
+        }
     data["experimental_fits"] = answer.experimental_fits
     return Document(data, (head, _notes(answer), _miss_sentence(answer, unit)), 1)
 
@@ -198,15 +203,6 @@ def _sentence(answer: Suggestions, unit: str) -> str:
 
 
 # ------------------------------------------------------------------ nothing fits
-def _miss_data(miss: Miss, catalog_hash: str) -> dict[str, Any]:
-    plan = miss.plan
-    return {
-        "plan": plan_data(plan, catalog_hash),
-        "over_bytes": max(0, plan.upper_bytes - plan.usable_bytes),
-        "smallest_gpu": None if miss.smallest_gpu is None else miss.smallest_gpu.name,
-    }
-
-
 def _miss_sentence(answer: Suggestions, unit: str) -> str:
     name, miss = answer.model.spec.name, answer.miss
     if miss is None:

@@ -106,13 +106,14 @@ class KnownModel:
 def import_document(job: ImportedJob, model: KnownModel) -> Document:
     """Return the answer, with what stands in the way of a plan."""
     reason, code = _reason(job)
+    shapes = {key: value for key, value in job.section("model").items() if key != "given"}
     data = {
         "schema": "memplan/import/1",
         "memplan_version": __version__,
         "trainer": {"name": job.head.trainer, "version": job.version or None},
         "role": job.role,
         "kind": job.kind or None,
-        "model": {"given": model.given, "name": model.name, "how": model.how or None, **_shapes(job)},
+        "model": {"given": model.given, "name": model.name, "how": model.how or None, **shapes},
         "method": job.section("method"),
         "training": _training(job),
         "packing": job.value("packing"),
@@ -204,10 +205,6 @@ def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
 
 def _training(job: ImportedJob) -> dict[str, Any]:
     return {key: value for key, value in job.section("training").items() if value is not None}
-
-
-def _shapes(job: ImportedJob) -> dict[str, Any]:
-    return {key: value for key, value in job.section("model").items() if key != "given"}
 
 
 def _blocks(job: ImportedJob, data: Mapping[str, Any], model: KnownModel) -> list[Block]:

@@ -222,7 +222,11 @@ class Search:
                     if bound is None or soon < bound:
                         heappush(heap, (soon, 1, index, at))
             elif self._fits(arm, arm.run.batches[place]):
-                return self._combination(arm, own, place, time)
+                batch, way = arm.run.batches[place], arm.run.way
+                step = arm.run.step_picoseconds(place, arm.update)
+                return Combination(
+                    arm.state, way, batch, arm.standing, own, time, step, self.sizes.plan(arm.state, way, batch)
+                )
         return None
 
     def _fits(self, arm: _Arm, batch: int) -> bool:
@@ -232,11 +236,6 @@ class Search:
             gauge = gauge_of(plan.setup, self.device, plan.forms.stream_bytes)
             room = gauge.most_requested_bytes() - plan.constant_bytes
         return plan.requested_bytes(batch, self.length) + plan.rounding_bytes - plan.constant_bytes <= room
-
-    def _combination(self, arm: _Arm, own: Class, place: int, time: int) -> Combination:
-        batch, way = arm.run.batches[place], arm.run.way
-        step = arm.run.step_picoseconds(place, arm.update)
-        return Combination(arm.state, way, batch, arm.standing, own, time, step, self.sizes.plan(arm.state, way, batch))
 
     # ---------------------------------------------------------------- nothing fits
     def nearest_miss(self) -> Miss | None:

@@ -196,7 +196,9 @@ class Sizes:
         key = (self.weight_states(weights, gradient).tape_key, way.lifetime, way.checkpointing, way.loss, again)
         if key not in self._transient:
             plan = self._compile(self._plain(weights, gradient, way, batch))
-            self._transient[key] = (plan, plan.constant_bytes + _scratch_bytes(plan), {})
+            kinds = trained_kinds(plan.states.tensors)
+            scratch_bytes = max((tensor_temporaries(plan.setup, entry).bytes for entry in kinds), default=0)
+            self._transient[key] = (plan, plan.constant_bytes + scratch_bytes, {})
         plan, apart, peaks = self._transient[key]
         if batch not in peaks:
             peaks[batch] = max(0, plan.requested_bytes(batch, self.length) - apart)
@@ -267,12 +269,6 @@ class Run:
     def token_femtoseconds(self, index: int, update: int) -> int:
         """Return the same per token."""
         return self.step_picoseconds(index, update) * 1000 // self.tokens[index]
-
-
-def _scratch_bytes(plan: CompiledPlan) -> int:
-    """Return the largest scratch of a plan's optimizer at any instant."""
-    kinds = trained_kinds(plan.states.tensors)
-    return max((tensor_temporaries(plan.setup, entry).bytes for entry in kinds), default=0)
 
 
 def _key(state: StateChoice) -> tuple[object, ...]:

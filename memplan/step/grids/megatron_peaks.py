@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import product
 
 from memplan.documents.frozen_values import dataclass
-from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec
+from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_layers import RankSizes, layer_sizes
 from memplan.step.grids.megatron_tensors import layer_tensors, layers_of_chunk
@@ -194,14 +194,10 @@ def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
         top = max(top, tables + rank.whole + rank.stream - retained[0] - rank.mask - square)
     below += flying * square
     if rank.kernels.most:  # what is sent and received, and what an operation forms beside its result
-        top += 4 * rank.stream + 2 * (rank.whole + rank.wide(_widest(rank.spec)) + rank.square) + 64 * rank.tokens
+        parts = [run.layer.feed_forward for run in rank.spec.runs]
+        widest = max(rank.spec.hidden_size, *(part.intermediate_size * (1 + part.gated) for part in parts))
+        top += 4 * rank.stream + 2 * (rank.whole + rank.wide(widest) + rank.square) + 64 * rank.tokens
     return below + top + _always(rank, chunks)
-
-
-def _widest(spec: ModelSpec) -> int:
-    """Return the most elements of a token that tensor ranks share."""
-    parts = [run.layer.feed_forward for run in spec.runs]
-    return max(spec.hidden_size, *(part.intermediate_size * (1 + part.gated) for part in parts))
 
 
 def _pairs_of_chunks(grid: Grid, flying: int, chunks: int) -> list[int]:

@@ -273,12 +273,10 @@ def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, hea
 
 def in_order(builder: Builder, x: Value, heads: int) -> Value:
     """Return a copy of heads that lie between tokens, as a product of matrices reads them."""
-    return builder.copied(x, moves=_lies_apart(builder, x, heads))
-
-
-def _lies_apart(builder: Builder, x: Value, heads: int) -> bool:
-    """Whether a product of matrices copies heads that lie between tokens: not of one sequence, token or head."""
-    return x.apart and heads > 1 and not builder.settings.regime.one_sequence and not builder.settings.regime.one_token
+    lies_apart = (
+        x.apart and heads > 1 and not builder.settings.regime.one_sequence and not builder.settings.regime.one_token
+    )
+    return builder.copied(x, moves=lies_apart)
 
 
 def _softmax(builder: Builder, scores: Value) -> Value:

@@ -246,12 +246,8 @@ def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return a layer's feed-forward part; experts that GPUs share are given a GPU's own part of the sequence."""
     with builder.tape.alive(*((x,) if builder.settings.divided else ())):
         x = x if isinstance(layer.feed_forward, MixtureOfExperts) else whole_rows(builder, x)
-        return _feed_forward(builder, x, layer)
-
-
-def _feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
-    if isinstance(layer.feed_forward, MixtureOfExperts):
-        taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
-        taped = every_expert if layer.feed_forward.every_expert else taped
-        return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
-    return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)
+        if isinstance(layer.feed_forward, MixtureOfExperts):
+            taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
+            taped = every_expert if layer.feed_forward.every_expert else taped
+            return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
+        return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

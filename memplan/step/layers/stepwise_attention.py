@@ -174,7 +174,8 @@ def wide_attention(builder: Builder, given: Heads) -> Value:
         with tape.alive(query):
             key = builder.cast(given.key, 4)
         with tape.alive(query, key):
-            scores = _scores(builder, query, key, given.number)
+            rows, columns = builder.lowered(query), builder.lowered(key)
+            scores = scores_of(builder, rows, columns, given.number, rows.element_bytes)
             if how == "masked":  # a mask of the module's own chooses between them and a number
                 scores = builder.pointwise("where", scores, packs=True)
             if how == "divided":
@@ -189,11 +190,6 @@ def wide_attention(builder: Builder, given: Heads) -> Value:
             tape.returned = weights
             read, value = builder.lowered(weights), builder.lowered(own)
             return weighted_sum(builder, read, value, value.width, given.number)
-
-
-def _scores(builder: Builder, query: Value, key: Value, heads: int) -> Value:
-    rows, columns = builder.lowered(query), builder.lowered(key)
-    return scores_of(builder, rows, columns, heads, rows.element_bytes)
 
 
 def biased_attention(builder: Builder, given: Heads) -> Value:

@@ -54,7 +54,15 @@ def muon_batches(
     batches = {}
     for kind, entry in firsts.items():
         if _in_rounds(setup, entry):
-            batches[kind] = _round(setup, entry, counts[kind])
+            # Source: ``round_size`` in memplan/muon/parameter_updates.py.
+            exchanged, whole = is_exchanged(entry), _whole(entry)
+            ranks = (
+                prod(ranks for ranks, _, _ in _divisions(setup, entry)) if exchanged else setup.config.parallel.shards
+            )
+            each = 4 * prod(whole) + sum(_workspace(setup, entry, 1))
+            batches[kind] = MuonBatch(
+                min(counts[kind], ranks * max(1, setup.profile.muon_batch_bytes // each)), False, ranks
+            )
             continue
         most = setup.profile.muon_batch_bytes // batch_phases(setup, entry, 1).bytes
         if min(most, counts[kind]) > 1:
@@ -94,15 +102,6 @@ def _refuse_broken_rows(entry: TensorStates) -> None:
             f"{entry.tensor.name}: rows of {columns} elements are no whole blocks of {block}, in which {entry.optimizer_name} keeps "
             "its momentum: the bundled Muon refuses such shards; use momentum in fp32 or bf16"
         )
-
-
-def _round(setup: TrainingSetup, entry: TensorStates, count: int) -> MuonBatch:
-    """Return how many matrices of a shape make a round: one for each rank, or as many each as ``muon_batch_bytes`` holds."""
-    # Source: ``round_size`` in memplan/muon/parameter_updates.py.
-    exchanged, whole = is_exchanged(entry), _whole(entry)
-    ranks = prod(ranks for ranks, _, _ in _divisions(setup, entry)) if exchanged else setup.config.parallel.shards
-    each = 4 * prod(whole) + sum(_workspace(setup, entry, 1))
-    return MuonBatch(min(count, ranks * max(1, setup.profile.muon_batch_bytes // each)), False, ranks)
 
 
 def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) -> MuonPhases:

@@ -127,11 +127,13 @@ def tensor_states(
     kind = None if frozen else together or stepper(setup, optimizer_name, optimizer, [given])
     master_bytes = FLOAT_BYTES.get(setup.config.master_weights, 0)
     device, host = placed_bytes(setup, optimizer, kind, tensor, master_bytes or own_bytes) if kind else (0, 0)
+    exact = setup.stack.projections.codes_result == "input"
+    stored_bytes = layout.level_bytes(elements) if exact else layout.tensor_storage_bytes(elements)
     return TensorStates(
         tensor=tensor,
         format_name=name,
         trainable=not frozen,
-        weight_bytes=_stored_bytes(setup, layout, elements) + layout.row_bytes * tensor.shape[0],
+        weight_bytes=stored_bytes + layout.row_bytes * tensor.shape[0],
         master_bytes=0 if frozen else elements * master_bytes,
         formed_bytes=0 if frozen else elements * computed,
         gradient_bytes=0 if frozen else _gradient_bytes(setup, elements, own_bytes),
@@ -145,12 +147,6 @@ def tensor_states(
         stepper=kind,
         coded_as=layout if layout.training == "coded" else None,
     )
-
-
-def _stored_bytes(setup: TrainingSetup, layout: StorageFormat, elements: int) -> int:
-    """Return the bytes of a stored weight: whole blocks, or each level of a format's own as its library stores them."""
-    exact = setup.stack.projections.codes_result == "input"
-    return layout.level_bytes(elements) if exact else layout.tensor_storage_bytes(elements)
 
 
 def updated(setup: TrainingSetup, tensor: ParameterTensor) -> Updated:

@@ -29,7 +29,13 @@ class ModuleJob(Job):
         self, module: nn.Module, setup: TrainingSetup, inputs: Mapping[str, Any], targets: Tensor, vocab_size: int = 0
     ) -> None:
         self.inputs, self.targets, self.vocab_size = dict(inputs), targets, vocab_size
-        roles = _roles(module)
+        roles: dict[int, Role] = {}
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        for part in module.modules():
+            for name, tensor in part.named_parameters(recurse=False):
+                if id(tensor) in roles:
+                    continue
+                roles[id(tensor)] = _role(part, name, tensor, part is head)
         gradient = setup.config.gradients.dtype
         keeps = None if gradient is None else TORCH_DTYPES[gradient]
         trained = [
@@ -63,7 +69,9 @@ class ModuleJob(Job):
     def watch(self, watcher: Watcher) -> None:
         """Let ``watcher`` see what there is, and where backward is."""
         super().watch(watcher)
-        layers = _layers(self.model)
+        lists = [list(part) for part in self.model.modules() if isinstance(part, nn.ModuleList)]
+        alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+        layers = max(alike, key=len, default=[])
         for number, layer in enumerate(layers, start=1):
             layer.register_forward_pre_hook(_entering(watcher, number))
             layer.register_forward_hook(_leaving(watcher, f"layer {number} backward"), always_call=True)
@@ -86,18 +94,6 @@ def _loss_or_logits(output: Any) -> Tensor:
     )
 
 
-def _roles(module: nn.Module) -> dict[int, Role]:
-    """Return the role of each parameter, as its module and shape tell."""
-    roles: dict[int, Role] = {}
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    for part in module.modules():
-        for name, tensor in part.named_parameters(recurse=False):
-            if id(tensor) in roles:
-                continue
-            roles[id(tensor)] = _role(part, name, tensor, part is head)
-    return roles
-
-
 def _role(part: nn.Module, name: str, tensor: Tensor, is_head: bool) -> Role:
     if isinstance(part, nn.Embedding):
         return "embedding"
@@ -106,13 +102,6 @@ def _role(part: nn.Module, name: str, tensor: Tensor, is_head: bool) -> Role:
     if is_head:
         return "head"
     return "expert_matrix" if tensor.dim() == 3 else "hidden_matrix"
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the longest list of modules of one class, which are taken for the layers."""
-    lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
-    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
-    return max(alike, key=len, default=[])
 
 
 def _tensor_of(value: Any) -> Tensor | None:

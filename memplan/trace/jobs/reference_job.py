@@ -51,7 +51,11 @@ def _tables(spec: ModelSpec, tokens: int, options: ReferenceOptions, device: str
     mask = None
     if any(isinstance(run.layer.attention, Attention) and _eager(run.layer.attention) for run in spec.runs):
         mask = torch.ones((tokens, tokens), dtype=torch.bool, device=device).triu(1)
-    width = _rotary_width(spec)
+    parts = [run.layer.attention for run in spec.runs]
+    widths = [
+        part.rotary_dim if isinstance(part, Attention) else getattr(part, "qk_rope_head_dim", 0) for part in parts
+    ]
+    width = max(widths)
     if not width:
         return (Tables(torch.empty(0, device=device), torch.empty(0, device=device), mask),)
     steps = torch.arange(0, width, 2, device=device).float() / width
@@ -63,15 +67,6 @@ def _tables(spec: ModelSpec, tokens: int, options: ReferenceOptions, device: str
 
 def _eager(part: Attention) -> bool:
     return part.sinks or part.logit_softcap > 0
-
-
-def _rotary_width(spec: ModelSpec) -> int:
-    """Return how many dimensions of a head are rotated, in layers that rotate any."""
-    parts = [run.layer.attention for run in spec.runs]
-    widths = [
-        part.rotary_dim if isinstance(part, Attention) else getattr(part, "qk_rope_head_dim", 0) for part in parts
-    ]
-    return max(widths)
 
 
 def skipped_files() -> tuple[str, ...]:

@@ -75,7 +75,11 @@ def quantised(model: Any, setup: TrainingSetup) -> Any:
     model = layers.replace_with_bnb_linear(model, retained, quantization_config=options)
     for path, layer in list(model.named_modules()):
         if _is_quantised(layer):
-            _fill(layer, setup)
+            if setup.format_names["hidden_matrix"] == EIGHT_BIT:
+                _fill_eight_bit(layer)
+            else:
+                storage = TORCH_DTYPES[setup.config.compute_dtype] if _flattens(setup) else torch.uint8
+                fill_four_bit(layer, setup.format_names["hidden_matrix"], TORCH_DTYPES[setup.loaded_float], storage)
             if path in biases:
                 layer.bias = nn.Parameter(biases[path].detach(), requires_grad=False)
     setattr(model, "is_loaded_in_8bit" if options.load_in_8bit else "is_loaded_in_4bit", True)
@@ -90,15 +94,6 @@ def _is_quantised(layer: nn.Module) -> bool:
     import bitsandbytes
 
     return isinstance(layer, bitsandbytes.nn.Linear4bit | bitsandbytes.nn.Linear8bitLt)
-
-
-def _fill(layer: Any, setup: TrainingSetup) -> None:
-    """Give a layer what quantising leaves of its weight."""
-    if setup.format_names["hidden_matrix"] == EIGHT_BIT:
-        _fill_eight_bit(layer)
-    else:
-        storage = TORCH_DTYPES[setup.config.compute_dtype] if _flattens(setup) else torch.uint8
-        fill_four_bit(layer, setup.format_names["hidden_matrix"], TORCH_DTYPES[setup.loaded_float], storage)
 
 
 def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:

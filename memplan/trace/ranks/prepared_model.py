@@ -86,7 +86,8 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
         plugin.set_mixed_precision(state.mixed_precision)
     PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
-    _numbered(trainer.model)
+    for number, parameter in enumerate(trainer.model.parameters()):
+        parameter.data_ptr = partial(int, number)
     shared = flat_shards(parallel, recorder) if flat else None
     degrees = fully_shard.mesh_degrees(parallel)
     host = host_tensors(recorder) if setup.offloads_weights else nullcontext()
@@ -117,9 +118,3 @@ def _flat_options(parallel: Parallel) -> dict[str, Any]:
         strategy = "HYBRID_SHARD_ZERO2" if hybrid else "SHARD_GRAD_OP"
     when = {"none": "NO_PREFETCH", "pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}[flat.backward_prefetch]
     return {"use_orig_params": flat.use_orig_params, "backward_prefetch": when, "sharding_strategy": strategy}
-
-
-def _numbered(model: torch.nn.Module) -> None:
-    """Give parameters addresses that differ, by which accelerate tells them from each other; without memory all have one."""
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]

@@ -38,17 +38,14 @@ _ADD = aten.add.Tensor
 def is_in_place(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Tell whether an operator called in backward would have written into its first argument and made nothing new."""
     if func is _ADD:
-        return _alike(args) and _called_by_engine() and _is_nobodys(args[0])
+        first, second = args[0], args[1]
+        alike = isinstance(second, Tensor) and first.shape == second.shape and first.dtype == second.dtype
+        return alike and _called_by_engine() and _is_nobodys(args[0])
     if func in _INTO_ZEROS:
         return _function() in _INTO_ZEROS[func] and _called_by_engine()
     if func in _INTO_ITS_OWN:
         return _function() in _INTO_ITS_OWN[func] and _called_by_engine() and _is_wide(args) and _is_nobodys(args[0], 2)
     return False
-
-
-def _alike(args: tuple[Any, ...]) -> bool:
-    first, second = args[0], args[1]
-    return isinstance(second, Tensor) and first.shape == second.shape and first.dtype == second.dtype
 
 
 def _is_wide(args: tuple[Any, ...]) -> bool:

@@ -172,7 +172,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(item, Tensor):
                     self._see(item, name)
         if self._cublas and name in MATRIX_PRODUCTS:
-            self._library_workspace(fused_bias=is_fused_bias(name, args, kwargs or {}))
+            sizes = (
+                (self._cublas, CUBLASLT_WORKSPACE_BYTES) if is_fused_bias(name, args, kwargs or {}) else (self._cublas,)
+            )
+            for library, size in zip(LIBRARIES, sizes, strict=False):
+                place = (self._backward, library, self._stream())
+                if place not in self._with_workspace:
+                    self._with_workspace.add(place)
+                    self._born(size, library, (), "library_workspaces")
         self._inside(name, args, result)
         return result
 
@@ -220,15 +227,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes = composed_bytes(name, args, result) + (kernel_workspaces(name, args) if self._workspaces else [])
         taken = [self._born(size, f"{name} (workspace)", (), "temporaries") for size in sizes]
         self.events.extend((False, index) for index in reversed(taken))
-
-    def _library_workspace(self, *, fused_bias: bool) -> None:
-        """Record what cuBLAS, and cuBLASLt after it, hold from their first product in each thread and stream on."""
-        sizes = (self._cublas, CUBLASLT_WORKSPACE_BYTES) if fused_bias else (self._cublas,)
-        for library, size in zip(LIBRARIES, sizes, strict=False):
-            place = (self._backward, library, self._stream())
-            if place not in self._with_workspace:
-                self._with_workspace.add(place)
-                self._born(size, library, (), "library_workspaces")
 
     def _stream(self) -> int:
         """Return the number of the stream that operators run on: those of the CPU stand for a card's."""

@@ -15,7 +15,7 @@ from memplan.step.ranks.flat_adapters import ROOT, FlatGathers, retained_by_hook
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import numbered
-from memplan.step.tapes.taped_weight import Mode
+from memplan.step.tapes.taped_operations import Mode
 
 
 class _Gathers(FlatGathers):

@@ -49,7 +49,11 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
     for name, tensor in model.named_buffers():
         if id(tensor) not in beside_codes:
             recorder.mark(tensor, "buffers", name)
-    layers = _layers(model)
+    named = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
+    lists = inside or [list(part) for _, part in named]
+    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
+    layers = max(alike, key=len, default=[])
     for number, layer in enumerate(layers, start=1):
         _watch_layer(layer, number, recorder)
     _watch_checkpointing(model, layers, recorder)
@@ -67,15 +71,6 @@ def mark_weights(model: nn.Module, recorder: Recorder) -> None:
     for name, parameter in sorted(model.named_parameters(), key=lambda named: ".lora_" in named[0]):
         for tensor in (parameter, *beside[name]):
             recorder.mark(tensor, "weights", name)
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the longest list of modules of one class, which are taken for the layers; a vision tower has none of them."""
-    named = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
-    inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
-    lists = inside or [list(part) for _, part in named]
-    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
-    return max(alike, key=len, default=[])
 
 
 def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
