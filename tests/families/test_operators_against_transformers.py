@@ -19,10 +19,10 @@ transformers = pytest.importorskip("transformers")
 from memplan.catalog.kernel_profiles import KernelProfile  # noqa: E402
 from memplan.model.spec import Attention, ModelSpec  # noqa: E402
 from memplan.trace.jobs.reference_job import batch_of  # noqa: E402
-from memplan.trace.modules import without_packing  # noqa: E402
 from memplan.trace.pretended_cuda.cuda_kernels import cuda_kernels  # noqa: E402
 from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
+from memplan.trace.transformers_models import without_packing  # noqa: E402
 
 from .operators import Operators, difference, inside  # noqa: E402
 from .test_values_against_transformers import attention_of, feed_forward_of, with_layers  # noqa: E402

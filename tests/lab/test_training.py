@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
-from memplan.lab.training.loop import (  # noqa: E402  # noqa: E402
+from memplan.lab.training.loop import (  # noqa: E402
     LossScale,
     Trainer,
     TrainingOptions,
