@@ -300,7 +300,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         width = builder.compute if weight.coded or settings.block.autocast else weight.element_bytes
         logits = tape.value(x.quantity, settings.vocab_size, width, part=Part.LOGITS)
         copy = builder.cast_weight(weight)
-        retained = weight.trainable or (builder.settings.keeps_inputs and x.needs_gradient)
+        keeps = builder.settings.keeps_inputs
+        retained = weight.trainable or (keeps and x.needs_gradient)
         saves = [x] if retained else []
         if copy is not None and x.needs_gradient:
             saves.append(copy)
@@ -313,11 +314,11 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
             [weight, *bias],
             traits=Traits(
                 scratch=[(ONE, builder.cast_bias(b, settings.vocab_size)) for b in bias],
-                custom=weight.coded,
+                custom=weight.coded or keeps,
                 packs=not weight.coded or weight.trainable,
                 reduces=bias_sum(x, bias[0] if bias else None),
                 product=True,
-                stores_weights_first=bool(bias) and copy is None,
+                stores_weights_first=bool(bias) and copy is None and not keeps,
             ),
         )
         if weight.coded and biases:

@@ -55,7 +55,7 @@ class Modules:
         wrapped: bool,
         tables: int,
     ) -> None:
-        self._list, self._table, self._head = names.layer.partition(".{}")[0], names.embedding, head
+        self._list, self._table, self.head = names.layer.partition(".{}")[0], names.embedding, head
         self._own: dict[str, tuple[str, ...]] = {}
         for name in parameters:
             module = name.rpartition(".")[0]
@@ -79,7 +79,7 @@ class Modules:
         if (way, module) == (self._way, self._last):
             return
         if self._reads_head(way, module):
-            if self._head:
+            if self.head:
                 return
             module = HEAD
         if module == ACTIVATION:
@@ -106,7 +106,7 @@ class Modules:
         for module in modules:
             if module not in open_:
                 open_.add(module)
-                yield Visit(module, self._external(module), way)
+                yield Visit(module, self.external(module), way)
 
     def _tables_formed(self, way: str, module: str) -> Iterator[Visit]:
         if way == "forward" and not self._embedded and module.startswith(f"{self._list}."):
@@ -134,11 +134,15 @@ class Modules:
 
     def _reads_head(self, way: str, module: str) -> bool:
         """Tell whether a module is the head, or the embedding read as one: behind layers in forward, first in backward."""
-        if self._head and module == self._head.rpartition(".")[0] != self._table:
+        if self.head and module == self.head.rpartition(".")[0] != self._table:
             return True
         tied = self._tied and module == self._table and (self._embedded if way == "forward" else not self._was_head)
         self._was_head |= tied and way == "backward"
         return tied
+
+    def is_head_read(self, module: str) -> bool:
+        """Tell whether forward comes to where the whole model's code reads the head, which no module is asked for."""
+        return bool(self.head) and self._reads_head("forward", module)
 
     def parameters(self, module: str) -> tuple[str, ...]:
         """Return the parameters of a module."""
@@ -148,17 +152,19 @@ class Modules:
         """Yield the modules that end where one does, with their parameters."""
         module = HEAD if self._last == HEAD and module == self._table else module
         adapted, base = module in self._adapted, self._base(module)
-        if self._head and module in (HEAD, self._head.rpartition(".")[0]):
+        own = (way, module) == (self._way, self._last)  # an embedding that is the head's too has begun itself
+        if self.head and not own and module in (HEAD, self.head.rpartition(".")[0]):
             if way == "forward":
-                yield self._around[-1], (self._head,)
+                yield self._around[-1], (self.head,)
             return
         yield f"{module}.base" if adapted else module, self.parameters(module)
         if (way == "backward" and adapted) or (way != "backward" and module.endswith(SECOND)):
-            yield base, self._external(base)
+            yield base, self.external(base)
 
-    def _external(self, module: str) -> tuple[str, ...]:
-        if self._head and module == self._around[-1]:
-            return (self._head,)
+    def external(self, module: str) -> tuple[str, ...]:
+        """Return what a module reads of parameters that are another's, once the engine has seen it do so."""
+        if self.head and module == self._around[-1]:
+            return (self.head,)
         return self._own[f"{module}{FIRST}"] if module in self._adapted else ()
 
     def _base(self, module: str) -> str:

@@ -106,7 +106,8 @@ class _Backward:
             if again := weight.decoding_again:
                 self.player.with_scratch(node.instant, node.name, again)
         formed = self.input_gradients(node, arrived)
-        if node.inputs and any(weight.coded or not node.traits.custom for weight in node.weights):
+        alone = not (node.traits.custom and node.traits.workspace)  # a product, and nothing before it
+        if node.inputs and any(weight.coded or (alone and weight.is_matrix) for weight in node.weights):
             self.live.multiply()
         if decoded:
             self.player.note(node.instant, node.name)

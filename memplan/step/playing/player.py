@@ -256,7 +256,8 @@ class Player:
             self.live.give_back(parts[::-1])
         named.update(operation.makes)
         if operation.traits.product and not operation.traits.own_workspace:
-            self.live.multiply(with_bias=len(operation.weights) > 1 or operation.traits.adds_bias)
+            fused = len(operation.weights) > 1 and not operation.traits.custom
+            self.live.multiply(with_bias=fused or operation.traits.adds_bias)
         self.with_scratch(instant, operation.name, temporaries(operation.traits.scratch))
         self.live.give_back(scales)
         self.live.give_back(decoded)

@@ -5,17 +5,17 @@ Parameters come from the memory of the stream that gathers, copies of gradients 
 Source:
     deepspeed/runtime/zero/stage3.py (0.19.8): ``_create_fp16_partitions_with_defragmentation``, ``_setup_for_real_optimizer``,
     ``initialize_optimizer_states``, ``create_reduce_and_remove_grad_hooks``, ``__reduce_and_partition_ipg_grads``, ``step`` and ``_post_step``; ``fetch_sub_module`` in partitioned_param_coordinator.py;
-    ``reduce_scatter_coalesced`` in deepspeed/runtime/comm/coalesced_collectives.py.
+    ``has_overflow``; ``reduce_scatter_coalesced`` in deepspeed/runtime/comm/coalesced_collectives.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import embedded_leaf
 from memplan.step.engines.engine_step import NORM_BYTES
-from memplan.step.engines.gathered_parameters import GatheredParameters, Limits
+from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
 from memplan.step.engines.gathered_step import NORM_ELEMENTS, GatheredStep, followed
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
@@ -33,9 +33,6 @@ from memplan.units import ceil_div
 
 GATHERS, REDUCES = 1, 3
 """Streams, as units of FSDP have them."""
-
-FOLLOWED_PASSES = 2
-"""The first one gathers nothing ahead, and each after the second does what that did."""
 
 
 class _Script:
@@ -66,6 +63,10 @@ class _Script:
         self._turns[-1].append(~number)
         self._stream.free(self._names[number])
 
+    def name(self, number: int) -> int:
+        """Return the name of a storage in the stream."""
+        return self._names[number]
+
     def again(self) -> Iterator[None]:
         """Write the same once more, one mark each time that the next is asked for."""
         names: list[int] = []
@@ -81,9 +82,9 @@ class _Script:
 class _Gathered(GatheredParameters):
     """Writes down what is gathered and let go of."""
 
-    def write_to(self, script: _Script) -> _Gathered:
-        """Say where it is written to."""
-        self._script = script
+    def write_to(self, script: _Script, stays: Collection[str]) -> _Gathered:
+        """Say where it is written to, and which parameters stay once they have been gathered."""
+        self._script, self._stays = script, stays
         self._buffers: dict[int, int] = {}  # Storage of each buffer
         self._storages: dict[str, int] = {}  # and of each whole parameter
         self._retained: dict[str, int] = {}  # and of those that checkpointing alone holds
@@ -111,7 +112,13 @@ class _Gathered(GatheredParameters):
             self._script.free(self._buffers.pop(id(buffer)))
         return most
 
+    def left(self) -> list[int]:
+        """Return the storages of parameters that stay."""
+        return [self._script.name(self._storages[name]) for name in self._stays if name in self._storages]
+
     def _let_go(self, name: str) -> None:
+        if name in self._stays:
+            return
         was = name in self._there
         super()._let_go(name)
         if was and name not in self._there:
@@ -151,15 +158,19 @@ class PartitionedEngine(WholeModel):
         self._updates = Updates(stream, replace(inputs, setup=in_fp32(setup)), tensors, stepped)
         self._on = (GATHERS, REDUCES) if setup.config.parallel.deepspeed.overlap_comm is not False else (0, 0)
         self.adds_tied = setup.profile.loss not in TOKEN_CHUNKS  # DeepSpeed's own product forms the head's as it lies
+        self._overflows = setup.config.compute_dtype == "fp16"  # is looked for (``has_overflow``)
         self._leaf = inputs.spec.names.embedding if embedded_leaf(inputs, taped) is not ZERO else ""
         self._layer = inputs.spec.names.layer
-        self._passes, self._ends = 0, False
+        self._ends = False
+        self._passed = self._resident = False  # Whether a pass is over; whether what stays gathered is there
         self._script = _Script(stream, self._on[0])
         self._again: Iterator[None] | None = None
+        self._followed = False  # Whether a pass has been followed that all later ones are like
         self._names: list[str] = []  # of the gradients in the bucket
         self._elements = 0
         self._waiting: list[int] = []  # Gradients that found no room in it
         self._whole: list[int] = []  # Parameters that stay gathered
+        self._head: list[int] = []  # The head as it was read in the first forward
 
     def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
         """Allocate a rank's pieces, of trained parameters in one tensor, and what the step keeps of them."""
@@ -178,7 +189,6 @@ class PartitionedEngine(WholeModel):
         for name, elements in self._sizes.items():
             if name not in self._step.frozen:  # gathered one by one, for their hooks
                 stream.passing(rules.width * rules.ranks * ceil_div(elements, rules.ranks))
-        self._gather_whole()
 
     def wrap(self) -> None:
         """Make the states that an optimizer makes when it is made."""
@@ -194,33 +204,69 @@ class PartitionedEngine(WholeModel):
         return "layer"
 
     def _gather_whole(self) -> None:
-        """Gather parameters of few elements, which stay until the step."""
+        """Gather parameters of few elements, which stay until the next step."""
         rules, whole = self._rules, [self._sizes[name] for name in self._sizes if name in self._step.whole]
         self._stream.of("weights")
         self._whole = self._stream.allocate_all(
             rules.width * rules.ranks * ceil_div(size, rules.ranks) for size in whole
         )
+        self._resident = True
 
     # ---------------------------------------------------------------- forward and backward
     def begin(self, micro_step: int) -> None:
-        """Begin with nothing gathered; the first pass, in which modules are put down, gathers nothing ahead."""
+        """Begin with nothing gathered but what stays; from the first pass that it was there for on, each does the same.
+
+        The first pass, in which modules are put down, gathers nothing ahead, and lets go of all: what stays is there once
+        the next one has asked for it, or behind a step.
+
+        Source:
+            ``release_sub_module`` in deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8).
+        """
         del micro_step
         rules, step = self._rules, self._step
-        self._passes, self._ends = self._passes + 1, False
-        if self._passes > FOLLOWED_PASSES:
+        self._ends = False
+        if self._followed:
             self._again = self._script.again()
             return
-        ahead, distance = (rules.ahead, rules.distance) if self._passes > 1 else (0, 0)
+        self._followed = self._resident
+        ahead, distance = (rules.ahead, rules.distance) if self._passed else (0, 0)
         limits = Limits(rules.ranks, rules.width, ahead, rules.live, distance)
-        gathered = _Gathered(self._visited, self._sizes, step.whole, step.frozen, limits)
+        whole, stays = (step.whole, ()) if self._resident else ((), step.whole if self._passed else ())
+        visited = self._visited if self._passed else self._unseen()
+        gathered = _Gathered(visited, self._sizes, whole, step.frozen, limits)
         self._script = _Script(self._stream, self._on[0])
-        self._gathered, self._modules = gathered.write_to(self._script), step.modules()
+        self._gathered, self._modules = gathered.write_to(self._script, stays), step.modules()
+
+    def _unseen(self) -> Sequence[Visit]:
+        """Return the modules of the first pass, in whose forward none is known to read what is another's.
+
+        Source:
+            ``ZeROOrderedDict.__getitem__`` in deepspeed/runtime/zero/parameter_offload.py (0.19.8): what is read then is
+            gathered at once, by the stream that computes.
+        """
+        modules = self._step.modules()
+        return [
+            one._replace(parameters=()) if one.way == "forward" and modules.external(one.module) else one
+            for one in self._visited
+        ]
+
+    def _read_head(self, kind: str, name: str) -> None:
+        """Gather the head where the first forward reads it, or let go of it as the model ends."""
+        stream, rules, head = self._stream, self._rules, self._modules.head
+        if kind == "forward" and self._modules.is_head_read(name):
+            size = rules.width * rules.ranks * ceil_div(self._sizes[head], rules.ranks)
+            self._head = [stream.allocate(size)]
+        elif kind == "left forward" and self._head:
+            stream.free_all(self._head)
+            self._head = []
 
     def visit(self, kind: str, name: str) -> None:
         """Gather what a module needs as it begins, or let go of it as it ends."""
         if self._ends:
             return
         self._stream.of("communication")
+        if not self._passed:
+            self._read_head(kind, name)
         if self._again is not None:
             next(self._again)
             return
@@ -270,6 +316,8 @@ class PartitionedEngine(WholeModel):
             return
         self._script.turn()
         self._gathered.end()
+        self._whole += self._gathered.left()
+        self._resident, self._passed = self._resident or self._passed, True
 
     # ---------------------------------------------------------------- step
     def update(self, *, first: bool) -> None:
@@ -277,6 +325,8 @@ class PartitionedEngine(WholeModel):
         rules, stream = self._rules, self._stream
         stream.free_all(self._whole)
         stream.of("temporaries")
+        for _ in range(2 * self._overflows):  # of infinities, then of what is no number
+            stream.free(stream.allocate(rules.gradient_bytes // rules.width, self._on[1]))
         for own in (size for group in self._groups for size in group):
             stream.passing(NORM_BYTES * min(own, NORM_ELEMENTS))
         for place, group in enumerate(self._groups):
