@@ -121,6 +121,8 @@ def entry_problems(entry: Any) -> Iterator[tuple[EntryPath, str]]:
     yield from _figure_problems(entry, ())
     if isinstance(entry, StorageFormat):
         yield from _format_problems(entry)
+    elif isinstance(entry, Gpu) and 0 < entry.memory_bytes < entry.cuda_total_bytes:
+        yield ("cuda_total_bytes",), f"expected at most the driver's memory_bytes, {entry.memory_bytes}"
     elif isinstance(entry, Optimizer):
         yield from optimizer_problems(entry)
 

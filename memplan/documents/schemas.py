@@ -8,7 +8,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -97,8 +97,19 @@ def validate(cls: type[T], document: Document, data: Any = ..., path: tuple[Key,
         problems |= {f"{document.where((*path, *keys))}: {item['msg']}" for item, keys in located[MOST_EXPLAINED:]}
         paths = [(*path, *keys) for _, keys in located]
     if problems:
-        raise InvalidFileError(sorted(problems, key=_line_number), paths)
+        raise InvalidFileError(sorted(_joined(problems), key=_line_number), paths)
     return typing.cast("T", result)
+
+
+def _joined(problems: Iterable[str]) -> Iterator[str]:
+    """Yield problems, those of one value that may be of several kinds as one."""
+    wanted: dict[tuple[str, str], list[str]] = {}
+    for problem in sorted(problems):
+        where, _, rest = problem.partition(": expected ")
+        kind, _, given = rest.rpartition(", got ")
+        wanted.setdefault((where, given) if kind else (problem, ""), []).append(kind)
+    for (where, given), kinds in wanted.items():
+        yield f"{where}: expected {' or '.join(kinds)}, got {given}" if kinds != [""] else where
 
 
 @cache

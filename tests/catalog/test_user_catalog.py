@@ -144,6 +144,7 @@ def test_all_problems_of_all_entries_are_reported_at_once(write):
     [
         ("gpus", entry("x").replace("17_179_869_184", "0"), "memory_bytes"),
         ("gpus", entry("x").replace("17_000_000_000", "-1"), "cuda_total_bytes"),
+        ("gpus", entry("x").replace("17_000_000_000", "17_179_869_185"), "cuda_total_bytes"),
         ("gpus", entry("x").replace("17_179_869_184", "1" + "0" * 30), "memory_bytes"),
         ("gpus", entry("x").replace("bf16: 100", "bf16: -100"), "dense_flops.bf16"),
         ("gpus", entry("x") + "  compute_capability: sm90\n", "compute_capability"),
@@ -170,7 +171,7 @@ def test_figures_that_no_arithmetic_can_use_are_refused(write, kind, body, key):
     with pytest.raises(InvalidFileError) as caught:
         with_extra(write("mine.yaml", section(body, kind))).section(kind)
     (problem,) = caught.value.problems
-    assert f": {kind}.x.{key}: expected a " in problem
+    assert f": {kind}.x.{key}: expected a" in problem
 
 
 def test_two_of_a_users_entries_cannot_share_an_alias(write):

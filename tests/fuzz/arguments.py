@@ -103,11 +103,14 @@ STDIN = (b"", b"CUDA out of memory. Tried to allocate 2.00 GiB", b"{}", b"a: 1",
 
 OF_EVERY_GPU = ("max", "recommend")
 """Commands that without a GPU plan every model for every card, for seconds, and more where each line is traced."""
+LONG = ("max", "tables")
+"""Commands that take a second where others take ten milliseconds; they are drawn once for eight times that others are."""
+DRAWN = [*8 * sorted(set(COMMANDS) - set(LONG)), *LONG]
 
 
 def command_line(random: Random) -> tuple[list[str], bytes]:
     """Return arguments, most of them good, and what standard input holds."""
-    name = random.choice(sorted(COMMANDS))
+    name = random.choice(DRAWN)
     arguments = [name, *(_word(random, words) for words in COMMANDS[name])]
     if name == "ui":
         arguments += ["--port", random.choice(BAD_PORTS)]

@@ -78,6 +78,7 @@ def test_llama_factory_upcasts_what_it_trains_whole(tmp_path):
         ("finetuning_type: lora", "finetuning_type: full\nquantization_bit: 4", "quantization_bit: not modelled"),
         ("finetuning_type: lora", "finetuning_type: lara", "finetuning_type: not modelled: 'lara'"),
         ("stage: sft", "stage: sfd", "stage: not modelled: 'sfd'"),
+        ("bf16: true", "bf16: true\nfp16: true", "bf16: not modelled: bf16 and fp16 at once"),
     ],
 )
 def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, said):

@@ -159,8 +159,25 @@ def test_the_files_that_a_script_names_lie_beside_it_or_are_asked_for(tmp_path):
     assert "the file lora2.yaml, which the command names: --with FILE" in memplan.import_file(other).to_dict()["needs"]
 
 
-def test_a_number_of_processes_beyond_any_is_none(tmp_path):
-    path = written(tmp_path, f"torchrun --nproc_per_node {'9' * 5000} sft.py --model_name_or_path a/b --packing true\n")
+@pytest.mark.parametrize(
+    "flag",
+    [
+        f"--nproc_per_node {'9' * 5000}",
+        "--nproc_per_node 0",
+        "--nproc_per_node=-1",
+        "--nproc_per_node \N{FULLWIDTH DIGIT EIGHT}",
+        "--nproc_per_node 8 --nnodes 1:4",
+    ],
+)
+def test_what_is_no_number_of_processes_is_asked_for(tmp_path, flag):
+    path = written(tmp_path, f"torchrun {flag} sft.py --model_name_or_path a/b --packing true\n")
+    assert memplan.import_file(path).to_dict()["needs"][0].startswith("--gpus N, the number of GPUs: n")
+    assert memplan.import_file(path, gpus=2).to_dict()["training"]["parallel"]["data"] == 2
+
+
+@pytest.mark.parametrize("start", ["torchrun --nproc_per_node gpu", "deepspeed --num_gpus=-1"])
+def test_as_many_processes_as_a_machine_has_gpus_are_one_where_nothing_says_how_many(tmp_path, start):
+    path = written(tmp_path, f"{start} sft.py --model_name_or_path a/b --packing true\n")
     assert memplan.import_file(path).to_dict()["training"]["parallel"]["data"] == 1
 
 

@@ -251,17 +251,26 @@ COUNTS = (("nproc_per_node", "nnodes"), ("num_processes", ""), ("num_gpus", "num
 """Flags of launchers for processes of a machine, and for machines."""
 
 
+AS_MANY_AS_SEEN: Mapping[str, tuple[str | int, ...]] = {
+    "nproc_per_node": ("gpu", "auto", "cpu"),
+    "num_gpus": (-1,),
+    "num_nodes": (-1,),
+}
+"""Values of these for as many as there are (torch/distributed/run.py; deepspeed/launcher/runner.py)."""
+
+
 COUNTED = ("NPROC_PER_NODE", "NNODES")
 """Variables of the environment for processes of a machine, and for machines."""
 
 
 def unknown_processes(command: CommandLine) -> tuple[str, Any] | None:
-    """Return the flag of a launcher for processes or machines, or the variable, whose value nobody can tell, with it; None for none."""
+    """Return the flag of a launcher for processes or machines, or the variable, whose value is no number of them; None for none."""
     flags, variables = command.launched.data, command.job.environment or {}
     given = [(flag, flags.get(flag, "")) for pair in COUNTS for flag in pair if flag]
     if not any(value for _, value in given) and variables.get(COUNTED[0]):
         given = [(name, variables.get(name, "")) for name in COUNTED]
-    return next(((name, value) for name, value in given if REFERENCE.search(str(value))), None)
+    known = [value in ("", *AS_MANY_AS_SEEN.get(name, ())) or _whole(value) > 0 for name, value in given]
+    return next((pair for pair, one in zip(given, known, strict=True) if not one), None)
 
 
 def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int] | None:
@@ -290,8 +299,8 @@ def visible_gpus(command: CommandLine) -> int | None:
     return len([part for part in shown if part.strip()]) * (nodes or 1) or None if each else None
 
 
-LARGEST_DIGITS = 10
-"""No number of processes has as many."""
+LARGEST_DIGITS = 6
+"""No number of processes has as many: 16,384 GPUs are planned."""
 
 
 def _whole(value: Any) -> int:
