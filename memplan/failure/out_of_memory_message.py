@@ -42,6 +42,7 @@ _PHASES: tuple[tuple[Phase, re.Pattern[str]], ...] = (
 """What a traceback names, the most telling first."""
 
 MAXIMUM_TEXT = 16 * 2**20
+_COLOUR = re.compile(r"\x1b\[[0-9;]{0,40}m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,14 @@ def read_message(text: str, where: str) -> OutOfMemory:
     """Return what the last out-of-memory message in a text says.
 
     Args:
-        text: A log, a traceback, or the message alone; line breaks within it do not matter.
+        text: A log, a traceback, or the message alone; line breaks and a terminal's colours within it do not matter.
         where: What errors call it.
 
     Raises:
         InvalidFileError: There is none, one that is cut off, or one that contradicts itself.
     """
-    flat = " ".join(text[-MAXIMUM_TEXT:].split())
+    text = _COLOUR.sub("", text[-MAXIMUM_TEXT:])
+    flat = " ".join(text.split())
     matches = list(_TRIED.finditer(flat))
     if not matches:
         raise InvalidFileError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 
 import pytest
@@ -70,6 +71,12 @@ def test_a_misspelt_capacity_zero_bytes_and_other_vendors_are_read():
 
 def test_line_breaks_within_the_message_do_not_matter():
     assert read_message(new().replace(" ", "\n"), "log") == read_message(new(), "log")
+
+
+def test_colours_within_the_message_do_not_matter():
+    assert read_message(re.sub(r"([0-9.]+) GiB", "\x1b[1;36m\\1\x1b[0m GiB", new()), "log") == read_message(
+        new(), "log"
+    )
 
 
 def test_this_process_is_told_from_others_by_what_it_holds():
@@ -158,6 +165,11 @@ def test_any_text_is_read_or_refused_in_a_line(text):
     for log in (text, f"CUDA out of memory. Tried to allocate {text}", new(tried="1.00 GiB", free=text)):
         with suppress(memplan.MemplanError):
             read_message(log, "log")
+
+
+def test_a_log_that_powershell_wrote_is_read(tmp_path):
+    (tmp_path / "run.log").write_text(f"step 1\r\n{new()}\r\n", encoding="utf-16")
+    assert memplan.why(file=tmp_path / "run.log").to_dict() == memplan.why(message=new()).to_dict()
 
 
 def test_the_command_reads_standard_input_and_files(tmp_path):

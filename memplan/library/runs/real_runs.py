@@ -1,6 +1,7 @@
 """Of real runs: why one was out of memory (``memplan.why``), and how far the simulated allocator follows one (``memplan.replay``)."""
 
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Unpack
@@ -148,5 +149,7 @@ def why(
 
 
 def _log(path: Path) -> str:
-    """Return the text of a log, which may have bytes of any kind in it."""
-    return read_bytes(path, MAXIMUM_TEXT, "give a log, or the message", "give its end").decode("utf-8", "replace")
+    """Return the text of a log, which may have bytes of any kind in it; what PowerShell redirects is UTF-16 with a mark."""
+    log = read_bytes(path, MAXIMUM_TEXT, "give a log, or the message", "give its end")
+    wide = log.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and b"\0" in log
+    return log.decode("utf-16" if wide else "utf-8", "replace")
