@@ -72,6 +72,18 @@ def usable_path(text: str | Path) -> Path:
         raise InvalidFileError([f"'{printable(str(text))}': not a usable path: {error}"]) from None
 
 
+def whole_path(path: Path) -> Path:
+    """Return a path from the root on.
+
+    Raises:
+        InvalidFileError: The working folder, which it begins at, has been removed.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError:
+        raise InvalidFileError(["the folder that this runs in has been removed"]) from None
+
+
 def path_kind(path: Path) -> Kind:
     """Return what lies at a path, links followed, without opening it.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from memplan.documents.opening import whole_path
 from memplan.errors import InvalidFileError, printable, shown_value
 from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.interpreter import follow
@@ -171,7 +172,7 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
 
 
 def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
-    return (Path(), *(folder for path in paths for folder in path.absolute().parents))
+    return (Path(), *(folder for path in paths for folder in whole_path(path).parents))
 
 
 def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLine | None = None) -> ImportedJob:

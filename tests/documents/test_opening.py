@@ -326,3 +326,13 @@ def test_a_header_length_that_lies_is_a_damaged_file_with_and_without_a_config(r
 def test_path_kinds_are_told_apart_without_opening(hostile):
     kinds = {path_kind(path) for path, said in hostile.items() if "not a usable path" not in said}
     assert kinds == {"pipe", "socket", "nothing", "folder", "device"}
+
+
+@pytest.mark.parametrize("words", [["check"], ["emit", "gpt2", "--config", "lora", "--gpu", "t4", "--as", "trl"]])
+def test_a_working_folder_that_has_been_removed_is_said_in_a_line(tmp_path, monkeypatch, cli, words):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    answer = cli(*words)
+    assert (answer.exit_code, answer.err.count("\n")) == (3 if "emit" in words else 2, 1)
+    assert "the folder that this runs in has been removed" in answer.err

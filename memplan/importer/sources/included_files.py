@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memplan.documents.opening import is_file, shown_path
+from memplan.documents.opening import is_file, shown_path, whole_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.sources.given_keys import GivenKeys
 
@@ -27,7 +27,7 @@ def with_includes(keys: GivenKeys, path: Path, read: Read, above: tuple[Path, ..
     Raises:
         InvalidFileError: A file that includes itself.
     """
-    here = path.absolute()
+    here = whole_path(path)
     above = (*above, here)
     merged: Mapping[str, Any] = {}
     absent: list[str] = []

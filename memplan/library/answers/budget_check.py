@@ -9,7 +9,7 @@ from memplan.budget.budget_files import BudgetFile, read_budget
 from memplan.budget.budget_jobs import DEFAULT_FILE
 from memplan.budget.evaluation import Result, baseline_of, exit_code, worst_first
 from memplan.catalog.catalog import Catalog
-from memplan.documents.opening import path_kind
+from memplan.documents.opening import path_kind, whole_path
 from memplan.documents.writing import write_file
 from memplan.errors import CannotAnswerError
 from memplan.library.answers.answer import Answer
@@ -84,7 +84,7 @@ def check(
 
 def _from_here(path: Path) -> Path:
     """Return a path as a repository names it, which is relative, where it lies below the working directory."""
-    here = Path.cwd()
+    here = whole_path(Path())
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
 
 

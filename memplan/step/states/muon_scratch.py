@@ -149,7 +149,7 @@ def _coding_sizes(entry: TensorStates, k: int) -> tuple[int, ...]:
         return ()
     scratch = codec_scratch(entry.coded_as)
     blocks = min(min(k, entry.tensor.elements) // entry.coded_as.block_elements, scratch.blocks_at_once)
-    table = 2 ** (scratch.coding_bytes.bit_length() - 2) if scratch.coding_bytes > 1 else 0
+    table = (1 << scratch.coding_bytes.bit_length()) >> 2
     return (table * blocks, table * blocks, (scratch.coding_bytes - 2 * table) * blocks)
 
 
