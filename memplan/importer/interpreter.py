@@ -14,7 +14,7 @@ from memplan.importer.shell.expansions import REFERENCE
 from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
 from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 
-COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank", "parallel.replicate")
+COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank", "parallel.replicate", "method.rollout.generations")  # fmt: skip
 """Results of which there is at least one."""
 FEW = 6
 """Values that a message lists; of more it names the nearest."""

@@ -143,10 +143,13 @@ def with_new_names(keys: GivenKeys, mapped: Mapped, version: str) -> tuple[Given
         both = keys.value(alias.now) is not MISSING and not (alias.first and value is not None)
         if value is MISSING or retired or both:
             continue
-        lines = {**keys.lines, tuple(alias.now.split(".")): keys.line(old)}
-        data = _placed(_without(keys.data, old.split(".")), alias.now.split("."), value)
-        keys = replace(keys, data=data, lines=lines)
-        renamed[alias.now] = old
+        before, after = old.split("."), alias.now.split(".")
+        below = {path[len(before) :]: line for path, line in keys.lines.items() if [*path[: len(before)]] == before}
+        lines = {tuple(after): keys.line(old)} | {(*after, *rest): line for rest, line in below.items()}
+        keys = replace(keys, data=_placed(_without(keys.data, before), after, value), lines={**keys.lines, **lines})
+        renamed |= {alias.now: old} | {
+            ".".join(map(str, (*after, *rest))): ".".join(map(str, (*before, *rest))) for rest in below
+        }
     return (_without_negations(keys, mapped) if keys.form == "argv" and PARSED in mapped.extends else keys), renamed
 
 

@@ -1196,3 +1196,11 @@ def test_groups_of_replicas_that_are_none_are_refused_by_their_key(tmp_path):
     (tmp_path / "titan.toml").write_text(none)
     with pytest.raises(InvalidFileError, match="replicate_degree: expected a whole number, at least 1, got 0"):
         memplan.import_file(tmp_path / "titan.toml", gpus=8)
+
+
+def test_a_group_of_no_completions_is_said_to_be_none(tmp_path):
+    (tmp_path / "grpo.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-0.6B\nnum_generations: 0\nper_device_train_batch_size: 4\n"
+    )
+    with pytest.raises(InvalidFileError, match="num_generations: expected a whole number, at least 1, got 0"):
+        memplan.import_file(tmp_path / "grpo.yaml")

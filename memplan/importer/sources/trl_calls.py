@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,10 @@ OF_TRAINERS = (
 """Keywords that TRL's trainers took themselves until 0.13."""
 
 
+UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
+"""Classes of unsloth's, whose arguments are read with its own defaults."""
+
+
 def trl_keys(keys: GivenKeys) -> GivenKeys:
     """Return TRL's keys where a program calls one of its trainers with arguments that stand in it; else the keys as they are.
 
@@ -72,11 +77,7 @@ def trl_keys(keys: GivenKeys) -> GivenKeys:
     """
     arguments = next((name for name in CONFIGS if name in keys.words), None)
     trainer = next((name for name in TRAINERS if name in keys.words), None)
-    if (
-        trainer is None
-        or arguments is None
-        or any("FastLanguageModel" in word or "FastModel" in word for word in keys.words)
-    ):
+    if trainer is None or arguments is None or any(UNSLOTH.search(word) for word in keys.words):
         return keys
     data: dict[str, Any] = {}
     lines: dict[tuple[str | int, ...], int] = {}
