@@ -83,6 +83,8 @@ def test_a_word_becomes_what_a_shell_makes_of_it(word, expected):
         ("echo python a.py; pip install x\n", []),
         ("N=2\nread -r -d '' cmd <<EOF\npython a.py --n $N \\\n  --s 'b'\nEOF\nbash -c \"${cmd}\"\n", [("python", "a.py", "--n", "2", "--s", "b")]),
         ("N=2\nsrun bash <<'EOF'\npython a.py --n $N\nEOF\npython b.py\n", [("python", "a.py", "--n", "2"), ("python", "b.py")]),
+        ("sudo docker run --gpus all -e A=1 img trl sft --x 1\n", [("trl", "sft", "--x", "1")]),
+        ("docker run --rm -e N=2 img bash -lc \"torchrun --nproc_per_node=\\$N a.py\"\n", [("torchrun", "--nproc_per_node=2", "a.py")]),
         ("cat <<A <<B\n1\nA\n2\nB\npython a.py\n", [("python", "a.py")]),
         ("C=\"\"\"\npython `pwd`/a.py $X \\\n --n 1\n\"\"\"\n{ echo $C\n eval \"$C\"\n} || { exit 1\n}\n", [("python", "`pwd`/a.py", "--n", "1")]),
     ],
@@ -274,6 +276,17 @@ def test_a_file_in_a_here_document_says_what_the_file_says(tmp_path, name, form)
     joined = memplan.import_file(written(tmp_path, f"{form.format(name, text)}{start} {name}\n")).to_dict()
     for part in ("training", "method", "needs", "model"):
         assert joined[part] == apart[part]
+
+
+@pytest.mark.parametrize("inside", ["trl sft {0}", 'bash -lc "cd /w && trl sft {0}"'])
+def test_variables_that_a_container_is_given_are_its_commands(tmp_path, inside):
+    job = "--model_name_or_path gpt2 --max_length 64"
+    given = "-e CUDA_VISIBLE_DEVICES=0,1,2 --env=PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    answer = memplan.import_file(
+        written(tmp_path, f"docker run --gpus all {given} image {inside.format(job)}\n")
+    ).to_dict()
+    assert (answer["training"]["allocator"], answer["training"]["parallel"]["data"]) == ("expandable", 3)
+    assert answer["keys"]["unknown"] == []
 
 
 def test_what_is_wrong_in_a_here_document_is_said_with_its_line(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from memplan.errors import InvalidFileError, printable
+from memplan.importer.shell.containers import container_variables, started_inside
 from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
@@ -192,7 +193,10 @@ class _Run:
             )
         if first in self.functions and self.depth < DEEPEST:
             return self._called(first, words[1:], sure)
-        if first == "eval" or (place := _script_word(words)) is not None:
+        place = _script_word(words)
+        if first == "eval" or place is not None:
+            self.scope.variables |= (inside := container_variables(words[:place]))
+            self.exported |= inside.keys()
             text = " ".join(words[1:]) if first == "eval" else words[place or 0]
             return self._again(text, lines[0], sure)
         if first in ("read", "mapfile", "readarray", "getopts", "unset"):
@@ -208,7 +212,9 @@ class _Run:
             environment = {name: self.scope.variables.get(name) for name in sorted(self.exported)}
             known = {name: value for name, value in environment.items() if isinstance(value, str)}
             own = [_ASSIGNED.fullmatch(token.text) for token in assigned]
-            known |= {match[1]: text_of(match[3], self.scope) for match in own if match}
+            known |= {match[1]: text_of(match[3], self.scope) for match in own if match} | container_variables(words)
+            start = started_inside(words)
+            words, lines = words[start:], lines[start:]
             self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset), dict(self.written)))
         note_edited(self.written, words)
         return None

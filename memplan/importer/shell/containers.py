@@ -1,0 +1,58 @@
+"""What a container is started with: variables, and behind its image the command that runs inside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot"))
+PROGRAMS = frozenset(
+    [
+        "python",
+        "python3",
+        "torchrun",
+        "accelerate",
+        "deepspeed",
+        "axolotl",
+        "llamafactory-cli",
+        "lmf",
+        "swift",
+        "megatron",
+        "trl",
+        "tune",
+        "litgpt",
+        "uv",
+    ]
+)
+"""Words that begin the command of a container that trains: flags of the container, and its image, stand in front of them."""
+_ASSIGNED = re.compile(r"(?:--env=)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+def container_variables(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a container is given: ``-e NAME=value``, ``--env NAME=value`` or ``--env=NAME=value``.
+
+    Example:
+        >>> container_variables(["docker", "run", "-e", "A=1", "--env=B=2", "image", "python", "C=3"])
+        {'A': '1', 'B': '2'}
+    """
+    inside = is_container(words)
+    given = [word for before, word in pairwise(words) if before in ("-e", "--env") and inside]
+    given += [word for word in words if word.startswith("--env=") and inside]
+    return {match[1]: match[2] for word in given if (match := _ASSIGNED.fullmatch(word))}
+
+
+def started_inside(words: Sequence[str]) -> int:
+    """Return where the command begins that a container runs; 0 for one that starts none, or nothing that is known here.
+
+    Example:
+        >>> started_inside(["docker", "run", "--gpus", "all", "image", "trl", "sft"])
+        5
+    """
+    starts = (at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS)
+    return next(starts, 0) if is_container(words) else 0
+
+
+def is_container(words: Sequence[str]) -> bool:
+    """Whether a command starts a container, or runs something in one."""
+    return bool(words) and words[0].rpartition("/")[2] in CONTAINERS
