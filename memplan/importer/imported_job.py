@@ -145,7 +145,8 @@ def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[C
 
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
-    files = replace(question.files, written=command.written, script=command.job.name)
+    script, counted = command.job.name, command.job.counted
+    files = replace(question.files, written=command.written, script=script, counted=counted)
     given = {Path(keys.name).name for keys in beside}
     named = {text: files.keys(text) for text in command.config if Path(text).name not in given}
     absent = [text for text, keys in named.items() if keys is None]

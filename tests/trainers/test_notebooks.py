@@ -176,3 +176,60 @@ def test_what_is_no_notebook_that_can_be_read_is_said_in_a_line(tmp_path, text, 
     path.write_text(text)
     with pytest.raises(InvalidFileError, match=said):
         memplan.import_file(path)
+
+
+COMMANDED = {
+    "a line of a shell": (
+        "rank = 16\nname = 'Qwen/Qwen3-8B'",
+        "!llamafactory-cli train --stage sft --finetuning_type lora --do_train true \\\n"
+        "  --model_name_or_path {name} --lora_rank $RANK --cutoff_len {length} --lora_rank {rank}",
+    ),
+    "a file that JSON is dumped to": (
+        "import json\nargs = dict(stage='sft', finetuning_type='lora', do_train=True,\n"
+        "            model_name_or_path='Qwen/Qwen3-8B', cutoff_len=LENGTH, lora_rank=16)\n"
+        "json.dump(args, open('job.json', 'w'), indent=2)\n%cd /content\n!llamafactory-cli train job.json",
+    ),
+    "a cell that is a file": (
+        "%%writefile job.yaml\nstage: sft\nfinetuning_type: lora\ndo_train: true\nmodel_name_or_path: Qwen/Qwen3-8B\n"
+        "cutoff_len: ${LENGTH}\nlora_rank: 16\n",
+        "%%bash\nllamafactory-cli train /content/job.yaml",
+    ),
+    "a text that YAML is dumped from": (
+        'import yaml\ntext = """\nstage: sft\nfinetuning_type: lora\ndo_train: true\nmodel_name_or_path: Qwen/Qwen3-8B\n'
+        'lora_rank: 16\ncutoff_len: ${LENGTH}\n"""\nconfig = yaml.safe_load(text)\nwith open("job.yaml", "w") as file:\n'
+        "    yaml.dump(config, file)",
+        "!CUDA_VISIBLE_DEVICES=0 llamafactory-cli train job.yaml",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDED)
+def test_a_notebook_that_starts_a_trainer_is_read_as_a_script_would_be(tmp_path, name):
+    cells = COMMANDED[name]
+    answer = memplan.import_file(notebook(tmp_path, "!pip install x", "import torch", *cells)).to_dict()
+    assert (answer["trainer"]["name"], answer["model"]["given"]) == ("llamafactory", "Qwen/Qwen3-8B")
+    assert answer["training"]["adapter"]["rank"] == 16
+    assert any("sequence-length" in need and "job.ipynb: cell " in need for need in answer["needs"])
+    assert {one["line"] for one in answer["keys"]["used"]} <= {4, 5}
+
+
+def test_a_notebook_of_axolotls_own_class_is_its_configuration(tmp_path):
+    cell = (
+        "config = DictDefault(base_model='Qwen/Qwen3-14B', adapter='qlora', load_in_4bit=True, lora_r=32, sequence_len=4096,\n"
+        "  datasets=[{'path': data, 'type': 'alpaca'}], plugins=['axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin'])"
+    )
+    answer = memplan.import_file(notebook(tmp_path, "data = 'a/b'", cell, "train(cfg=load_cfg(config))")).to_dict()
+    training = answer["training"]
+    assert (answer["trainer"]["name"], answer["method"]["tuning"], answer["needs"]) == ("axolotl", "qlora", [])
+    assert (training["adapter"]["rank"], training["sequence_length"], training["kernels"]["loss"]) == (
+        32,
+        4096,
+        "cut-cross-entropy",
+    )
+
+
+def test_a_notebook_that_starts_nothing_is_refused(tmp_path):
+    with pytest.raises(InvalidFileError, match="calls neither unsloth nor a trainer of TRL"):
+        memplan.import_file(notebook(tmp_path, "!pip install torch", "print(1)"))
+    with pytest.raises(InvalidFileError, match="without cells of Python, or lines for a shell"):
+        memplan.import_file(notebook(tmp_path, "%%html\n<b></b>"))

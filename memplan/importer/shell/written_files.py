@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from posixpath import normpath
+from posixpath import isabs, normpath
 
 from memplan.importer.shell.expansions import Scope, text_of
 from memplan.importer.shell.shell_tokens import APPENDED, WRITTEN, Token
@@ -43,5 +43,18 @@ def note_edited(written: dict[str, Text], words: Sequence[str]) -> None:
 
 
 def text_written(written: Mapping[str, Text], name: str) -> Text | None:
-    """Return what a script has written to the file that a command names, with the line where that begins."""
-    return written.get(normpath(name))
+    """Return what a script has written to the file that a command names, with the line where that begins.
+
+    Of a relative path and a whole one that ends with it nobody can tell the folder: they are the same where no other is.
+
+    Example:
+        >>> text_written({"job.yaml": ("a: 1", 3)}, "/content/job.yaml")
+        ('a: 1', 3)
+    """
+    path = normpath(name)
+    if path in written:
+        return written[path]
+    alike = [
+        one for one in written if isabs(one) != isabs(path) and (one.endswith(f"/{path}") or path.endswith(f"/{one}"))
+    ]
+    return written[alike[0]] if len(alike) == 1 else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
 from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text, shown_path
@@ -15,6 +15,9 @@ from memplan.importer.sources.argument_vectors import CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
 from memplan.importer.sources.included_files import with_includes
 from memplan.importer.sources.interpolation import interpolated
+
+if TYPE_CHECKING:
+    from memplan.importer.shell.shell_commands import ShellCommand
 
 MEGATRON = "MODEL_ARGS"
 """Where Megatron-LM's own test jobs have the flags of a run."""
@@ -50,9 +53,7 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     if path.suffix in SCRIPTS:
         return _script(text, name)
     if path.suffix == NOTEBOOK:
-        from memplan.importer.sources.notebook_cells import notebook_keys
-
-        return notebook_keys(_json_value(text, name), name, MAXIMUM_PARSED_BYTES)
+        return _notebook(_json_value(text, name), name)
     if path.suffix == ".py":
         from memplan.importer.sources.python_literals import python_keys
 
@@ -89,6 +90,33 @@ def _script(text: str, name: str) -> tuple[CommandLine, ...]:
         replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset, written=one.written)
         for one in commands
     )
+
+
+def _notebook(document: Any, name: str) -> GivenKeys | tuple[CommandLine, ...]:
+    """Return what a notebook gives unsloth or TRL's trainers, or else the commands of its lines for a shell.
+
+    Raises:
+        InvalidFileError: It cannot be read, or holds neither.
+    """
+    from memplan.importer.shell.notebook_script import notebook_script
+    from memplan.importer.shell.shell_commands import shell_commands
+    from memplan.importer.sources.notebook_cells import code_cells, notebook_keys, python_cells
+    from memplan.importer.sources.trl_calls import trains
+
+    keys = notebook_keys(document, name, MAXIMUM_PARSED_BYTES)
+    script, cells = notebook_script(list(code_cells(document, name, MAXIMUM_PARSED_BYTES)), keys.data)
+    commands = () if trains(keys) else shell_commands(script, name)
+    if not commands and not any(python_cells(document, name, MAXIMUM_PARSED_BYTES)):
+        raise InvalidFileError([f"{name}: a notebook without cells of Python, or lines for a shell"])
+    return tuple(_of_cells(one, name, cells) for one in commands) or keys
+
+
+def _of_cells(one: ShellCommand, name: str, cells: Sequence[int]) -> CommandLine:
+    """Return a command of a notebook, whose words are known by their cells."""
+    command = command_line(one.words, name, [cells[line - 1] for line in one.lines], one.environment)
+    written = {path: (text, cells[line - 1]) for path, (text, line) in one.written.items()}
+    job, launched = (replace(keys, counted="cell") for keys in (command.job, command.launched))
+    return replace(command, job=job, launched=launched, unset=one.unset, written=written)
 
 
 def _variables(keys: GivenKeys, name: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ class NamedFiles:
     folders: tuple[Path, ...] = (Path(),)
     written: Mapping[str, Text] = field(default_factory=dict)  # What a script writes to files before, by their paths
     script: str = ""  # That script's name
+    counted: str = "line"  # What stands for a line in it: ``line``, or the ``cell`` of a notebook
 
     def keys(self, name: str) -> GivenKeys | None:
         """Return the keys of a file, those of a here-document with their lines in the script; None where there is no file.
@@ -34,12 +35,15 @@ class NamedFiles:
         try:
             keys = read_source(usable_path(name), text[0])
         except InvalidFileError as error:
-            place = f"{self.script}: what line {text[1]} begins to write"
+            place = f"{self.script}: what {self.counted} {text[1]} begins to write"
             raise InvalidFileError([f"{place}: {problem}" for problem in error.problems]) from None
         if not isinstance(keys, GivenKeys):
-            raise InvalidFileError([f"{self.script}:{text[1]}: writes {printable(name)}, which lists commands"])
-        lines = {path: line + text[1] - 1 for path, line in keys.lines.items()}
-        return replace(keys, name=self.script, lines=lines)
+            raise InvalidFileError(
+                [f"{self.script}: {self.counted} {text[1]} writes {printable(name)}, which lists commands"]
+            )
+        below = self.counted == "line"
+        lines = {path: text[1] + (line - 1) * below for path, line in keys.lines.items()}
+        return replace(keys, name=self.script, lines=lines, counted=self.counted)
 
     def path(self, name: str) -> Path | None:
         """Return the file that a name stands for, relative to the first of the folders in which it is one."""

@@ -32,9 +32,7 @@ def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
     Raises:
         InvalidFileError: It is no notebook, a cell is not Python, or its code is longer than that.
     """
-    cells = list(_cells(document, name, most))
-    if not cells:
-        raise InvalidFileError([f"{name}: a notebook without cells of Python"])
+    cells = list(python_cells(document, name, most))
     starts, line = [], 1
     for _, source in cells:
         starts.append(line)
@@ -45,8 +43,12 @@ def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
     return trl_keys(replace(keys, lines=lines, counted="cell"))
 
 
-def _cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]:
-    """Yield the cells of Python with their numbers, IPython's lines in them passed."""
+def code_cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]:
+    """Yield the cells of code with their numbers among all cells, from 1.
+
+    Raises:
+        InvalidFileError: It is no notebook, or its code is longer than that.
+    """
     letters = 0
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
@@ -56,12 +58,18 @@ def _cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]:
             continue
         source = cell.get("source", "")
         text = "".join(map(str, source)) if isinstance(source, list) else str(source)
-        magic = re.match(r"\s*%%(\w+)", text)
-        if magic and magic[1] not in PYTHON:
-            continue
         letters += len(text)
         if letters > most:
             raise InvalidFileError([f"{name}: more than {most:,} letters of code: no notebook that trains has as many"])
+        yield number, text
+
+
+def python_cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]:
+    """Yield the cells of Python with their numbers, IPython's lines in them passed."""
+    for number, text in code_cells(document, name, most):
+        magic = re.match(r"\s*%%(\w+)", text)
+        if magic and magic[1] not in PYTHON:
+            continue
         if not _is_python(text) and not _is_python(text := _OWN.sub(r"\1pass", text)):
             raise InvalidFileError([f"{name}: cell {number}: not Python that can be read"])
         yield number, text

@@ -70,6 +70,11 @@ UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 """Classes of unsloth's, whose arguments are read with its own defaults."""
 
 
+def trains(keys: GivenKeys) -> bool:
+    """Whether a program calls unsloth, or one of TRL's trainers."""
+    return any(name in TRAINERS or UNSLOTH.search(name) for name in keys.words)
+
+
 def trl_keys(keys: GivenKeys) -> GivenKeys:
     """Return TRL's keys where a program calls one of its trainers with arguments that stand in it; else the keys as they are.
 

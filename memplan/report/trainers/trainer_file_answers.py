@@ -69,7 +69,11 @@ def rewrite_document(rewritten: Rewritten, unit: str, strict: bool) -> Document:
 def _answer(rewritten: Rewritten, fits: bool) -> str:
     if not rewritten.diff:
         return "It fits as it is." if fits else "Nothing that keeps what is trained makes it smaller."
-    return "It fits with these changes; --write makes them." if fits else "It does not fit even with these changes."
+    return (
+        "It fits with these changes; --write makes them."
+        if fits
+        else "It does not fit even with these changes, which --write does not make then."
+    )
 
 
 def _side(plan: MemoryPlan) -> dict[str, Any]:
