@@ -80,10 +80,13 @@ class StackModels:
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
     # Families whose eager attention is given a mask of keys, the same for each query, and keeps probabilities to itself.
     row_masks: tuple[str, ...] = ()
+    # Families whose attention returns its probabilities only to who asks for them, and whose layers now return them always.
+    unreturned: tuple[str, ...] = ()
     unmasked: tuple[str, ...] = ()  # Families that give torch's attention no mask where all tokens count, and now do
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
+    wide_tables: tuple[str, ...] = ()  # Families that turn heads by tables in fp32, which now are cast
     wide_logits: tuple[
         str, ...
     ] = ()  # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others

@@ -182,6 +182,19 @@ def test_layers_of_gpt_bigcode_were_never_run_again_from_4_54_to_4_57(at, runs):
     assert "its code never runs one again" not in notes[0]
 
 
+def test_layers_of_gptj_kept_masks_of_all_positions_up_to_4_44():
+    job = {"config": "lora", "gpu": "h200-sxm-141gb", "micro_batch_size": 1}
+    older, newer = (instants_of(f"transformers@{at}", "gpt-j-6b", **job)["optimizer step"] for at in ("4.44", "4.45"))
+    assert 0 <= older - newer - 28 * (2048**2 + 4) < 2**16
+
+
+def test_gptj_turned_heads_in_fp32_up_to_4_55():
+    job = {"config": "lora", "gpu": "h200-sxm-141gb", "micro_batch_size": 1}
+    older, newer = (instants_of(f"transformers@{at}", "gpt-j-6b", **job)["forward"] for at in ("4.55", "4.56"))
+    rows, entries, layers = 1024, 64, 28
+    assert older - newer >= layers * 2 * rows * entries * 2  # sines and cosines that each layer's graph keeps
+
+
 def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
     older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))

@@ -246,16 +246,20 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
     Source:
         ``MistralFlashAttention2`` and ``LlamaFlashAttention2`` in transformers/models (4.46.3), of which the first repeats;
         ``FalconModel._update_causal_mask`` in transformers/models/falcon/modeling_falcon.py, lines 871 to 884 (4.57.6);
+        ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py, line 219 (4.55.4) and 218 (4.57.6);
         ``GPT2Attention.forward`` in transformers/models/gpt2/modeling_gpt2.py, lines 351 to 355 (4.48.3 and 4.51.3);
         ``LlamaAttention.forward`` in transformers/models/llama/modeling_llama.py (4.44.2, 4.47.1), which returns none either.
     """
     code = _newest_code(stack.model_code, architecture)
     if architecture in stack.models.scales_embedded:
         code = replace(code, scales_embedded=True)
-    if architecture in stack.models.row_masks or stack.models.attended == "repeated-views":
+    models = stack.models
+    if architecture in (*models.row_masks, *models.unreturned) or models.attended == "repeated-views":
         code = replace(code, returns_weights=False)
     if architecture in stack.models.unmasked:
         code = replace(code, masks_always=False)
+    if architecture in stack.models.wide_tables:
+        code = replace(code, wide_rotary=True)
     if stack.models.attended == "views":
         return code
     contiguous = stack.models.attended != "repeated-views"

@@ -45,9 +45,7 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
                 weights = _probabilities(builder, scores, own)
         with tape.alive(*named):
             weights = builder.dropped(weights, builder.settings.attention_dropout)
-            (builder.named_values if code.returns_weights else builder.named).append(weights)
-            if code.own_scores:
-                tape.returned = weights
+            name_weights(builder, weights, layer_returns=code.own_scores)
             read, value = builder.lowered(weights), builder.lowered(value)
             value = repeated(builder, value, heads, alone=True) if late else value
             return weighted_sum(builder, read, value, value.width, heads)
@@ -134,6 +132,16 @@ def _scaled(builder: Builder, scores: Value) -> Value:
     return builder.tape.apply("scale", [(scores, NEW)], builder.tape.view(scores), traits=SAVES_NOTHING)
 
 
+def name_weights(builder: Builder, weights: Value, *, layer_returns: bool) -> None:
+    """Note how long there is a name for probabilities: until attention ends, or its layer, or the next one where that returns them too."""
+    if not builder.settings.code.returns_weights:
+        builder.named.append(weights)
+        return
+    builder.named_values.append(weights)
+    if layer_returns:
+        builder.tape.returned = weights
+
+
 def masked_scores(builder: Builder, scores: Value) -> Value:
     """Return scores with a mask in the dtype of the residual stream added."""
     width = max(scores.element_bytes, builder.settings.embedded_bytes)
@@ -186,8 +194,7 @@ def wide_attention(builder: Builder, given: Heads) -> Value:
                 weights = form(builder, scores)
             weights = builder.cast(weights, own.element_bytes, foreign=own.foreign)
             weights = builder.dropped(weights, builder.settings.attention_dropout)
-            builder.named_values.append(weights)
-            tape.returned = weights
+            name_weights(builder, weights, layer_returns=True)
             read, value = builder.lowered(weights), builder.lowered(own)
             return weighted_sum(builder, read, value, value.width, given.number)
 
@@ -224,6 +231,5 @@ def biased_attention(builder: Builder, given: Heads) -> Value:
             weights = builder.cast(wide_probabilities(builder, masked), own.element_bytes, foreign=own.foreign)
             weights = builder.dropped(weights, settings.attention_dropout)
             builder.named.append(weights)
-            builder.named_values.append(weights)
-            tape.returned = weights
+            name_weights(builder, weights, layer_returns=True)
             return weighted_sum(builder, builder.lowered(weights), builder.lowered(value), value.width, given.number)

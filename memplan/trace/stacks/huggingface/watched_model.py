@@ -49,6 +49,10 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
     for name, tensor in model.named_buffers():
         if id(tensor) not in beside_codes:
             recorder.mark(tensor, "buffers", name)
+    for name, part in model.named_modules():
+        # No buffer before transformers 5: ``GPTJAttention._get_embed_positions`` moves it to the device, and keeps it.
+        if isinstance(table := vars(part).get("embed_positions"), Tensor):
+            recorder.mark(table, "buffers", f"{name}.embed_positions")
     named = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
     lists = inside or [list(part) for _, part in named]
@@ -77,9 +81,9 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
     """Note when backward reaches a layer's result; checkpointing hides it inside, and hands it out once more."""
     instant = f"layer {number} backward"
 
-    def entering(_module: nn.Module, inputs: Any) -> None:
+    def entering(_module: nn.Module, inputs: Any, named: Any) -> None:
         recorder.recomputing(True)
-        first = tensor_of(inputs)
+        first = tensor_of(inputs) if inputs else named.get("hidden_states")  # which GPT-J names up to 4.51
         if number == 1 and first is not None and torch.is_grad_enabled():
             recorder.backward_reaches(first, "end of backward")
 
@@ -89,7 +93,7 @@ def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
         if tensor is not None and torch.is_grad_enabled():
             recorder.backward_reaches(tensor, instant)
 
-    layer.register_forward_pre_hook(entering)
+    layer.register_forward_pre_hook(entering, with_kwargs=True)
     layer.register_forward_hook(leaving, always_call=True)
     if (inner := _checkpoints(layer)) is not None:
         layer._gradient_checkpointing_func = _told(inner, number, instant, recorder)
