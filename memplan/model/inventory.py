@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from memplan.documents.frozen_values import dataclass
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import (
     Attention,
     LatentAttention,
@@ -160,6 +161,8 @@ def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
         yield from _attention(spec, layer.attention)
     elif isinstance(layer.attention, GatedDeltaNet):
         yield from _gated_delta_net(spec, layer.attention)
+    elif isinstance(layer.attention, ShortConvolution):
+        yield from _short_convolution(spec, layer.attention)
     else:
         yield from _latent_attention(spec, layer.attention)
     for part in norm_names(names, layer)[1:]:
@@ -227,6 +230,13 @@ def _gated_delta_net(spec: ModelSpec, part: GatedDeltaNet) -> Iterator[Parameter
     yield from _linear(spec, f"{PREFIX}.out_proj", spec.hidden_size, part.value_size, False)
     for name, rows in part.projections:
         yield from _linear(spec, f"{PREFIX}.{name}", rows, spec.hidden_size, False)
+
+
+def _short_convolution(spec: ModelSpec, part: ShortConvolution) -> Iterator[ParameterTensor]:
+    hidden, prefix = spec.hidden_size, part.prefix
+    yield ParameterTensor(f"{prefix}.conv.weight", (hidden, 1, part.kernel_size), "bias")
+    yield from _linear(spec, f"{prefix}.in_proj", 3 * hidden, hidden, False)
+    yield from _linear(spec, f"{prefix}.out_proj", hidden, hidden, False)
 
 
 def _latent_attention(spec: ModelSpec, part: LatentAttention) -> Iterator[ParameterTensor]:

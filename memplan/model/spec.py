@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.tower import Tower
 
 Activation = Literal[
@@ -179,11 +180,15 @@ class MixtureOfExperts:
         return self.ranks * min(self.experts_per_token, self.own_experts) if self.flooded else self.experts_per_token
 
 
+Mixer = Attention | LatentAttention | GatedDeltaNet | ShortConvolution
+"""What mixes tokens of a sequence in a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One transformer layer."""
 
-    attention: Attention | LatentAttention | GatedDeltaNet
+    attention: Mixer
     feed_forward: Mlp | MixtureOfExperts
     norm: Norm
     # ``pre``: a norm before each part; ``post``: after each (OLMo 2); ``sandwich``: before and after (Gemma 2, 3);
@@ -308,6 +313,11 @@ class ModelSpec:
     def alibi(self) -> bool:
         """Whether scores get a bias that grows with distance."""
         return any(getattr(run.layer.attention, "alibi", False) for run in self.runs)
+
+    @property
+    def convolves(self) -> bool:
+        """Whether layers are short convolutions."""
+        return any(isinstance(run.layer.attention, ShortConvolution) for run in self.runs)
 
     @property
     def linear_attention(self) -> bool:

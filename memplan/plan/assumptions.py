@@ -39,6 +39,13 @@ LINEAR_ATTENTION = {
 }
 """Kernels of linear attention -> what is assumed to be installed."""
 
+CONVOLUTIONS = {
+    "torch": "short convolutions torch: torch's own conv1d runs them, as it does in transformers where causal-conv1d is not installed "
+    "(use_kernel_func_from_hub_with_fallback in integrations/hub_kernels.py, 5.23.0); kernels.linear_attention: fla is with it",
+    "fla": "short convolutions fla: causal-conv1d is installed, and transformers runs its kernel (causal_conv1d_interface.py, 1.7.0)",
+}
+"""The same for models with short convolutions."""
+
 DOUBTS = {
     "model": "a padded copy of the logits where their width is no multiple of 8, which the compiler decides by a timing "
     "(torch/_inductor/fx_passes/pad_mm.py)",
@@ -79,6 +86,8 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
         yield f"frozen but for {words}: {trained:,} of {parameter_count(plan.model.inventory):,} parameters train"
     if plan.model.spec.linear_attention:
         yield LINEAR_ATTENTION[profile.linear_attention]
+    if plan.model.spec.convolves:
+        yield CONVOLUTIONS[profile.linear_attention]
     yield from plan.setup.card_notes
     if config.compile != "none":
         yield (

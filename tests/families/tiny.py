@@ -28,6 +28,10 @@ DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_
 DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
 GEMMA4 = GROUPED | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 8}
+LFM2 = GROUPED | {"full_attn_idxs": [1], "block_multiple_of": 8}
+LFM2_MOE = (
+    GROUPED | EXPERTS | {"num_experts": 4, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+)
 LLAMA4 = GROUPED | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 48, "no_rope_layer_interval": 2}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TOWER = {"hidden_size": 48, "intermediate_size": 50, "patch_size": 14}
@@ -77,6 +81,15 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "gemma4_text",
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True} | UNTIED,
     ),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2-listed": (
+        "lfm2",
+        GROUPED
+        | {"layer_types": ["full_attention", "conv", "conv"], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+        | UNTIED,
+    ),
+    "lfm2-moe": ("lfm2_moe", LFM2_MOE),
+    "lfm2-moe-dense": ("lfm2_moe", LFM2_MOE | {"num_dense_layers": 2, "norm_topk_prob": False} | UNTIED),
     "llama4-text": ("llama4_text", LLAMA4),
     "llama4-text-mixed": (
         "llama4_text",
@@ -254,6 +267,7 @@ THEIRS = (
     "qwen3_next",
     "gemma3",
     "gemma4",
+    "lfm2",
     "llama4",
     "mistral3",
     "qwen2_5_vl",

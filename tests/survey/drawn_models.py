@@ -22,8 +22,8 @@ DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
-NOT_BUNDLED = (*LINEAR, "bloom", "gemma4_text", "llama4_text")
-"""Families that memplan's own models do not run, ALiBi's, Gemma 4's and Llama 4's among them."""
+NOT_BUNDLED = (*LINEAR, "bloom", "gemma4_text", "lfm2", "lfm2_moe", "llama4_text")
+"""Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's and short convolutions among them."""
 
 OWN_HEAD_WIDTH = frozenset(
     {
@@ -170,6 +170,10 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
     values.pop("layer_types", None)
     if family == "gpt_neo":
         values["attention_types"] = [[["global", "local", "global"][: values["num_layers"]], 1]]
+    if family.startswith("lfm2"):
+        values["layer_types"] = _attended(rng, values["num_hidden_layers"])
+    if family == "lfm2_moe":
+        values |= {"num_experts": 8, "num_dense_layers": rng.randint(0, 1)}
     if family in LINEAR:
         values |= {"num_hidden_layers": rng.choice((2, 3)), "full_attention_interval": 2}
         if "num_experts" in values:
@@ -282,6 +286,19 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             "sliding_window": rng.choice((100, 1024)),
             "final_logit_softcapping": rng.choice((None, 30.0)),
         },
+        "lfm2": {
+            "layer_types": _attended(rng, values["num_hidden_layers"]),
+            "conv_L_cache": rng.choice((3, 3, 4, 2)),
+            "block_multiple_of": rng.choice((8, 100)),
+            "block_ffn_dim_multiplier": rng.choice((1.0, 1.3)),
+            "block_auto_adjust_ff_dim": flag,
+        },
+        "lfm2_moe": {
+            **sparse,
+            "layer_types": _attended(rng, values["num_hidden_layers"]),
+            "conv_L_cache": rng.choice((3, 4)),
+            "num_dense_layers": rng.randint(0, 2),
+        },
         "llama4_text": {
             **experts,
             "num_local_experts": rng.choice((3, 4, 8)),
@@ -326,6 +343,12 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             del latent["first_k_dense_replace"]
         return latent
     return own.get(family, {})
+
+
+def _attended(rng: Random, layers: int) -> list[str]:
+    """Return for each layer whether it is attention or a convolution; one at least is attention."""
+    attended = rng.sample(range(layers), rng.randint(1, layers))
+    return ["full_attention" if index in attended else "conv" for index in range(layers)]
 
 
 def _linear(rng: Random, family: str, experts: Values) -> Values:

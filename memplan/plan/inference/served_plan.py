@@ -9,10 +9,9 @@ from memplan.catalog.entries import StorageFormat
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.families.layer_windows import layer_windows
-from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.inventory import Role
 from memplan.model.model import Model
-from memplan.model.spec import LatentAttention, ModelSpec
+from memplan.model.spec import Attention, LatentAttention, ModelSpec
 from memplan.plan.allowances import allowances_for
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
 from memplan.step.instants import regime_of
@@ -235,14 +234,14 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
         raise CannotAnswerError(
             f"{spec.name}: what gated delta networks keep of a sequence in inference is not modelled"
         )
+    if spec.convolves:
+        raise CannotAnswerError(f"{spec.name}: what short convolutions keep of a sequence in inference is not modelled")
     windows = layer_windows(keys, spec.num_hidden_layers)
     sizes = []
     for run in spec.runs:
         part = run.layer.attention
-        if isinstance(part, GatedDeltaNet):
-            retained = "what gated delta networks keep of a sequence in inference is not modelled"
-            raise CannotAnswerError(f"{spec.name}: {retained}")
         if not isinstance(part, LatentAttention):
+            assert isinstance(part, Attention)
             own = (part.key_value_size, part.key_value_size)
         else:
             own = (part.kv_lora_rank, part.qk_rope_head_dim)

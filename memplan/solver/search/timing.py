@@ -13,7 +13,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.model.inventory import Role
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LatentAttention
+from memplan.model.spec import Attention, LatentAttention, Mixer
 from memplan.step.collectives.gathered_units import sent_bytes
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded
@@ -147,15 +147,13 @@ def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
     )
 
 
-def _attention_width(part: Attention | LatentAttention | GatedDeltaNet) -> int:
-    if isinstance(part, GatedDeltaNet):
-        return 0
+def _attention_width(part: Mixer) -> int:
     if isinstance(part, Attention):
         return 2 * part.query_size
-    return part.num_heads * (part.qk_head_dim + part.v_head_dim)
+    return part.num_heads * (part.qk_head_dim + part.v_head_dim) if isinstance(part, LatentAttention) else 0
 
 
-def _rule_products(part: Attention | LatentAttention | GatedDeltaNet) -> int:
+def _rule_products(part: Mixer) -> int:
     """Return what a gated delta network's rule multiplies and adds up for one token, whatever the length; of attention nothing.
 
     Formula:

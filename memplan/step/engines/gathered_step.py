@@ -303,6 +303,8 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
     what = ""
     if any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs):
         what = f"model: a mixture of experts ({spec.name}), whose parts are gathered together,"
+    elif spec.convolves:
+        what = f"model: short convolutions ({spec.name})"
     elif spec.linear_attention:
         what = f"model: linear attention ({spec.name})"
     elif adapter is not None and adapter.kind == "dora":

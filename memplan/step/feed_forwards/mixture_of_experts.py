@@ -83,7 +83,8 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
         narrow = narrow or (part.scores_as_routed and not builder.settings.autocast)
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
-            share = normalised(builder, share)
+            share = normalised(builder, share)  # by a sum that autocast forms in fp32
+            share = builder.cast(share, 4) if part.scores_as_routed and builder.settings.under_autocast else share
         if part.score_scale != 1.0:
             share = builder.pointwise("scale", share)
         return share if part.fp32_scores or part.scores_as_routed else builder.cast(share, builder.compute), indices
@@ -151,7 +152,7 @@ def _chosen(builder: Builder, logits: Value, indices: Value, part: MixtureOfExpe
             choice = scores
             if part.score_correction:
                 choice = tape.make("add", tape.value(TOKENS, part.num_experts, width, part=Part.TEMPORARIES), scores)
-            if part.groups > 1 or part.scores_as_routed:
+            if part.groups > 1 or not part.score_correction:
                 masked = tape.value(TOKENS, part.num_experts, width, part=Part.TEMPORARIES)
                 choice = tape.make("groups that take part", masked, choice)
             values = tape.value(TOKENS, used, width, part=Part.TEMPORARIES)

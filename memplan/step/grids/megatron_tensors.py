@@ -18,6 +18,7 @@ from memplan.catalog.config_keys.parallel_keys import TransformerImplementation
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.pipeline_stages import Chunk
@@ -272,6 +273,9 @@ def _refusals(layer: Layer) -> Iterator[str]:
     part, feed = layer.attention, layer.feed_forward
     if isinstance(part, GatedDeltaNet) or getattr(part, "output_gate", False):
         yield "a gated delta network"
+        return
+    if isinstance(part, ShortConvolution):
+        yield "a short convolution"
         return
     if layer.placement != "pre":
         yield f"a layer with {layer.placement} norms"

@@ -188,6 +188,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         unfused="last_hidden_state",
         takes_flash_attn=False,
     ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), replace(TRANSFORMERS, norms_at_once=True)),
     "mixtral": replace(TRANSFORMERS, balances=True, adapts_experts=True),
     "qwen3_moe": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
     "qwen3_next": replace(TRANSFORMERS, balances=True, norms_at_once=True, shared_first=True),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.model.gated_delta_net import GatedDeltaNet
-from memplan.model.spec import Attention, LatentAttention, ModelSpec
+from memplan.model.spec import Attention, LatentAttention, Mixer, ModelSpec
 from memplan.step.kernels.family_code import family_code, tables_apart, tables_in_layers
 from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
@@ -189,7 +188,7 @@ def grown_rows(positions: int, tokens: int) -> int:
     return positions if longest == positions <= FIRST_ROWS else round_up(longest, MORE_ROWS)
 
 
-def _rotary_width(part: Attention | LatentAttention | GatedDeltaNet) -> int:
-    if isinstance(part, GatedDeltaNet):
-        return 0
-    return part.rotary_dim if isinstance(part, Attention) else part.qk_rope_head_dim
+def _rotary_width(part: Mixer) -> int:
+    if isinstance(part, Attention):
+        return part.rotary_dim
+    return part.qk_rope_head_dim if isinstance(part, LatentAttention) else 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.model import Model
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -132,6 +133,7 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)
     refuse_linear_attention(model.spec, setup)
+    _refuse_convolutions(model.spec, setup)
 
 
 def refuse_foreign_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -152,6 +154,8 @@ def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
     parts = [run.layer.attention for run in spec.runs]
     if spec.alibi:
         yield "ALiBi, a bias of its scores"
+    if spec.convolves:
+        yield "short convolutions"
     if any(getattr(run.layer.feed_forward, "every_expert", False) for run in spec.runs):
         yield "experts that are all given every token"
     if any(getattr(part, "value_norm", False) for part in parts):
@@ -249,6 +253,23 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
     if setup.checkpointing == "selective":
         raise CannotAnswerError(
             f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
+        )
+
+
+def _refuse_convolutions(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for short convolutions as they are not modelled, or where nothing runs them."""
+    # Source: csrc/causal_conv1d.cpp (1.7.0), lines 289 and 301.
+    sizes = {part.kernel_size for run in spec.runs if isinstance(part := run.layer.attention, ShortConvolution)}
+    if sizes and setup.profile.fused_adapters:
+        raise CannotAnswerError(f"kernels.adapters: {setup.profile.adapters} is not modelled for {spec.name}")
+    if sizes and setup.checkpointing == "selective":
+        raise CannotAnswerError(
+            f"activation_checkpointing: selective is not modelled for {spec.name}'s convolutions: use full"
+        )
+    if sizes and setup.profile.linear_attention == "fla" and (spec.hidden_size % 8 or not sizes <= {2, 3, 4}):
+        raise CannotAnswerError(
+            f"kernels.linear_attention: fla has no kernel for a convolution like {spec.name}'s, of channels that are no multiple of 8 or "
+            "over other than 2 to 4 tokens: use torch"
         )
 
 

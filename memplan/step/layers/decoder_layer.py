@@ -6,11 +6,13 @@ from functools import lru_cache
 
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.inventory import norm_names
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
+from memplan.step.delta.gated_convolution import gated_convolution
 from memplan.step.divided.shared_ends_and_rows import whole_rows
 from memplan.step.feed_forwards.every_expert import every_expert
 from memplan.step.feed_forwards.feed_forward import mlp
@@ -239,6 +241,8 @@ def _attention(builder: Builder, x: Value, layer: Layer) -> Value:
         return latent_attention(builder, x, layer.attention, builder.settings.names.attention)
     if isinstance(layer.attention, GatedDeltaNet):
         return gated_delta_net(builder, x, layer.attention, PREFIX)
+    if isinstance(layer.attention, ShortConvolution):
+        return gated_convolution(builder, x, layer.attention)
     return attention(builder, x, layer.attention, builder.settings.names.attention)
 
 

@@ -146,36 +146,36 @@ ORIGINAL: dict[str, Callable[..., Any]] = {}
 
 
 def with_linear_attention(model: Any, setup: TrainingSetup) -> None:
-    """Have a model's gated delta networks run by the code that a setup names, whatever transformers has found installed.
+    """Have gated delta networks and short convolutions run by the code that a setup names, whatever transformers has found installed.
 
     Raises:
         CannotAnswerError: The kernels' libraries are not installed.
     """
     module = sys.modules[type(model).__module__]
-    names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
-    if not all(hasattr(module, name) for name in names):
-        return
-    own = [ORIGINAL.setdefault(f"{module.__name__}.{name}", unwrap(getattr(module, name))) for name in names]
-    used = own if setup.profile.linear_attention == "torch" else _libraries()
-    for name, function in zip(names, used, strict=True):
-        setattr(module, name, function)
+    for name in [name for name in _KERNELS if hasattr(module, name)]:
+        own = ORIGINAL.setdefault(f"{module.__name__}.{name}", unwrap(getattr(module, name)))
+        setattr(module, name, own if setup.profile.linear_attention == "torch" else _of_library(name))
+
+
+_KERNELS = {
+    "torch_chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "causal_conv1d_fn": ("causal_conv1d.causal_conv1d_interface", "causal_conv1d_fn"),
+}
+"""Name of transformers' own function -> module and function of the library that has a kernel for it."""
 
 
 @cache
-def _libraries() -> tuple[Callable[..., Any], ...]:
-    """Return the functions of flash-linear-attention and causal-conv1d, which take the keywords that they know."""
+def _of_library(name: str) -> Callable[..., Any]:
+    """Return the function of flash-linear-attention or causal-conv1d, which takes the keywords that it knows."""
+    module, function = _KERNELS[name]
     try:
         with idle_kernels():
-            functions = [
-                import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule,
-                import_module("causal_conv1d.causal_conv1d_interface").causal_conv1d_fn,
-            ]
+            return _knowing(getattr(import_module(module), function))
     except ImportError as error:
         raise CannotAnswerError(
             f"tracing kernels.linear_attention: fla needs {error.name}: pip install fla-core, and "
             "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE pip install causal-conv1d"
         ) from None
-    return tuple(_knowing(function) for function in functions)
 
 
 def _knowing(function: Callable[..., Any]) -> Callable[..., Any]:

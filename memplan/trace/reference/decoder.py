@@ -11,6 +11,7 @@ from memplan.catalog.training_config import Adapter
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.inventory import norm_names
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec
 from memplan.trace.reference.low_rank_adapters import adapts
 from memplan.trace.reference.mixture import MixturePart
@@ -87,6 +88,10 @@ def attention_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch.de
     """
     if isinstance(layer.attention, LatentAttention):
         return LatentPart(spec, layer.attention, run, device)
+    if isinstance(layer.attention, ShortConvolution):
+        raise CannotAnswerError(
+            f"{spec.name} has short convolutions, which transformers' models run and memplan's own do not"
+        )
     if isinstance(layer.attention, GatedDeltaNet) or layer.attention.output_gate:
         raise CannotAnswerError(
             f"{spec.name} has gated delta networks, which transformers' models run and memplan's own do not"

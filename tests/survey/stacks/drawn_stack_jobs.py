@@ -35,6 +35,7 @@ ATTENTION_ONLY = {
     "deepseek_v2": ("kv_b_proj", "o_proj"),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), ("kv_b_proj", "o_proj")),
     "glm4_moe": ("q_proj", "k_proj", "o_proj"),
+    "lfm2_moe": ("q_proj", "out_proj"),
     "llama4_text": ("q_proj", "k_proj", "gate_proj", "down_proj"),
 }
 """Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""
