@@ -23,7 +23,7 @@ def gated_convolution(builder: Builder, x: Value, part: ShortConvolution) -> Val
         with tape.alive(both):
             product = builder.multiply(given, gated)
             with tape.alive(product):
-                _kept(builder, product, part)
+                _note_last_tokens(builder, product, part)
                 convolved, more = _convolved(builder, product, part)
             with tape.alive(convolved):
                 saves = [*builder.factors(taken, convolved), *(more if taken.needs_gradient else ())]
@@ -47,7 +47,7 @@ def _turned(builder: Builder, x: Value, name: str) -> Value:
     return x
 
 
-def _kept(builder: Builder, x: Value, part: ShortConvolution) -> None:
+def _note_last_tokens(builder: Builder, x: Value, part: ShortConvolution) -> None:
     """Note the last tokens of each sequence, which a cache has a copy of that the model returns."""
     if builder.settings.cache == "none":
         return
