@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import sys
 from array import array
 from collections import Counter
@@ -25,6 +26,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
 from tests.jobs import shipped_catalog
+
+os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores: threads of torch's would wait for each other
 
 
 def pytest_addoption(parser):

@@ -36,14 +36,6 @@ NAMES = ("dynamic-range", "momentum-bits", "weight-bits", "gradient-dtype", "mat
 MODULES = {name: name.replace("-", "_") for name in NAMES} | {"matched-8bit": "matched"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ------------------------------------------------------------------ the notes' own problem
 @pytest.mark.parametrize("weights", ["q4-0", "fp32"])
 def test_the_2_bit_quantiser_of_the_notes_diverges_after_about_100_steps(weights):

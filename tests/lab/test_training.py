@@ -37,14 +37,6 @@ WIDE = TINY | {"layers": 1, "hidden": 256, "intermediate": 256}
 TRAINABLE = sorted(set(CATALOG.configs) - {"lora", "qlora", "bf16-adamw-8bit"})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def text():
     return library_text()
