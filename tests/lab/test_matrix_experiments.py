@@ -36,15 +36,6 @@ PRINTED = {
 HALF_DIGIT = 0.0005
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small matrices gain nothing from threads, and wait for each other where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def shipped(name):
     return read_record(name, FOLDER)
 
