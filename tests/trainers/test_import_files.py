@@ -1204,3 +1204,9 @@ def test_a_group_of_no_completions_is_said_to_be_none(tmp_path):
     )
     with pytest.raises(InvalidFileError, match="num_generations: expected a whole number, at least 1, got 0"):
         memplan.import_file(tmp_path / "grpo.yaml")
+
+
+@pytest.mark.parametrize(("flag", "role"), [("--do_eval", "not_training"), ("--do_train", "job")])
+def test_an_examples_script_that_only_evaluates_is_no_training(flag, role):
+    words = ["python", "run_clm.py", "--model_name_or_path", "gpt2", "--block_size", "512", flag]
+    assert memplan.import_file(words).to_dict()["role"] == role
