@@ -172,6 +172,8 @@ def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
         yield from _mlp(spec, layer.feed_forward, prefix)
     else:
         yield from _mixture(spec, layer.feed_forward, prefix)
+    if layer.experts is not None:
+        yield from _experts_beside(spec, layer.experts, layer.norm)
 
 
 def norm_names(names: TensorNames, layer: Layer) -> tuple[str, ...]:
@@ -284,6 +286,20 @@ def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
         yield from _mlp(spec, shared, f"{prefix}.{names.shared_experts}")
     if part.shared_gate:
         yield ParameterTensor(f"{prefix}.{names.shared_gate}.weight", (1, hidden), "router")
+
+
+EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""Norms of layers with experts beside a dense part: behind that part, before the experts, and behind them."""
+
+
+def _experts_beside(spec: ModelSpec, part: MixtureOfExperts, norm: Norm) -> Iterator[ParameterTensor]:
+    """Yield experts of Gemma 4's layers, whose router is a linear layer behind a scale, and scales each expert's score."""
+    for name in EXPERT_NORMS:
+        yield from _norm(name, norm, spec.hidden_size)
+    yield from _linear(spec, "router.proj", part.num_experts, spec.hidden_size, False)
+    yield ParameterTensor("router.scale", (spec.hidden_size,), "bias")
+    yield ParameterTensor("router.per_expert_scale", (part.num_experts,), "bias")
+    yield from _experts(spec, part, "experts")
 
 
 def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:

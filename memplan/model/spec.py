@@ -196,6 +196,13 @@ class Layer:
     placement: Placement = "pre"
     parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
     residual_scale: float = 0.0  # Factor of what attention and feed-forward add (Granite); 0.0 for none
+    # Routed experts beside a dense feed-forward part, which read the residual stream behind a norm of their own (Gemma 4).
+    experts: MixtureOfExperts | None = None
+
+    @property
+    def mixture(self) -> MixtureOfExperts | None:
+        """Its routed experts, instead of a dense feed-forward part or beside it; None for none."""
+        return self.feed_forward if isinstance(self.feed_forward, MixtureOfExperts) else self.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,5 +335,5 @@ class ModelSpec:
 
 def experts_of(spec: ModelSpec) -> int:
     """Return the routed experts of a layer that has some, those of the layer that has fewest; 0 for none."""
-    parts = (run.layer.feed_forward for run in spec.runs)
-    return min((part.num_experts for part in parts if isinstance(part, MixtureOfExperts)), default=0)
+    parts = (run.layer.mixture for run in spec.runs)
+    return min((part.num_experts for part in parts if part is not None), default=0)

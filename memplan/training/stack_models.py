@@ -113,7 +113,7 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
             f"model: {stack.label} casts an embedding that is called {embedding} to fp32 beside quantised matrices, and its "
             "head not, which is not modelled; use lora over bf16"
         )
-    mixture = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs)
+    mixture = any(run.layer.mixture is not None for run in spec.runs)
     if setup.kbit_floats and setup.autocast and mixture:
         yield (
             f"model: {stack.label} casts experts to fp32 beside quantised matrices and runs them under autocast, which is not "

@@ -71,7 +71,10 @@ def test_published_count_agrees_or_says_why_not(name):
     if not published["exact"]:
         assert abs(published["parameters"] - expected) <= expected * 2 // 100
     elif published["parameters"] != expected:
-        assert any(word in published["note"] for word in ("second copy", "packed", "vision tower", "prediction module", "offsets"))
+        assert any(
+            word in published["note"]
+            for word in ("second copy", "packed", "vision tower", "prediction module", "offsets")
+        )
 
 
 def test_names_and_aliases_are_unique_without_case_and_separators():

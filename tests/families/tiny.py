@@ -81,6 +81,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "gemma4_text",
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True} | UNTIED,
     ),
+    "gemma4-text-experts": (
+        "gemma4_text",
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "lfm2": ("lfm2", LFM2),
     "lfm2-listed": (
         "lfm2",

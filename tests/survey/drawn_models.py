@@ -281,6 +281,7 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         "gemma4_text": {
             "attention_bias": rng.random() < 0.3,
             "hidden_size_per_layer_input": 0,
+            **_beside(rng, mixture),
             "global_head_dim": rng.choice((values.get("head_dim", 64) * 2, 512, 320)),
             "attention_k_eq_v": flag,
             "sliding_window": rng.choice((100, 1024)),
@@ -343,6 +344,14 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             del latent["first_k_dense_replace"]
         return latent
     return own.get(family, {})
+
+
+def _beside(rng: Random, mixture: Values) -> Values:
+    """Return the sizes of experts beside a dense part, which every other model has."""
+    if rng.random() < 0.5:
+        return {}
+    inner, used = mixture["moe_intermediate_size"], mixture["num_experts_per_tok"]
+    return {"enable_moe_block": True, "num_experts": 4, "top_k_experts": used, "moe_intermediate_size": inner}
 
 
 def _attended(rng: Random, layers: int) -> list[str]:

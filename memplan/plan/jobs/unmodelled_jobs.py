@@ -3,7 +3,6 @@
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.model.spec import MixtureOfExperts
 from memplan.step.kernels.family_code import family_code
 from memplan.step.states.parallel_shards import gathered_setup, is_partitioned, is_sharded, shards_codes
 from memplan.training.adapters import adapts_experts
@@ -107,7 +106,7 @@ def _refuse_fused_adapters(setup: TrainingSetup) -> None:
 def _refuse_sharded_mixtures(model: Model, setup: TrainingSetup) -> None:
     """Raise for mixtures of experts whose other matrices are codes that are sharded, beside routers in fp32."""
     coded = shards_codes(setup) and setup.format_names["hidden_matrix"] not in FLOAT_BYTES
-    mixture = any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in model.spec.runs)
+    mixture = any(run.layer.mixture is not None for run in model.spec.runs)
     if coded and mixture and is_sharded(setup.config.parallel):
         raise CannotAnswerError(
             f"{setup.name}: weights: {setup.format_names['hidden_matrix']} of a mixture of experts, sharded as "

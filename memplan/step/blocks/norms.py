@@ -85,7 +85,7 @@ def _composite_norm(
         return builder.cast(normal, width)
     if builder.settings.code.fused_wide_norms:
         with tape.alive(inverse, wide):  # until F.rms_norm returns
-            scaled = _times_weight(builder, normal, used)
+            scaled = times_weight(builder, normal, used)
         return builder.cast(scaled, width)
     code = builder.settings.code
     with tape.alive(*((wide, means, normal) if code.names_all else ())):
@@ -119,18 +119,18 @@ def _scaled(
         narrow = used[0].element_bytes != 4
         read = [tape.make("cast weight", builder.constant(normal.width // rows, 4))] if narrow else []
         shift = tape.make("1 + weight", tape.value(ONE, normal.width // rows, 4), *read)
-        scaled = _times_weight(builder, normal, used, (shift,), offset=True)
+        scaled = times_weight(builder, normal, used, (shift,), offset=True)
         tape.touch(normal)
         return builder.cast(scaled, x.element_bytes)
     if builder.settings.code.powered_norms:
         read = [tape.make("cast weight", builder.constant(used[0].rows, 4))] if used[0].element_bytes != 4 else []
-        return builder.cast(_times_weight(builder, normal, used, tuple(read)), x.element_bytes)
+        return builder.cast(times_weight(builder, normal, used, tuple(read)), x.element_bytes)
     with tape.alive(*(() if builder.settings.code.unnamed_norms else (normal,))):
         if builder.settings.code.wide_scale:
             copies = builder.settings.code.casts_scale and used[0].element_bytes != 4
             wide_weight = (tape.make("cast weight", builder.constant(used[0].rows, 4)),) if copies else ()
-            return builder.cast(_times_weight(builder, normal, used, wide_weight), x.element_bytes)
-        return _times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))
+            return builder.cast(times_weight(builder, normal, used, wide_weight), x.element_bytes)
+        return times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))
 
 
 def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> Value:
@@ -162,11 +162,11 @@ def _centred_norm(builder: Builder, x: Value, used: list[Weight], rows: int) -> 
     narrow, elements = used[0].element_bytes != 4, used[0].own_bytes // used[0].element_bytes
     with tape.alive(normal):
         copies = (tape.make("cast weight", builder.constant(elements, 4)),) if narrow else ()
-        scaled = _times_weight(builder, normal, used, copies)
+        scaled = times_weight(builder, normal, used, copies)
     return builder.cast(scaled, x.element_bytes)
 
 
-def _times_weight(
+def times_weight(
     builder: Builder, x: Value, used: list[Weight], shifted: tuple[Value, ...] = (), *, offset: bool = False
 ) -> Value:
     """Return ``weight * x``, or ``x * (1 + weight)`` with an ``offset``, whose weight gradient is summed from a full product."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from memplan.errors import CannotAnswerError
-from memplan.model.spec import MixtureOfExperts
+from memplan.step.head_instants import after_backward
 from memplan.step.alive_around_layers import embedded_leaf, graph_of_loss, leaf_apart, named_embeddings, retained_graph
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
@@ -301,7 +301,7 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
     setup, spec = inputs.setup, inputs.spec
     adapter = setup.config.adapter
     what = ""
-    if any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs):
+    if any(run.layer.mixture is not None for run in spec.runs):
         what = f"model: a mixture of experts ({spec.name}), whose parts are gathered together,"
     elif spec.convolves:
         what = f"model: short convolutions ({spec.name})"

@@ -26,7 +26,7 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
             return _after_shared(builder, x, part, prefix)
         weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
         with tape.alive(weights, chosen):
-            out = _experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
+            out = routed_experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
             if not part.shared_intermediate_size:
                 return out
             with tape.alive(out):
@@ -40,7 +40,7 @@ def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: st
     with tape.alive(shared):
         weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
         with tape.alive(weights, chosen):
-            out = _experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
+            out = routed_experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
             with tape.alive(out):
                 return builder.add(out, _gated_shared(builder, x, shared, part, prefix))
 
@@ -173,7 +173,9 @@ def normalised(builder: Builder, share: Value, *, shifted: bool = False) -> Valu
         return tape.apply("div", ways, builder.fresh(share), [share, total], traits=Traits(workspace=scratch))
 
 
-def _experts(builder: Builder, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str) -> Value:
+def routed_experts(
+    builder: Builder, x: Value, weights: Value, chosen: Value, part: MixtureOfExperts, name: str
+) -> Value:
     """Return the weighted sum of the chosen experts: rows sorted by expert, grouped products."""
     tape, used, inner = builder.tape, part.experts_per_token, part.intermediate_size
     experts, order = _indices(builder, used), _indices(builder, used)

@@ -15,6 +15,7 @@ from memplan.step.delta.delta_layer import gated_delta_net
 from memplan.step.delta.gated_convolution import gated_convolution
 from memplan.step.divided.shared_ends_and_rows import whole_rows
 from memplan.step.feed_forwards.every_expert import every_expert
+from memplan.step.feed_forwards.experts_beside import with_experts
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
@@ -86,7 +87,9 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     if layer.placement == "sandwich":
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):
-            out = builder.add(x, builder.dropped(normed(feed_forward(builder, normed(x, 2), layer), 3)))
+            fed = feed_forward(builder, normed(x, 2), layer)
+            fed = fed if layer.experts is None else with_experts(builder, x, fed, layer, layer.experts)
+            out = builder.add(x, builder.dropped(normed(fed, 3)))
         if code.scales_output:
             out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=SAVES_NOTHING)
         return out

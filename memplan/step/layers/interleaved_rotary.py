@@ -81,7 +81,11 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
     numbers = tape.make("repeat positions", tape.value(Quantity.POSITIONS, rotated, 8), table)
     rows = tape.make("gather", tape.value(Quantity.POSITIONS, rotated, 4), table, numbers)
     with tape.alive(table, numbers):
-        rows = rows if key.element_bytes == 4 or builder.settings.code.wide_rotary else _cast_rows(builder, rows, key.element_bytes)
+        rows = (
+            rows
+            if key.element_bytes == 4 or builder.settings.code.wide_rotary
+            else _cast_rows(builder, rows, key.element_bytes)
+        )
 
     def turned(x: Value) -> Value:
         spread = [_spread(builder, part, rows.element_bytes) for _ in ("sin", "cos")]

@@ -3,10 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
-from memplan.model.families.common_parts import Shape, attention, factor, model, rms_norm, shape, sliding_window
+from memplan.model.families.common_parts import (
+    Shape,
+    attention,
+    experts,
+    factor,
+    model,
+    rms_norm,
+    shape,
+    sliding_window,
+)
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.layer_windows import layer_windows
-from memplan.model.spec import Activation, Layer, Mlp, ModelSpec
+from memplan.model.spec import Activation, Layer, MixtureOfExperts, Mlp, ModelSpec
 
 
 def gemma(config: ConfigValues) -> ModelSpec:
@@ -94,9 +103,10 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
 
 
 def gemma4_text(config: ConfigValues) -> ModelSpec:
-    """Gemma 4, text, dense: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
+    """Gemma 4, text: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
 
-    Embeddings for every layer, layers that share keys and values and experts, which other sizes have, are refused.
+    Experts may stand beside the dense part. Embeddings for every layer, and layers that share keys and values, which small ones
+    have, are refused.
 
     Source: ``transformers/models/gemma4/modeling_gemma4.py`` (v5.23.0).
     """
@@ -114,6 +124,7 @@ def gemma4_text(config: ConfigValues) -> ModelSpec:
         "value_norm": True,
     }
     within = Layer(attention(config, common, **options), _gemma_mlp(config), norm, placement="sandwich")
+    within = replace(within, experts=_gemma4_experts(config))
     full = replace(within, attention=attention(config, wide, keys_as_values=as_values, **options))
     return model(
         config,
@@ -156,9 +167,22 @@ def _refuse_other_gemma4(config: ConfigValues) -> None:
     if config.keys.get("hidden_size_per_layer_input", 256):
         config.refuse("hidden_size_per_layer_input", "embeddings for every layer, as in Gemma 4 E2B, are not modelled")
     config.only("num_kv_shared_layers", 0)
-    config.only("enable_moe_block", False)
     config.only("use_bidirectional_attention", None, "vision")
     config.ignore(
         "hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp", "per_layer_config"
     )
-    config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+
+
+def _gemma4_experts(config: ConfigValues) -> MixtureOfExperts | None:
+    """Return the experts beside each layer's dense part, where there are any."""
+    if not config.flag("enable_moe_block"):
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_experts"),
+        experts_per_token=config.integer("top_k_experts", "num_experts_per_tok"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        activation=_gemma_mlp(config).activation,
+        fp32_scores=True,
+    )
+    return experts(config, mixture)
