@@ -22,6 +22,7 @@ from memplan.model.spec import (
     TensorNames,
     inside,
 )
+from memplan.model.state_space import StateSpace
 from memplan.model.tower import TowerTensor
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
@@ -157,8 +158,12 @@ def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
     names, hidden = spec.names, spec.hidden_size
     for part in norm_names(names, layer)[:1]:
         yield from _norm(part, layer.norm, hidden)
+    if layer.beside is not None:
+        yield from _state_space(spec, layer.beside)
     if isinstance(layer.attention, Attention):
         yield from _attention(spec, layer.attention)
+    elif isinstance(layer.attention, StateSpace):
+        yield from _state_space(spec, layer.attention)
     elif isinstance(layer.attention, GatedDeltaNet):
         yield from _gated_delta_net(spec, layer.attention)
     elif isinstance(layer.attention, ShortConvolution):
@@ -241,6 +246,19 @@ def _short_convolution(spec: ModelSpec, part: ShortConvolution) -> Iterator[Para
     yield from _linear(spec, f"{prefix}.out_proj", hidden, hidden, False)
 
 
+def _state_space(spec: ModelSpec, part: StateSpace) -> Iterator[ParameterTensor]:
+    prefix = part.prefix
+    for name in ("dt_bias", "A_log", "D"):
+        yield ParameterTensor(f"{prefix}.{name}", (part.num_heads,), "bias")
+    yield ParameterTensor(f"{prefix}.conv1d.weight", (part.convolved_size, 1, part.kernel_size), "bias")
+    if part.convolution_bias:
+        yield ParameterTensor(f"{prefix}.conv1d.bias", (part.convolved_size,), "bias")
+    yield from _linear(spec, f"{prefix}.in_proj", part.projected_size, spec.hidden_size, part.bias)
+    if part.normalised:
+        yield ParameterTensor(f"{prefix}.norm.weight", (part.inner_size,), "norm")
+    yield from _linear(spec, f"{prefix}.out_proj", spec.hidden_size, part.inner_size, part.output_bias)
+
+
 def _latent_attention(spec: ModelSpec, part: LatentAttention) -> Iterator[ParameterTensor]:
     names, hidden = spec.names, spec.hidden_size
     prefix = names.attention
@@ -277,15 +295,16 @@ def _mlp(spec: ModelSpec, part: Mlp, prefix: str) -> Iterator[ParameterTensor]:
 
 def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
     names, hidden = spec.names, spec.hidden_size
-    yield ParameterTensor(f"{prefix}.{names.router}.weight", (part.num_experts, hidden), "router")
+    router = inside(prefix, names.router)
+    yield ParameterTensor(f"{router}.weight", (part.num_experts, hidden), "router")
     if part.router_bias:
-        yield ParameterTensor(f"{prefix}.{names.router}.bias", (part.num_experts,), "bias")
-    yield from _experts(spec, part, f"{prefix}.{names.experts}")
+        yield ParameterTensor(f"{router}.bias", (part.num_experts,), "bias")
+    yield from _experts(spec, part, inside(prefix, names.experts))
     if part.shared_intermediate_size:
-        shared = Mlp(part.shared_intermediate_size, part.activation, part.gated)
-        yield from _mlp(spec, shared, f"{prefix}.{names.shared_experts}")
+        shared = Mlp(part.shared_intermediate_size, part.activation, part.gated, part.shared_fused)
+        yield from _mlp(spec, shared, inside(prefix, names.shared_experts))
     if part.shared_gate:
-        yield ParameterTensor(f"{prefix}.{names.shared_gate}.weight", (1, hidden), "router")
+        yield ParameterTensor(f"{inside(prefix, names.shared_gate)}.weight", (1, hidden), "router")
 
 
 EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")

@@ -12,6 +12,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.short_convolution import ShortConvolution
+from memplan.model.state_space import StateSpace
 from memplan.model.tower import Tower
 
 Activation = Literal[
@@ -143,6 +144,7 @@ class MixtureOfExperts:
     intermediate_size: int  # Width inside one routed expert
     activation: Activation = "silu"
     shared_intermediate_size: int = 0  # Width of all shared experts together; 0 for none
+    shared_fused: bool = False  # Projections up of shared experts are one matrix (Granite 4)
     shared_gate: bool = False  # A learned gate scales the shared experts' output (Qwen2-MoE)
     # Experts, which are stacked in one tensor per projection, are stored (experts, in, out), as in gpt-oss, and not
     # (experts, out, in).
@@ -180,7 +182,7 @@ class MixtureOfExperts:
         return self.ranks * min(self.experts_per_token, self.own_experts) if self.flooded else self.experts_per_token
 
 
-Mixer = Attention | LatentAttention | GatedDeltaNet | ShortConvolution
+Mixer = Attention | LatentAttention | GatedDeltaNet | StateSpace | ShortConvolution
 """What mixes tokens of a sequence in a layer."""
 
 
@@ -196,6 +198,7 @@ class Layer:
     placement: Placement = "pre"
     parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
     residual_scale: float = 0.0  # Factor of what attention and feed-forward add (Granite); 0.0 for none
+    beside: StateSpace | None = None  # What reads the same input as attention, whose results are added (Falcon-H1)
     # Routed experts beside a dense feed-forward part, which read the residual stream behind a norm of their own (Gemma 4).
     experts: MixtureOfExperts | None = None
 
@@ -331,6 +334,12 @@ class ModelSpec:
         """Whether layers are gated delta networks, or attention that is gated as it is beside them."""
         parts = [run.layer.attention for run in self.runs]
         return any(isinstance(part, GatedDeltaNet) or getattr(part, "output_gate", False) for part in parts)
+
+    @property
+    def state_space(self) -> StateSpace | None:
+        """The state space part of its layers, which are alike; None where there is none."""
+        parts = (part for run in self.runs for part in (run.layer.attention, run.layer.beside))
+        return next((part for part in parts if isinstance(part, StateSpace)), None)
 
 
 def experts_of(spec: ModelSpec) -> int:

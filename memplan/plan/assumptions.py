@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.model.inventory import parameter_count
-from memplan.plan.model_notes import LINEAR_ALONE, experts_format
+from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
 from memplan.plan.parallel_assumptions import parallel_assumptions
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.states.optimizer_scratch import most_together
@@ -36,8 +36,10 @@ LINEAR_ATTENTION = {
     "flash-linear-attention and causal-conv1d are not installed; kernels.linear_attention: fla is with both, and needs less",
     "fla": "linear attention fla: flash-linear-attention and causal-conv1d are installed; what their kernels save and allocate "
     "is that of flash-linear-attention 0.6.0 and causal-conv1d 1.7.0",
+    "torch-scan": "linear attention torch: transformers' own code runs state space layers, in fp32, as it does where mamba-ssm and "
+    "causal-conv1d are not installed",
 }
-"""Kernels of linear attention -> what is assumed to be installed."""
+"""Kernels of linear attention, or of state space layers -> what is assumed to be installed."""
 
 CONVOLUTIONS = {
     "torch": "short convolutions torch: torch's own conv1d runs them, as it does in transformers where causal-conv1d is not installed "
@@ -84,10 +86,10 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     if words := config.freeze.words:
         trained = parameter_count(tensor for tensor in plan.model.inventory if not tensor.frozen)
         yield f"frozen but for {words}: {trained:,} of {parameter_count(plan.model.inventory):,} parameters train"
-    if plan.model.spec.linear_attention:
-        yield LINEAR_ATTENTION[profile.linear_attention]
+    if kernels := recurrent_kernels(plan):
+        yield LINEAR_ATTENTION[kernels]
     if plan.model.spec.convolves:
-        yield CONVOLUTIONS[profile.linear_attention]
+        yield CONVOLUTIONS[plan.setup.profile.linear_attention]
     yield from plan.setup.card_notes
     if config.compile != "none":
         yield (

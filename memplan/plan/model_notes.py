@@ -22,8 +22,17 @@ IN_SHORT = {
     "torch": "Linear attention by transformers' own torch code; with flash-linear-attention and causal-conv1d installed: "
     "--set kernels.linear_attention=fla.",
     "fla": "Linear attention by flash-linear-attention and causal-conv1d (kernels.linear_attention: fla).",
+    "torch-scan": "State space layers by transformers' own torch code.",
 }
-"""Kernels of linear attention -> the same in a screen that has no list of assumptions."""
+"""Kernels of linear attention, or of state space layers -> the same in a screen that has no list of assumptions."""
+
+
+def recurrent_kernels(plan: MemoryPlan) -> str:
+    """Return what runs gated delta networks or state space layers; nothing for a model of attention alone."""
+    kernels: str = plan.setup.profile.linear_attention
+    if plan.model.spec.state_space is not None:
+        return "torch-scan" if kernels == "torch" else kernels
+    return kernels if plan.model.spec.linear_attention else ""
 
 
 def runs_text_alone(plan: MemoryPlan) -> bool:
@@ -68,10 +77,9 @@ def decoded_weights_note(plan: MemoryPlan) -> str:
 def notes_on_models(plans: Sequence[MemoryPlan]) -> tuple[str, ...]:
     """Return what plans take for granted of their model, in a sentence or two; nothing for a text model of attention alone."""
     told = [note for plan in plans for note in plan.model.notes if note.endswith((TEXT_ALONE, UNCHECKPOINTED))]
-    kernels = [plan.setup.profile.linear_attention for plan in plans if plan.model.spec.linear_attention]
     return (
         *dict.fromkeys(filter(None, map(rows_alone, plans))),
         *(f"{note}." for note in dict.fromkeys(told)),
-        *(IN_SHORT[kernel] for kernel in dict.fromkeys(kernels)),
+        *(IN_SHORT[kernel] for kernel in dict.fromkeys(filter(None, map(recurrent_kernels, plans)))),
         *(f"Experts stay in {name}: {LINEAR_ALONE}." for name in dict.fromkeys(map(experts_format, plans)) if name),
     )

@@ -108,16 +108,18 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"
     sums = layer_sums(spec, tokens) if layers else ()
     learned, delta = spec.learned_positions > 0, spec.linear_attention
+    scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
     code = family_code(setup.stack, spec.architecture)
     return Regime(
         one_sequence=batch == 1
-        and (
+        and bool(
             "math" in (profile.attention, setup.wide_attention)
             or profile.attention == "eager"
             or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
             or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
             or setup.stack.loop.labels == "cut"
             or learned
+            or scanned
             or setup.config.parallel.sequence
             or steps_through_scores(spec, setup)
             or layers
@@ -141,6 +143,8 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         staged=waits_on_host(spec, setup, tokens),
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
+        pads_scan=scanned > 0 and length % scanned > 0,
+        one_scan=length <= scanned,
         sums=sums,
         orders=layer_orders(spec, setup, sums, batch, length) if layers else None,
     )

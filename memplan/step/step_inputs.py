@@ -204,7 +204,7 @@ def buffers(inputs: StepInputs) -> Form:
     if setup.profile.attention == "flex" and ranks == 1:
         form += single_form(Part.ACTIVATIONS, Quantity.BLOCK_PAIRS, BLOCK_MASK_BYTES * max(1, together))
     form += own_rows(setup) + single_form(Part.ACTIVATIONS, Quantity.POSITIONS, positions)
-    form += constant_form(Part.ACTIVATIONS, spec.buffer_bytes if setup.stack.model_code == "transformers" else 0)
+    form += constant_form(Part.ACTIVATIONS, _kept_bytes(spec, setup))
     form += single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.staged_bytes)
     form += constant_form(Part.ACTIVATIONS, inputs.decoder_bytes)
     form += image_batch(spec, setup, micro_steps if any(part.kept for part in setup.stack.batch) else 1)
@@ -213,6 +213,15 @@ def buffers(inputs: StepInputs) -> Form:
         if tables_of_graph(inputs) is not ZERO
         else form + rotary_tables(spec, setup, wide=inputs.regime.wide_tables)
     )
+
+
+def _kept_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
+    """Return what transformers' modules keep beside parameters."""
+    if setup.stack.model_code != "transformers":
+        return 0
+    part = spec.state_space
+    vectors = 0 if part is None or not part.multiplied else spec.num_hidden_layers * part.projected_size
+    return spec.buffer_bytes + vectors * FLOAT_BYTES[setup.loaded_float]
 
 
 def own_rows(setup: TrainingSetup) -> Form:

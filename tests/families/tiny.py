@@ -27,6 +27,13 @@ GLM4_MOE = GROUPED | EXPERTS | {"head_dim": 16, "n_routed_experts": 8, "n_group"
 DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 DELTA |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 DELTA_MOE = DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 48}
+SCAN = GROUPED | {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12}
+SCAN |= {"mamba_chunk_size": 16, "mamba_norm_before_gate": False}
+GRANITE4 = GROUPED | {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
+GRANITE4 |= {"shared_intermediate_size": 48, "num_local_experts": 0, "layer_types": ["mamba", "attention", "mamba"]}
+SCAN_BIASES = dict.fromkeys(
+    ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias", "mamba_rms_norm"), True
+)
 GEMMA4 = GROUPED | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 8}
 LFM2 = GROUPED | {"full_attn_idxs": [1], "block_multiple_of": 8}
 LFM2_MOE = (
@@ -70,6 +77,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3.5-listed": ("qwen3_5_text", DELTA | {"layer_types": ["full_attention"] + ["linear_attention"] * 3} | TIED),
     "qwen3.5-moe": ("qwen3_5_moe_text", DELTA_MOE | {"attention_bias": True}),
+    "falcon-h1": ("falcon_h1", SCAN),
+    "falcon-h1-biases": ("falcon_h1", SCAN | SCAN_BIASES | TIED | {"mamba_conv_bias": False, "head_dim": 24}),
+    "granite-4": ("granitemoehybrid", GRANITE4 | TIED),
+    "granite-4-experts": ("granitemoehybrid", GRANITE4 | {"num_local_experts": 4, "mamba_proj_bias": True}),
+    "granite-4-attention": (
+        "granitemoehybrid",
+        GRANITE4 | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope", "attention_bias": True},
+    ),
     "gemma": ("gemma", GROUPED | {"head_dim": 32}),
     "gemma-untied": ("gemma", GROUPED | {"num_key_value_heads": 1, "attention_bias": True} | UNTIED),
     "gemma2": ("gemma2", GROUPED | {"head_dim": 32}),
@@ -269,6 +284,8 @@ THEIRS = (
     "qwen2_vl",
     "qwen3_5",
     "qwen3_next",
+    "falcon_h1",
+    "granitemoehybrid",
     "gemma3",
     "gemma4",
     "lfm2",
@@ -279,5 +296,5 @@ THEIRS = (
 )
 OWN_CASES = [case for case, (family, _) in CASES.items() if family == "gemma3_text" or not family.startswith(THEIRS)]
 OWN_CASES.remove("cohere-query-key-norm")
-"""Those that memplan's own models run as well as transformers': without ALiBi, gated delta networks, vision towers and norms with a scale
+"""Those that memplan's own models run as well as transformers': without ALiBi, gated delta networks, state space layers, vision towers and norms with a scale
 for each head."""

@@ -1,4 +1,4 @@
-"""Gated delta networks: transformers' own code traced, beside the formula, on small models of every kind."""
+"""Gated delta networks and state space layers: transformers' own code traced, beside the formula, on small models of every kind."""
 
 from __future__ import annotations
 
@@ -58,6 +58,59 @@ JOBS = {
     "experts-autocast": ("qwen3_5_moe_text", EXPERTS, AUTOCAST),
     "joined-adapted": ("qwen3_next", EXPERTS, ADAPTED),
 }
+
+
+SCAN = {key: SHAPE[key] for key in SHAPE if not key.startswith("linear") and key != "full_attention_interval"} | {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 192,  # twice the width, as Granite 4 has it
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 64,
+    "mamba_norm_before_gate": False,
+}
+ONE = {"micro_batch_size": 1, "sequence_length": 64}
+"""One sequence of one chunk, whose heads lie as products of matrices want them."""
+BESIDE = {**ADAPTED, "adapter": {**ADAPTED["adapter"], "targets": ["in_proj", "q_proj", "down_proj"]}}
+APART = {**ADAPTED, "adapter": {**ADAPTED["adapter"], "targets": ["in_proj", "out_proj", "q_proj"]}}
+GRANITE = {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 72, "num_experts_per_tok": 2}
+SCANS = {
+    "beside": ("falcon_h1", {}, {}),
+    "beside-norm-autocast": ("falcon_h1", {"mamba_rms_norm": True, "mamba_proj_bias": True}, AUTOCAST),
+    "beside-adapted": ("falcon_h1", {"mamba_conv_bias": False}, BESIDE),
+    "beside-one-chunk": ("falcon_h1", {}, ONE),
+    "in-place": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0}, {}),
+    "in-place-experts-autocast": ("granitemoehybrid", {**GRANITE, "num_local_experts": 4}, AUTOCAST),
+    "in-place-adapted": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "mamba_proj_bias": True}, APART),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SCANS)
+def test_formula_and_trace_of_state_space_layers_agree(name, catalog):
+    family, sizes, training = SCANS[name]
+    own = ("mamba_d_ssm", "mamba_norm_before_gate")
+    shape = {key: value for key, value in SCAN.items() if family == "falcon_h1" or key not in own}
+    job = StackJob(Job({"model_type": family, **shape, **sizes}, {**TRAINING, **training}), "8.0", reentrant=False)
+    verdict = compared(job.job, planned(job, catalog), traced(job, catalog))
+    assert verdict.outcome == "agrees", dict(verdict.differences)
+    assert verdict.peak_share < 5e-4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "training", "message"),
+    [
+        ({}, {"stack": "bundled"}, "use a stack of transformers"),
+        ({}, {"adapter": {"kind": "lora", "rank": 4}}, "PEFT puts no adapter on out_proj of falcon_h1"),
+        ({}, {"activation_checkpointing": "selective"}, "selective is not modelled for state space layers"),
+        ({}, {"kernels": {"linear_attention": "fla"}}, "fla has no kernels for state space layers"),
+        ({"mamba_n_heads": 1, "mamba_d_head": 192, "mamba_n_groups": 1}, {}, "with one head"),
+    ],
+)
+def test_state_space_layers_that_are_not_modelled_are_refused(sizes, training, message, catalog):
+    job = StackJob(Job({"model_type": "falcon_h1", **SCAN, **sizes}, {**TRAINING, **training}), "8.0", reentrant=False)
+    with pytest.raises(CannotAnswerError, match=message):
+        planned(job, catalog)
 
 
 @pytest.mark.filterwarnings("ignore")

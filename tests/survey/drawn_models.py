@@ -22,7 +22,10 @@ DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
-NOT_BUNDLED = (*LINEAR, "bloom", "gemma4_text", "lfm2", "lfm2_moe", "llama4_text")
+STATE_SPACE = ("falcon_h1", "granitemoehybrid")
+"""Families with state space layers, likewise."""
+
+NOT_BUNDLED = (*LINEAR, *STATE_SPACE, "bloom", "gemma4_text", "lfm2", "lfm2_moe", "llama4_text")
 """Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's and short convolutions among them."""
 
 OWN_HEAD_WIDTH = frozenset(
@@ -47,6 +50,7 @@ OWN_HEAD_WIDTH = frozenset(
         "glm4_moe",
         "arcee",
         *LINEAR,
+        *STATE_SPACE,
     }
 )
 """Families whose heads need not divide the residual stream."""
@@ -84,9 +88,10 @@ def model_values(rng: Random, catalog: Catalog, *, linear: bool = False) -> Valu
     """Return the keys of a model's config, its family under ``model_type``: every family is as likely.
 
     Args:
-        linear: Whether only families with gated delta networks are drawn, of which none is otherwise.
+        linear: Whether only families with gated delta networks or state space layers are drawn, of which none is otherwise.
     """
-    family = rng.choice(LINEAR if linear else tuple(name for name in families() if name not in LINEAR))
+    recurrent = (*LINEAR, *STATE_SPACE)
+    family = rng.choice(recurrent if linear else tuple(name for name in families() if name not in recurrent))
     if family in TOWERS:
         return _with_tower(rng, family, catalog)
     return _text_model(rng, family, catalog)
@@ -178,6 +183,11 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
         values |= {"num_hidden_layers": rng.choice((2, 3)), "full_attention_interval": 2}
         if "num_experts" in values:
             values["num_experts"] = 16
+    if family in STATE_SPACE and rng.random() < 0.5:
+        values["mamba_chunk_size"] = 64
+    if family == "granitemoehybrid":
+        values |= {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}
+        values["num_local_experts"] = min(8, values["num_local_experts"])
     if rng.random() < 0.2 and "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = not values["tie_word_embeddings"]
     return values
@@ -336,6 +346,8 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
     }
     if family in LINEAR:
         return _linear(rng, family, mixture)
+    if family in STATE_SPACE:
+        return _state_space(rng, family, values)
     if family.startswith("deepseek") or family in ("glm4_moe_lite", "mistral4"):
         latent = {**mixture, **_latent(rng, values)}
         if family == "glm4_moe_lite":  # which says of each layer what it is
@@ -375,6 +387,51 @@ def _linear(rng: Random, family: str, experts: Values) -> Values:
     }
     shared = {"num_experts": 4, "shared_expert_intermediate_size": 48}
     return sizes if family == "qwen3_5_text" else {**sizes, **experts, **shared}
+
+
+def _state_space(rng: Random, family: str, values: Mapping[str, Any]) -> Values:
+    """Return the sizes of state space layers."""
+    heads, width = rng.choice((2, 3, 4, 6, 12)), rng.choice((8, 24, 32, 64))
+    if family == "granitemoehybrid":
+        twice = 2 * values["hidden_size"]
+        heads = rng.choice([n for n in (2, 3, 4, 6, 12) if twice % n == 0])
+        width = twice // heads
+    sizes = {
+        "mamba_n_heads": heads,
+        "mamba_d_head": width,
+        "mamba_n_groups": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "mamba_d_state": rng.choice((2, 16, 24, 64, 128)),
+        "mamba_d_conv": rng.choice((2, 4)),
+        "mamba_chunk_size": rng.choice((16, 64, 128, 256)),
+        "mamba_conv_bias": rng.random() < 0.7,
+        "mamba_proj_bias": rng.random() < 0.3,
+        "attention_bias": rng.random() < 0.3,
+    }
+    if family == "granitemoehybrid":
+        return {**sizes, **_granite(rng, int(values["num_hidden_layers"]))}
+    return {
+        **sizes,
+        "mamba_d_ssm": heads * width,
+        "mamba_rms_norm": rng.random() < 0.5,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+    }
+
+
+def _granite(rng: Random, layers: int) -> Values:
+    """Return kinds of layers, whether heads are rotated, and experts or none."""
+    return {
+        "num_hidden_layers": layers + 1,
+        "layer_types": rng.sample(["mamba", "attention"], 2) + [rng.choice(("mamba", "attention"))] * (layers - 1),
+        "position_embedding_type": rng.choice(("nope", "nope", "rope")),
+        "num_local_experts": rng.choice((0, 0, 4, 8)),
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": rng.choice((40, 96, 257)),
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+        "residual_multiplier": 0.22,
+    }
 
 
 def _latent(rng: Random, values: Mapping[str, Any]) -> Values:

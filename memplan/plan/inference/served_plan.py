@@ -230,20 +230,21 @@ def cached_layers(spec: ModelSpec, keys: Mapping[str, Any]) -> tuple[CachedLayer
     Source:
         transformers/models/deepseek_v3/modeling_deepseek_v3.py (v5.23.0); https://arxiv.org/abs/2405.04434, 2.1.2
     """
-    if spec.linear_attention:
-        raise CannotAnswerError(
-            f"{spec.name}: what gated delta networks keep of a sequence in inference is not modelled"
-        )
-    if spec.convolves:
-        raise CannotAnswerError(f"{spec.name}: what short convolutions keep of a sequence in inference is not modelled")
+    recurrent = {
+        "gated delta networks": spec.linear_attention,
+        "state space layers": spec.state_space is not None,
+        "short convolutions": spec.convolves,
+    }
+    for parts in [name for name, has in recurrent.items() if has]:
+        raise CannotAnswerError(f"{spec.name}: what {parts} keep of a sequence in inference is not modelled")
     windows = layer_windows(keys, spec.num_hidden_layers)
     sizes = []
     for run in spec.runs:
         part = run.layer.attention
-        if not isinstance(part, LatentAttention):
+        if isinstance(part, LatentAttention):
+            own = (part.kv_lora_rank, part.qk_rope_head_dim)
+        else:
             assert isinstance(part, Attention)
             own = (part.key_value_size, part.key_value_size)
-        else:
-            own = (part.kv_lora_rank, part.qk_rope_head_dim)
         sizes += [own] * run.count
     return tuple(CachedLayer(*size, window) for size, window in zip(sizes, windows, strict=True))

@@ -185,7 +185,8 @@ class FormsByRegime:
             most = piece_rows(spec.vocab_size, batch * length * spec.hidden_size, whole=whole)
             chunk, more = min(predicted, most), next_rows(predicted, most, whole=whole)
         pieces = Pieces(profile.loss_chunks, chunk, row, more)
-        return quantities(batch, length, spec.vocab_size, pieces, answer, ranks, images, rows)
+        scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
+        return quantities(batch, length, spec.vocab_size, pieces, answer, ranks, images, rows, scanned)
 
 
 def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:

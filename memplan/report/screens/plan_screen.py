@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memplan.model.inventory import parameter_count
-from memplan.plan.model_notes import decoded_weights_note, experts_format, rows_alone, runs_text_alone
+from memplan.plan.model_notes import (
+    decoded_weights_note,
+    experts_format,
+    recurrent_kernels,
+    rows_alone,
+    runs_text_alone,
+)
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
@@ -216,10 +222,12 @@ def _assumed(plan: MemoryPlan) -> str:
     """Return in a line what the answer takes for granted."""
     profile, reserve = plan.setup.profile, plan.setup.reserve_bytes
     experts = experts_format(plan)
-    installed = " (fla, where it is installed, needs less)" if profile.linear_attention == "torch" else ""
+    installed = {"torch": " (fla, where it is installed, needs less)"}
+    kernels = recurrent_kernels(plan)
+    scanned = "state space layers" if plan.model.spec.state_space is not None else "linear attention"
     parts = (
         f"{profile.attention} attention",
-        f"linear attention by {profile.linear_attention}{installed}" if plan.model.spec.linear_attention else "",
+        f"{scanned} by {profile.linear_attention}{installed.get(kernels, '')}" if kernels else "",
         f"{profile.loss} loss",
         f"full sequences{_seen(plan)}",
         "the text model alone" if runs_text_alone(plan) else "",

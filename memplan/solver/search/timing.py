@@ -14,6 +14,7 @@ from memplan.model.gated_delta_net import CHUNK_TOKENS, GatedDeltaNet
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, Mixer
+from memplan.model.state_space import StateSpace
 from memplan.step.collectives.gathered_units import sent_bytes
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded
@@ -108,8 +109,8 @@ def rates_of(name: str, gpu: Gpu, links: Mapping[str, Link]) -> Rates:
 class Work:
     """The work of one token, and of one micro-batch, under some weights and gradients."""
 
-    # Parameters of the layers' matrices that a token passes through, and as many more as gated delta networks' rule
-    # multiplies for it.
+    # Parameters of the layers' matrices that a token passes through, and as many more as the rule of gated delta networks,
+    # or the scan of state space layers, multiplies for it.
     layer_parameters: int
     head_parameters: int  # Parameters of the head
     attention_width: int  # Sum over layers of all heads' key and value widths
@@ -130,7 +131,9 @@ def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
         setup = gathered_setup(setup)
         states = model_states(setup, model.inventory, ())
     layers = sum(t.active_elements * t.count for t in model.inventory if t.role in MATRICES)
-    layers += sum(run.count * _rule_products(run.layer.attention) for run in spec.runs)
+    layers += sum(
+        run.count * _rule_products(part) for run in spec.runs for part in (run.layer.attention, run.layer.beside)
+    )
     attention = sum(run.count * _attention_width(run.layer.attention) for run in spec.runs)
     saved = SAVED_BYTES * spec.hidden_size * spec.num_hidden_layers * setup.compute_bytes // 2
     return Work(
@@ -153,14 +156,20 @@ def _attention_width(part: Mixer) -> int:
     return part.num_heads * (part.qk_head_dim + part.v_head_dim) if isinstance(part, LatentAttention) else 0
 
 
-def _rule_products(part: Mixer) -> int:
-    """Return what a gated delta network's rule multiplies and adds up for one token, whatever the length; of attention nothing.
+def _rule_products(part: Mixer | None) -> int:
+    """Return what a rule or a scan multiplies and adds up for one token, whatever the length; of attention nothing.
 
     Formula:
         ``h (C (3 k + 2 v) + 3 k v)`` for h value heads, chunks of C tokens, keys of width k and values of width v: the two
-        products of keys within a chunk, the solved system's two, and scores by values; then three by the state.
+        products of keys within a chunk, the solved system's two, and scores by values; then three by the state. Of a state
+        space layer ``h (C (n + p) + 2 n p)`` for h heads of width p and n numbers of each dimension's state: scores, these by
+        heads, what a chunk adds to the states, and what is read off them.
     """
-    # Source: ``torch_chunk_gated_delta_rule`` in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py.
+    # Source: ``torch_chunk_gated_delta_rule`` in transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py, and
+    # ``mamba2_chunk_scan`` in models/falcon_h1/modeling_falcon_h1.py.
+    if isinstance(part, StateSpace):
+        numbers = part.state_size + part.head_dim
+        return part.num_heads * (part.chunk_tokens * numbers + 2 * part.state_size * part.head_dim)
     if not isinstance(part, GatedDeltaNet):
         return 0
     key, value = part.key_head_dim, part.value_head_dim

@@ -39,6 +39,8 @@ class Regime:
     # Chunks of a sequence in gated delta networks, one more than are told one by one where there are more.
     delta_chunks: int = 0
     pads_delta: bool = False  # The last of them is not full
+    pads_scan: bool = False  # The same of the chunks that state space layers scan
+    one_scan: bool = False  # These scan one chunk
     sums: tuple[Sums, ...] = ()  # How a compiled layer sums over tokens
     # How a compiled layer's programs, forward and backward, run, which the compiler chooses for their sizes.
     orders: tuple[Schedule, Schedule] | None = None

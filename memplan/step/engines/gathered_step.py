@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from memplan.errors import CannotAnswerError
-from memplan.step.head_instants import after_backward
 from memplan.step.alive_around_layers import embedded_leaf, graph_of_loss, leaf_apart, named_embeddings, retained_graph
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
@@ -305,6 +304,8 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
         what = f"model: a mixture of experts ({spec.name}), whose parts are gathered together,"
     elif spec.convolves:
         what = f"model: short convolutions ({spec.name})"
+    elif spec.state_space is not None:
+        what = f"model: state space layers ({spec.name})"
     elif spec.linear_attention:
         what = f"model: linear attention ({spec.name})"
     elif adapter is not None and adapter.kind == "dora":

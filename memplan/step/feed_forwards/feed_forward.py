@@ -37,6 +37,14 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
             with tape.alive(gate, up):
                 hidden = builder.multiply(activated(builder, gate), up)
                 return row_product(builder, hidden, inside(prefix, names.down), builder.settings.hidden_size)
+        elif builder.settings.code.scales_parts:
+            up = linear(builder, x, inside(prefix, names.up), inner)
+            with tape.alive(up):
+                gate = builder.pointwise("scale", linear(builder, x, inside(prefix, names.gate), inner))
+                hidden = builder.multiply(up, activated(builder, gate, part.activation))
+            with tape.alive(hidden):
+                down = row_product(builder, hidden, inside(prefix, names.down), builder.settings.hidden_size)
+                return builder.pointwise("scale", down)
         else:
             gate = activated(builder, linear(builder, x, inside(prefix, names.gate), inner))
             hidden = builder.multiply(gate, linear(builder, x, inside(prefix, names.up), inner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.model.spec import MixtureOfExperts, Mlp
+from memplan.model.spec import MixtureOfExperts, Mlp, inside
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.fused_adapters import folded_weight
@@ -24,11 +24,12 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
     with tape.alive(x):
         if builder.settings.code.shared_first and part.shared_intermediate_size:
             return _after_shared(builder, x, part, prefix)
-        weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
+        weights, chosen = _routed(builder, x, part, inside(prefix, names.router))
         with tape.alive(weights, chosen):
-            out = routed_experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
+            out = routed_experts(builder, x, weights, chosen, part, inside(prefix, names.experts))
             if not part.shared_intermediate_size:
                 return out
+            builder.named_values += [out] if builder.settings.code.names_routed else []
             with tape.alive(out):
                 return builder.add(out, _shared(builder, x, part, prefix))
 
@@ -36,19 +37,19 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
 def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return the same where shared experts come first, and their gate last."""
     names, tape = builder.settings.names, builder.tape
-    shared = mlp(builder, x, Mlp(part.shared_intermediate_size, part.activation), f"{prefix}.{names.shared_experts}")
+    shared = mlp(builder, x, Mlp(part.shared_intermediate_size, part.activation), inside(prefix, names.shared_experts))
     with tape.alive(shared):
-        weights, chosen = _routed(builder, x, part, f"{prefix}.{names.router}")
+        weights, chosen = _routed(builder, x, part, inside(prefix, names.router))
         with tape.alive(weights, chosen):
-            out = routed_experts(builder, x, weights, chosen, part, f"{prefix}.{names.experts}")
+            out = routed_experts(builder, x, weights, chosen, part, inside(prefix, names.experts))
             with tape.alive(out):
                 return builder.add(out, _gated_shared(builder, x, shared, part, prefix))
 
 
 def _shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what shared experts add, scaled by a gate where there is one."""
-    dense = Mlp(part.shared_intermediate_size, part.activation)
-    shared = mlp(builder, x, dense, f"{prefix}.{builder.settings.names.shared_experts}")
+    dense = Mlp(part.shared_intermediate_size, part.activation, fused_gate_up=part.shared_fused)
+    shared = mlp(builder, x, dense, inside(prefix, builder.settings.names.shared_experts))
     return _gated_shared(builder, x, shared, part, prefix)
 
 
@@ -57,7 +58,7 @@ def _gated_shared(builder: Builder, x: Value, shared: Value, part: MixtureOfExpe
     if not part.shared_gate:
         return shared
     with tape.alive(shared):
-        gate = linear(builder, x, f"{prefix}.{names.shared_gate}", 1)
+        gate = linear(builder, x, inside(prefix, names.shared_gate), 1)
         open_ = builder.fresh(gate)
         tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
         full = [(TOKENS, hidden * builder.compute)]

@@ -20,6 +20,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm
+from memplan.model.state_space import StateSpace
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.pipeline_stages import Chunk
 from memplan.units import round_up
@@ -271,6 +272,9 @@ def _refuse(spec: ModelSpec) -> None:
 
 def _refusals(layer: Layer) -> Iterator[str]:
     part, feed = layer.attention, layer.feed_forward
+    if isinstance(part, StateSpace) or layer.beside is not None:
+        yield "a state space layer"
+        return
     if isinstance(part, GatedDeltaNet) or getattr(part, "output_gate", False):
         yield "a gated delta network"
         return

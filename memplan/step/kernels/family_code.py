@@ -137,6 +137,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False, drops_residual=True),
     "qwen2_moe": replace(TRANSFORMERS, balances=True, shared_first=True, masks=2, idle_mask=True),
     "gpt_neox": replace(TRANSFORMERS, sums="late", drops_residual=True),
+    "falcon_h1": replace(TRANSFORMERS, scales_embedded=True, scales_parts=True),
     "falcon": replace(
         TRANSFORMERS,
         own_scores=True,
@@ -209,6 +210,14 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "ernie4_5": replace(TRANSFORMERS, interleaved="spread-wide", wide_rotary=True),
     "granite": replace(TRANSFORMERS, scales_embedded=True),
     "granitemoe": replace(TRANSFORMERS, balances=True, scales_embedded=True, unfused="num_experts"),
+    "granitemoehybrid": replace(
+        TRANSFORMERS,
+        balances=True,
+        scales_embedded=True,
+        unfused="num_experts",
+        names_routed=True,
+        passes_positions=False,
+    ),
     "seed_oss": replace(TRANSFORMERS, drops_embedding=False, drops_residual=True, dropout_modules="neither"),
     "starcoder2": replace(TRANSFORMERS, drops_residual=True, dropout_modules="neither"),
 }

@@ -73,11 +73,15 @@ class FamilyCode:
     drops_embedding: bool = True
     # Whether the model scales what its embedding has returned, and not the embedding itself.
     scales_embedded: bool = False
+    # Whether numbers multiply keys, gates, and what parts are given and add (Falcon-H1).
+    scales_parts: bool = False
     # Whether each layer within a window makes a mask of its own, of floats and for one sequence.
     masks_layers: bool = False
     masks_always: bool = False  # Whether scaled-dot-product attention is always given a mask
     # Whether one function rotates query and key, whose caller has names for them until it returns.
     rotates_together: bool = False
+    # Whether a layer has a name, until it returns, for what routed experts add, and calls shared ones itself (Granite 4).
+    names_routed: bool = False
     balances: bool = False  # Whether its own config has a factor for a loss of unbalanced experts
     # Why TRL's loss over the head's chunks ends with an error for it: what an error of Python says is missing.
     unfused: str = ""

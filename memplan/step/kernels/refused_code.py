@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan.errors import CannotAnswerError
-from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.model import Model
 from memplan.model.short_convolution import ShortConvolution
-from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
+from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec, experts_of
 from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.refused_recurrences import refuse_linear_attention, refuse_state_space
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
@@ -121,12 +121,7 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
         CannotAnswerError: A part of the model, or a kernel over it, whose activations are not modelled.
     """
     refuse_unquantised(model.spec, setup)
-    missing = family_code(setup.stack, model.spec.architecture).unfused
-    if missing and setup.profile.loss == "fused-head":
-        raise CannotAnswerError(
-            f"model: the loss of {setup.stack.label} ends with \"object has no attribute '{missing}'\" for {model.spec.name} "
-            "(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or kernels.loss: fp32"
-        )
+    _refuse_fused_loss(model.spec, setup)
     refuse_unrun_parts(model.spec)
     refuse_foreign_parts(model.spec, setup)
     refuse_liger(model.spec, setup)
@@ -134,6 +129,31 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_own_adapters(model, setup)
     refuse_linear_attention(model.spec, setup)
     _refuse_convolutions(model.spec, setup)
+    refuse_state_space(model.spec, setup)
+
+
+def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for a loss that TRL's own code cannot form of a family's models.
+
+    Raises:
+        CannotAnswerError: Its fused head, or its loss of unbalanced experts, asks for what the family's code has not.
+
+    Source:
+        ``_fused_forward`` in trl/trainer/utils.py, ``aux_loss_enabled`` in sft_trainer.py (1.16.0); ``load_balancing_loss_func`` in
+        transformers/models/granitemoehybrid/modeling_granitemoehybrid.py (5.23.0), which returns a number where there are no routers.
+    """
+    code = family_code(setup.stack, spec.architecture)
+    balances = setup.balances and code.balances
+    off = "set method.balances=false (router_aux_loss_coef: 0.0)" if balances else "kernels.loss: fp32"
+    if code.unfused and setup.profile.loss == "fused-head" and balances == code.balances:
+        raise CannotAnswerError(
+            f"model: the loss of {setup.stack.label} ends with \"object has no attribute '{code.unfused}'\" for {spec.name} "
+            f"(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or {off}"
+        )
+    if balances and not experts_of(spec):
+        raise CannotAnswerError(
+            f"model: {setup.stack.label} asks {spec.name} for a loss of unbalanced experts, of which it has none, and ends; {off}"
+        )
 
 
 def refuse_foreign_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -152,6 +172,10 @@ def refuse_foreign_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
 def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
     """Yield what models of transformers alone have."""
     parts = [run.layer.attention for run in spec.runs]
+    if spec.state_space is not None:
+        yield "state space layers"
+    if any(getattr(run.layer.feed_forward, "shared_fused", False) for run in spec.runs):
+        yield "shared experts with one projection up"
     if spec.alibi:
         yield "ALiBi, a bias of its scores"
     if spec.convolves:
@@ -226,36 +250,6 @@ def refuse_cut_cross_entropy(spec: ModelSpec, setup: TrainingSetup) -> None:
         raise CannotAnswerError(f"{where} stops at rows in fp32 with a head in fp16: use compute_dtype: bf16")
 
 
-def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Raise for gated delta networks where nothing runs them, or not as they are modelled.
-
-    Raises:
-        CannotAnswerError: Another library's models than transformers', or selective checkpointing.
-    """
-    if not spec.linear_attention:
-        return
-    if setup.stack.model_code != "transformers":
-        raise CannotAnswerError(
-            f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
-            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
-        )
-    if setup.profile.linear_attention == "fla":
-        _refuse_fla(spec)
-    elif setup.config.compute_dtype == "fp32":
-        raise CannotAnswerError(
-            "compute_dtype: in fp32 transformers' own code of gated delta networks takes its inputs as they lie, and copies them for "
-            f"some lengths, which is not modelled: use bf16 for {spec.name}, or kernels.linear_attention: fla"
-        )
-    if setup.profile.fused_adapters:
-        raise CannotAnswerError(
-            f"kernels.adapters: {setup.profile.adapters} is not modelled for gated delta networks, which {spec.name} has"
-        )
-    if setup.checkpointing == "selective":
-        raise CannotAnswerError(
-            f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
-        )
-
-
 def _refuse_convolutions(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for short convolutions as they are not modelled, or where nothing runs them."""
     # Source: csrc/causal_conv1d.cpp (1.7.0), lines 289 and 301.
@@ -271,24 +265,6 @@ def _refuse_convolutions(spec: ModelSpec, setup: TrainingSetup) -> None:
             f"kernels.linear_attention: fla has no kernel for a convolution like {spec.name}'s, of channels that are no multiple of 8 or "
             "over other than 2 to 4 tokens: use torch"
         )
-
-
-def _refuse_fla(spec: ModelSpec) -> None:
-    """Raise for shapes that the kernels of linear attention do not take."""
-    # Source: ``chunk_gated_delta_rule_fwd_h`` in fla/ops/common/chunk_delta_h.py (fla-core 0.6.0), line 659;
-    # csrc/causal_conv1d.cpp (1.7.0), lines 289 and 301.
-    for part in [run.layer.attention for run in spec.runs]:
-        if not isinstance(part, GatedDeltaNet):
-            continue
-        limits = {
-            "heads of keys wider than 256": part.key_head_dim > 256,
-            "a convolution over other than 2 to 4 tokens": not 2 <= part.kernel_size <= 4,
-            "a convolution over channels that are no multiple of 8": part.convolved_size % 8 > 0,
-        }
-        for what in [name for name, beyond in limits.items() if beyond]:
-            raise CannotAnswerError(
-                f"kernels.linear_attention: fla has no kernel for {what}, which {spec.name} has: use torch"
-            )
 
 
 def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:

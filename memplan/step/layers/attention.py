@@ -194,6 +194,7 @@ def _projections(
     with tape.alive(query, *gates):
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
+        key = builder.pointwise("scale key", key) if builder.settings.code.scales_parts else key
         with tape.alive(key):
             return (query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])), gates
 

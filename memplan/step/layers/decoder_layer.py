@@ -8,11 +8,13 @@ from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
+from memplan.model.state_space import StateSpace
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.delta.delta_layer import gated_delta_net
 from memplan.step.delta.gated_convolution import gated_convolution
+from memplan.step.delta.state_space_layer import state_space
 from memplan.step.divided.shared_ends_and_rows import whole_rows
 from memplan.step.feed_forwards.every_expert import every_expert
 from memplan.step.feed_forwards.experts_beside import with_experts
@@ -72,6 +74,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         builder.tape.touch(part)  # its name is given to the sum
         return total
 
+    if layer.beside is not None:
+        return _beside(builder, x, layer, layer.beside)
     if code.names_all:
         return _renaming(builder, x, layer)
     if code.adds_inside:
@@ -103,6 +107,22 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
         second = normed(x, 1)
         with builder.tape.alive(*((second,) if code.names_fed else ())):
             return added(x, builder.dropped(feed_forward(builder, second, layer)))
+
+
+def _beside(builder: Builder, x: Value, layer: Layer, beside: StateSpace) -> Value:
+    """Return the residual stream after a layer with a state space part beside attention, with names of what each of both adds."""
+    # Source: ``FalconH1DecoderLayer.forward`` in transformers/models/falcon_h1/modeling_falcon_h1.py (5.23.0).
+    tape, normed = builder.tape, _norms(builder, layer)
+    first = normed(x, 0)
+    with tape.alive(first):
+        scanned = builder.pointwise("scale", state_space(builder, first, beside))
+        with tape.alive(scanned):
+            attended = builder.pointwise("scale", attention_part(builder, builder.pointwise("scale", first), layer))
+        with tape.alive(scanned, attended):
+            total = builder.add(scanned, attended)
+    x = builder.add(x, total)
+    with tape.alive(scanned, attended), tape.alive(x):
+        return builder.add(x, feed_forward(builder, normed(x, 1), layer))
 
 
 def _added_inside(builder: Builder, x: Value, layer: Layer) -> Value:
@@ -246,6 +266,8 @@ def _attention(builder: Builder, x: Value, layer: Layer) -> Value:
         return gated_delta_net(builder, x, layer.attention, PREFIX)
     if isinstance(layer.attention, ShortConvolution):
         return gated_convolution(builder, x, layer.attention)
+    if isinstance(layer.attention, StateSpace):
+        return state_space(builder, x, layer.attention)
     return attention(builder, x, layer.attention, builder.settings.names.attention)
 
 

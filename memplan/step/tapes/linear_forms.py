@@ -52,6 +52,10 @@ class Quantity(IntEnum):
     NEXT_CHUNK = 30
     BUCKETED_TOKENS = 31
     LAST_CHUNK = 32
+    SCAN_CHUNKS = 33
+    SCAN_BOUNDS = 34
+    SCAN_PAIRS = 35
+    SCAN_SQUARE = 36
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -88,6 +92,10 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.NEXT_CHUNK: "n2",
     Quantity.BUCKETED_TOKENS: "b*ceil128(t+1)",
     Quantity.LAST_CHUNK: "n3",
+    Quantity.SCAN_CHUNKS: "b*s",
+    Quantity.SCAN_BOUNDS: "b*(s+1)",
+    Quantity.SCAN_PAIRS: "b*(s+1)^2",
+    Quantity.SCAN_SQUARE: "(s+1)^2",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
@@ -95,7 +103,8 @@ tp is the number of GPUs that share matrices. m is the number of blocks of 128 t
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more, n3 those
 that are left for the last of pieces with as many tokens each.
-p is the number of patches of a row's images, i that of the tokens which they become.
+p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
+space layers scan.
 """
 
 EMBEDDING_DIRECT_INDICES = 3072
@@ -245,6 +254,7 @@ def quantities(
     ranks: int = 1,
     images: tuple[int, int] = (0, 0),
     table_rows: int = 0,
+    scanned: int = 0,
 ) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
@@ -257,6 +267,7 @@ def quantities(
         ranks: GPUs that share each sequence between the matrices that they share.
         images: Patches of a sequence's images, and the tokens that they become.
         table_rows: Positions of rotary tables that have other rows than a sequence or the model.
+        scanned: Tokens of a chunk that state space layers scan; 0 where there are none.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -279,4 +290,6 @@ def quantities(
     labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
     bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
-    return attended + embedded + predicted + sequences + labelled + ends + bucketed
+    scans = ceil_div(length, scanned) if scanned else 0
+    bounds = (batch * scans, batch * (scans + 1), batch * (scans + 1) ** 2, (scans + 1) ** 2)
+    return attended + embedded + predicted + sequences + labelled + ends + bucketed + bounds

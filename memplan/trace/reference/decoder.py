@@ -13,6 +13,7 @@ from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec
+from memplan.model.state_space import StateSpace
 from memplan.trace.reference.low_rank_adapters import adapts
 from memplan.trace.reference.mixture import MixturePart
 from memplan.trace.reference.multi_head import AttentionPart, LatentPart
@@ -84,14 +85,13 @@ def attention_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch.de
     """Return the attention of ``layer``.
 
     Raises:
-        CannotAnswerError: It is a gated delta network, or gated as attention beside them is.
+        CannotAnswerError: It is a gated delta network, or gated as attention beside them is, or a state space layer.
     """
     if isinstance(layer.attention, LatentAttention):
         return LatentPart(spec, layer.attention, run, device)
-    if isinstance(layer.attention, ShortConvolution):
-        raise CannotAnswerError(
-            f"{spec.name} has short convolutions, which transformers' models run and memplan's own do not"
-        )
+    if isinstance(layer.attention, ShortConvolution | StateSpace) or layer.beside is not None:
+        what = "short convolutions" if isinstance(layer.attention, ShortConvolution) else "state space layers"
+        raise CannotAnswerError(f"{spec.name} has {what}, which transformers' models run and memplan's own do not")
     if isinstance(layer.attention, GatedDeltaNet) or layer.attention.output_gate:
         raise CannotAnswerError(
             f"{spec.name} has gated delta networks, which transformers' models run and memplan's own do not"

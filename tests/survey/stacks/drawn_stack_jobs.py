@@ -30,6 +30,8 @@ ATTENTION_ONLY = {
     "qwen3_next": ("q_proj", "o_proj", "in_proj_qkvz", "out_proj"),
     "qwen3_5_moe": ("q_proj", "out_proj"),
     "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
+    "granitemoehybrid": ("q_proj", "v_proj", "in_proj", "out_proj"),
+    "falcon_h1": ("q_proj", "k_proj", "in_proj", "down_proj"),
     "olmoe": ("q_proj", "v_proj", "o_proj"),
     "granitemoe": ("q_proj", "k_proj", "o_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
@@ -38,7 +40,7 @@ ATTENTION_ONLY = {
     "lfm2_moe": ("q_proj", "out_proj"),
     "llama4_text": ("q_proj", "k_proj", "gate_proj", "down_proj"),
 }
-"""Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own."""
+"""Families with experts -> what their adapters are put on: PEFT wraps experts in ways of its own, and refuses some of Falcon-H1."""
 
 SPLIT_PROJECTIONS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", *TOWERS)
 """Families with projections of query, key and value of their own, and a gated feed-forward part."""
@@ -142,6 +144,10 @@ def drawn_stack_job(
         values["sliding_window"] = rng.choice(WINDOWS)
     if "adapter" in training and values["model_type"] in ATTENTION_ONLY:
         training["adapter"]["targets"] = list(ATTENTION_ONLY[str(values["model_type"])])
+    if (
+        values["model_type"] == "granitemoehybrid" and stack == "trl"
+    ):  # whose loss of routers knows its experts by another name
+        training["method"] = {"balances": False}
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
     if training["compute_dtype"] == "fp16" and stack != "plain-loop":
         training["loss_scaling"] = True

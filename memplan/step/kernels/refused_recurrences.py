@@ -1,0 +1,102 @@
+"""Which gated delta networks and state space layers no code runs, or none that is modelled."""
+
+from __future__ import annotations
+
+from memplan.errors import CannotAnswerError
+from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.spec import ModelSpec
+from memplan.model.state_space import StateSpace
+from memplan.training.adapted_ends import selects
+from memplan.training.resolved import TrainingSetup
+
+UNADAPTED = {"falcon_h1": ("out_proj", "conv1d"), "nemotron_h": ("out_proj", "conv1d")}
+"""Families -> modules that PEFT puts no adapter on (``_check_lora_target_modules_mamba`` in peft/tuners/tuners_utils.py, 0.21.2)."""
+
+
+def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for gated delta networks where nothing runs them, or not as they are modelled.
+
+    Raises:
+        CannotAnswerError: Another library's models than transformers', or selective checkpointing.
+    """
+    if not spec.linear_attention:
+        return
+    if setup.stack.model_code != "transformers":
+        raise CannotAnswerError(
+            f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
+            f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
+        )
+    if setup.profile.linear_attention == "fla":
+        _refuse_fla(spec)
+    elif setup.config.compute_dtype == "fp32":
+        raise CannotAnswerError(
+            "compute_dtype: in fp32 transformers' own code of gated delta networks takes its inputs as they lie, and copies them for "
+            f"some lengths, which is not modelled: use bf16 for {spec.name}, or kernels.linear_attention: fla"
+        )
+    if setup.profile.fused_adapters:
+        raise CannotAnswerError(
+            f"kernels.adapters: {setup.profile.adapters} is not modelled for gated delta networks, which {spec.name} has"
+        )
+    if setup.checkpointing == "selective":
+        raise CannotAnswerError(
+            f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
+        )
+
+
+def refuse_state_space(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for state space layers where nothing runs them, or not as they are modelled.
+
+    Raises:
+        CannotAnswerError: An adapter that PEFT refuses, or a shape whose products need no copies.
+    """
+    part = spec.state_space
+    if part is None:
+        return
+    if setup.profile.linear_attention == "fla":
+        raise CannotAnswerError(
+            f"kernels.linear_attention: fla has no kernels for state space layers, which {spec.name} has: use torch"
+        )
+    if setup.profile.fused_adapters:
+        raise CannotAnswerError(
+            f"kernels.adapters: {setup.profile.adapters} is not modelled for state space layers, which {spec.name} has"
+        )
+    if setup.checkpointing == "selective":
+        raise CannotAnswerError(
+            f"activation_checkpointing: selective is not modelled for state space layers, which {spec.name} has: use full"
+        )
+    _refuse_adapted(spec, setup, part)
+    if min(part.num_heads, part.head_dim, part.state_size, part.chunk_tokens) == 1:
+        raise CannotAnswerError(
+            f"{spec.name}: state space layers with one head, heads of one number, or states or chunks of one are not modelled"
+        )
+
+
+def _refuse_adapted(spec: ModelSpec, setup: TrainingSetup, part: StateSpace) -> None:
+    """Raise for adapters on modules of state space layers that PEFT puts none on."""
+    if setup.config.adapter is None or spec.architecture not in UNADAPTED:
+        return
+    for module in UNADAPTED[spec.architecture]:
+        targets = setup.config.adapter.targets
+        if selects(targets, f"{part.prefix}.{module}") or ("all-linear" in targets and module != "conv1d"):
+            raise CannotAnswerError(
+                f"adapter.targets: PEFT puts no adapter on {module} of {spec.architecture}, whose kernels read its weight alone "
+                f"({spec.name}): name others, such as [q_proj, k_proj, v_proj, o_proj, in_proj]"
+            )
+
+
+def _refuse_fla(spec: ModelSpec) -> None:
+    """Raise for shapes that the kernels of linear attention do not take."""
+    # Source: ``chunk_gated_delta_rule_fwd_h`` in fla/ops/common/chunk_delta_h.py (fla-core 0.6.0), line 659;
+    # csrc/causal_conv1d.cpp (1.7.0), lines 289 and 301.
+    for part in [run.layer.attention for run in spec.runs]:
+        if not isinstance(part, GatedDeltaNet):
+            continue
+        limits = {
+            "heads of keys wider than 256": part.key_head_dim > 256,
+            "a convolution over other than 2 to 4 tokens": not 2 <= part.kernel_size <= 4,
+            "a convolution over channels that are no multiple of 8": part.convolved_size % 8 > 0,
+        }
+        for what in [name for name, beyond in limits.items() if beyond]:
+            raise CannotAnswerError(
+                f"kernels.linear_attention: fla has no kernel for {what}, which {spec.name} has: use torch"
+            )
