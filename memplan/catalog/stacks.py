@@ -86,6 +86,7 @@ class StackModels:
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
+    narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
     wide_tables: tuple[str, ...] = ()  # Families that turn heads by tables in fp32, which now are cast
     wide_logits: tuple[
         str, ...

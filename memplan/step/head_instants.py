@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from memplan.model.spec import Attention
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.chunks_at_once import chunked_logits_backward, chunked_logits_forward, chunks_at_once
 from memplan.step.ends.end_settings import EndSettings
@@ -147,7 +148,7 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form, c
 
 
 def balanced_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
-    """Yield the moment at which accelerate makes fp32 copies of what a model returns, routers' logits among them, beside their shares.
+    """Yield the moment at which accelerate makes fp32 copies of what a model returns, routers' logits among them, where that may be most.
 
     Args:
         around: What is there then, with what all parts have saved.
@@ -156,11 +157,25 @@ def balanced_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form) -> It
         ``ConvertOutputsToFp32`` in accelerate/utils/operations.py (1.15.0); ``softmax`` under autocast is in fp32, as wide as these.
     """
     logits, counts = taped.head.logits, taped.counts()
-    if not taped.balanced or logits is None or not inputs.setup.autocast:
+    # where the loss has formed no fp32 copy of them, which would be as large
+    narrow = taped.settings.narrow_loss and inputs.setup.stack.autocast == "always"
+    if not (taped.balanced or narrow) or logits is None or not inputs.setup.autocast:
         return
     both = single_form(Part.LOGITS, logits.quantity, logits.coefficient + 4 * logits.width)
     wide = [form * (8 // inputs.setup.compute_bytes * counts[kind]) for kind, form in taped.balanced.items()]
-    yield Instant("forward", "fp32 copies of routers' logits", sum(wide, around + both))
+    both += _cached_copies(inputs, taped) if narrow else ZERO
+    yield Instant("forward", "fp32 copies of logits", sum(wide, around + both))
+
+
+def _cached_copies(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return fp32 copies of keys and values that a model returned as tuples: of values, and of keys that no table has widened."""
+    # Source: ``return_legacy_cache`` in ``GPTNeoXModel.forward``, transformers/models/gpt_neox/modeling_gpt_neox.py (4.48.3).
+    if taped.settings.block.cache == "none":
+        return ZERO
+    narrow = 1 if inputs.setup.residual_bytes == 4 else 2
+    parts = [(part, run.count) for run in inputs.spec.runs if isinstance(part := run.layer.attention, Attention)]
+    size = sum(4 * narrow * part.key_value_size * count for part, count in parts)
+    return single_form(Part.TEMPORARIES, Quantity.TOKENS, size)
 
 
 def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Instant]:

@@ -323,7 +323,7 @@ def _forward(
     around += retained_arguments(inputs) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
-    yield from balanced_outputs(inputs, taped, around + played.head.saved)
+    yield from balanced_outputs(inputs, taped, around + played.head.saved - cast)
     around -= named if called else ZERO
     yield from forward_only_instants(inputs, taped, around + played.head.saved - cast)
 

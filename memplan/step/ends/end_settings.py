@@ -34,6 +34,7 @@ class EndSettings:
     # Whether the model has a name for logits until its forward ends, or the loop until the loss is known.
     names_logits: bool
     loss_behind: bool  # Whether the model's forward has ended before the loss is formed of its logits
+    narrow_loss: bool  # Whether the model forms its loss of logits that it cuts, in their own dtype
     shifts_labels: bool  # Whether the loss is given a shifted copy of the labels
     cuts_logits: bool  # Whether it is given the logits without each row's last token, and labels without the first
     casts_logits: bool  # Whether the model has a name for logits in fp32 alone
@@ -77,6 +78,8 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
     Args:
         frozen: Whether its embedding is.
     """
+    # Source: ``GPTNeoXForCausalLM.forward`` in transformers/models/gpt_neox/modeling_gpt_neox.py, lines 1200 to 1213 (4.46.3).
+    narrow = spec.architecture in setup.stack.models.narrow_losses and not setup.scores
     drops = block.code.drops_embedding or setup.config.dropout is not None
     return EndSettings(
         block=block,
@@ -89,12 +92,13 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
         scaled_logits=bool(spec.logit_scale),
-        loss="bf16" if setup.scores else setup.profile.loss,
+        loss="bf16" if setup.scores or narrow else setup.profile.loss,
+        narrow_loss=narrow,
         names_logits=setup.stack.loop.loss in ("model", "named"),
         loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels in ("shifted", "cut"),
-        cuts_logits=setup.stack.loop.labels == "cut",
-        casts_logits=_names_wide_logits(spec, setup),
+        cuts_logits=setup.stack.loop.labels == "cut" or narrow,
+        casts_logits=_names_wide_logits(spec, setup) and not narrow,
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=embeds_with_gradient(setup) and not (asks_by_layer(setup) and has_images(spec, setup)),
         table_gradients=setup.stack.input_gradients in ("checkpointed", "always"),
