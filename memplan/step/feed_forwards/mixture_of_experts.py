@@ -203,7 +203,9 @@ def routed_experts(
             with tape.alive(*biases, *(() if renames else (hidden,))):
                 with tape.alive(hidden):
                     out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, resident)
-                result = _combined(builder, out, early[0] if early else _late(builder, out, weights, order), order, x)
+                with tape.alive(out):
+                    taken = early[0] if early else _taken(builder, weights, order)
+                result = _combined(builder, out, taken, order, x)
                 tape.touch(*resident)
                 return result
 
@@ -231,12 +233,6 @@ def _offsets(builder: Builder, experts: Value, part: MixtureOfExperts) -> Value:
 def _taken(builder: Builder, weights: Value, order: Value) -> Value:
     """Return each row's score."""
     return builder.tape.apply("gather weights", [(weights, NEW)], builder.fresh(weights), [order])
-
-
-def _late(builder: Builder, out: Value, weights: Value, order: Value) -> Value:
-    """Return the same where it is gathered after the experts have run."""
-    with builder.tape.alive(out):
-        return _taken(builder, weights, order)
 
 
 def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value) -> Value:
