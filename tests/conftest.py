@@ -61,6 +61,13 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 50, 1000)
 
 
+@pytest.fixture(scope="module")
+def new_garbage_alone() -> None:
+    """Leave what earlier tests made out of garbage collection too, where the tests of a module ask for one each."""
+    gc.collect()
+    gc.freeze()
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a command left behind."""

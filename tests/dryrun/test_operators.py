@@ -22,6 +22,8 @@ from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
 from memplan.dryrun.watching.watched_steps import WatchedSteps  # noqa: E402
 from memplan.measure.measure_cpu import moments  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("new_garbage_alone")
+
 LINES = ScriptLines(__file__)
 ROWS, COLUMNS = 96, 40
 Case = Callable[[str], Tensor]
