@@ -58,6 +58,7 @@ SHARDED = [
     ("untied", 8, {"save_checkpoint": True, "dropout": 0.1, "clip_gradients": True}, MANY),
     ("tied", 3, {**MIXED, "clip_gradients": True, "evaluation": True}, MANY),
     ("untied", 2, {"evaluation": True, "zero_gradients": "fill"}, MANY),
+    ("untied", 3, {"evaluation": True}, (4, 512)),  # where the loss decides, beside nothing of the model's forward
 ]
 REPLICATED = [
     ("untied", 8, {}, MANY),
@@ -100,6 +101,14 @@ def test_fully_sharded_every_instant_is_equal_to_the_byte(catalog, shape, ranks,
     assert plan.peak.name == trace.peak_instant
     assert plan.persistent_bytes == trace.persistent_bytes
     assert {n: size for n, size in trace.instant_bytes.items() if n in formula} == formula
+
+
+@pytest.mark.parametrize("name", ["gemma-2-2b", "granite-3.1-2b"])
+@pytest.mark.parametrize("keys", [{}, MIXED, {"kernels": Kernels(loss="fp32")}])
+def test_the_last_layer_is_gathered_before_logits_are_scaled_or_bounded_backward(catalog, name, keys):
+    plan, trace = both(catalog, cut_model(name, catalog), config_of(Parallel(6, 3), keys, (3, 70)))
+    formula = dict(plan.instants)
+    assert {n: formula[n] for n in trace.instant_bytes} == pytest.approx(trace.instant_bytes, rel=1e-4)
 
 
 @pytest.mark.parametrize(("shape", "ranks", "keys", "size"), APART)

@@ -130,10 +130,11 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
 
 
 @lru_cache(maxsize=MOST_ENDS)
-def evaluated_head(settings: EndSettings, weights: Named) -> Section:
+def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool = True) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once.
 
-    Liger's is so too: its ``skip_logits`` is ``self.training`` (``lce_forward`` in liger_kernel/transformers/model/llama.py, 0.8.5).
+    A loss outside of the model runs when what the model had names for is gone. Liger's is over all at once too: its
+    ``skip_logits`` is ``self.training`` (``lce_forward`` in liger_kernel/transformers/model/llama.py, 0.8.5).
     """
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
@@ -149,8 +150,11 @@ def evaluated_head(settings: EndSettings, weights: Named) -> Section:
         return Section(builder.tape, entry, cross_entropy_in_pieces(builder, logits, 1))  # the loop counts them
     with builder.tape.alive(normed):
         logits = _logits(builder, settings, _answered(builder, settings, normed))
-        if settings.loss != "log-probabilities":
+        if settings.loss != "log-probabilities" and loss_inside:
             return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
+    if settings.loss != "log-probabilities":
+        builder.tape.ends(entry)
+        return Section(builder.tape, entry, _loss(builder, settings, logits, wide=settings.loss != "bf16"))
     return Section(builder.tape, entry, _compared(builder, settings, logits))
 
 

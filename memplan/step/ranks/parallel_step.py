@@ -143,7 +143,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
 # -------------------------------------------------------------------- backward
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
-    head, tail = step.taped.head, step.tail.gathered_bytes
+    head, tail, settings = step.taped.head, step.tail.gathered_bytes, step.taped.settings
     at_once = (step.root_again and not step.loss_on_both_sides) or head.logits is None or step.stays
     if step.loss_on_both_sides:
         yield from _root_behind_loss(step, around, played)
@@ -159,9 +159,22 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
     elif step.gathers_before_head and not step.stays:
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
         yield with_gathered("loss backward", "gather of the last layer", around + played.head.saved, communication)
+    elif not at_once and (settings.bounded_logits or settings.scaled_logits):
+        assert head.logits is not None
+        nodes = head.section.tape.nodes
+        logs = next((node.outputs[0] for node in nodes if node.name == "log_softmax"), head.logits)
+        logits, gone = (single_form(Part.LOGITS, one.quantity, one.coefficient) for one in (head.logits, logs))
+        yield from _logits_behind_loss(step, around + played.head.saved - gone + logits, logits)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
         ahead = step.ahead_of_head if at_once or instant.name != "loss backward" else 0
         yield instant_with(instant, tail + ahead)
+
+
+def _logits_behind_loss(step: ShardedStep, around: Form, gradient: Form) -> Iterator[Instant]:
+    """Yield the backward of what the model does to its logits, whose gradient has had the last layer gathered."""
+    communication = step.tail.gathered_bytes + step.last.buffer_bytes
+    yield with_gathered("loss backward", "gather of the last layer", around, communication + step.last.cast_bytes)
+    yield with_gathered("loss backward", "scaled logits", around + gradient, communication)
 
 
 def _root_behind_loss(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
@@ -173,6 +186,7 @@ def _root_behind_loss(step: ShardedStep, around: Form, played: PlayedModel) -> I
         gone = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
         form, size = around + played.head.saved - gone + logits, step.tail.copied_bytes
         yield with_gathered("loss backward", "copy of the root", form, size)
+        yield from _logits_behind_loss(step, form, logits)
     yield with_gathered(
         "head backward", "copy of the root", around + rows_of_head(step) + logits, step.tail.copied_bytes
     )

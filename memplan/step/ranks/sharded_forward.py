@@ -252,7 +252,8 @@ def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     for kind, section in enumerate(step.taped.layers):
         for moment in section.evaluated().forward:
             yield with_gathered("evaluation", moment.operation, around + moment.form, resident + own[kind])
-    for moment in evaluated_head(step.taped.settings, step.taped.weights).evaluated().forward:
+    head = evaluated_head(step.taped.settings, step.taped.weights, loss_inside=step.loss_inside)
+    for moment in head.evaluated().forward:
         outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
         buffer = 0 if outside else step.tail.buffer_bytes if step.apart else last
         yield with_gathered("evaluation", moment.operation, alone + moment.form, tail + buffer)
