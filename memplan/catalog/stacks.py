@@ -87,6 +87,8 @@ class StackModels:
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
     narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
+    # Families whose caps of scores torch's attention is not told of, which is run all the same, and now is not.
+    uncapped: tuple[str, ...] = ()
     wide_tables: tuple[str, ...] = ()  # Families that turn heads by tables in fp32, which now are cast
     wide_logits: tuple[
         str, ...

@@ -9,7 +9,7 @@ from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
-from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
+from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapted_ends import untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
@@ -77,6 +77,8 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     if model.spec.architecture in rules.uncheckpointed and setup.asks_for_checkpointing:
         model = noted(model, f"{setup.stack.label} {UNCHECKPOINTED}")
     spec = _built_spec(model.spec, rules)
+    if spec.architecture in rules.uncapped and setup.attention_choice != "eager":
+        spec = _uncapped(spec)
     if setup.scores:
         return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
@@ -243,6 +245,18 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
         window=spec.window if rules.windows == "released" else 0,
         dropout=spec.dropout if rules.dropout else 0.0,
     )
+
+
+def _uncapped(spec: ModelSpec) -> ModelSpec:
+    """Return a model's shapes without caps of attention's scores."""
+    # Source: ``sdpa_attention_forward`` in transformers/integrations/sdpa_attention.py (4.57.6), which takes no ``softcap``;
+    # ``Gemma2PreTrainedModel._supports_sdpa`` in transformers/models/gemma2/modeling_gemma2.py (4.57.6, 5.23.0).
+    return replace(spec, runs=tuple([replace(run, layer=_uncapped_layer(run.layer)) for run in spec.runs]))
+
+
+def _uncapped_layer(layer: Layer) -> Layer:
+    part = layer.attention
+    return replace(layer, attention=replace(part, logit_softcap=0.0)) if isinstance(part, Attention) else layer
 
 
 def _runs(spec: ModelSpec, rules: StackModels) -> tuple[LayerRun, ...]:

@@ -206,6 +206,16 @@ def test_gpt_neox_formed_its_loss_of_logits_as_they_were_up_to_4_48():
     assert -words * 8 < gone < -words * 4
 
 
+def test_torchs_attention_ran_gemma_2_without_its_caps_of_scores_up_to_4_57():
+    job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "none"}}
+    eager = {**job, "set": {**job["set"], "kernels.attention": "eager"}}
+    older, newer = (instants_of(at, "gemma-2-2b", **job)["forward"] for at in ("plain-loop@4.57", "plain-loop"))
+    heads, layers = 8, 26
+    assert newer - older > layers * ROWS * heads * 1024 * 1024 * 4
+    older, newer = (instants_of(at, "gemma-2-2b", **eager) for at in ("transformers@4.57", "transformers"))
+    assert abs(older["layer 1 backward"] / newer["layer 1 backward"] - 1) < 0.01
+
+
 def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
     older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))
