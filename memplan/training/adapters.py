@@ -35,11 +35,12 @@ Source:
 """
 
 TOWER_PARTS = (
-    "model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.", "model.image_newline"
+    "model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.", "model.embed_audio.",
+    "model.image_newline",
 )  # fmt: skip
 """What the names of the parameters of a vision tower and its projector begin with."""
-LAST_PARTS = ("model.embed_vision.",)
-"""What those of them begin with that a model's parameters end with, but for a head of its own (Gemma 4)."""
+LAST_PARTS = ("model.embed_vision.", "model.embed_audio.")
+"""What those of them begin with the last of which a model's parameters end with, but for a head of its own (Gemma 4)."""
 
 REFERENCE = "reference."
 """What the names of a reference model's parameters begin with."""

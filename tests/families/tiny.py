@@ -250,6 +250,18 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "gemma4",
         {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER},
     ),
+    "gemma4-unified-text": (
+        "gemma4_unified_text",
+        {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+    ),
+    "gemma4-unified": (
+        "gemma4_unified",
+        {
+            "text_config": {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+            "vision_config": {"patch_size": 4, "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 20},
+            "audio_config": {"audio_embed_dim": 32},
+        },
+    ),
     "mistral3": ("mistral3", UNTIED | {"text_config": GROUPED, "vision_config": OTHER_TOWER}),
     "mistral3-bias": (
         "mistral3",

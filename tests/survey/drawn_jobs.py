@@ -125,7 +125,7 @@ def drawn_job(seed: int, number: int, catalog: Catalog) -> Job:
 def _text_family(values: Mapping[str, Any]) -> str:
     """Return the family of a model's text part."""
     family: str = values["model_type"]
-    return {"gemma4": "gemma4_text"}.get(family, family)
+    return f"{family}_text" if family in ("gemma4", "gemma4_unified") else family
 
 
 def on_several(job: Job, gpus: int, zero_stage: int) -> Job:

@@ -25,7 +25,7 @@ LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_n
 STATE_SPACE = ("falcon_h1", "granitemoehybrid")
 """Families with state space layers, likewise."""
 
-NOT_BUNDLED = (*LINEAR, *STATE_SPACE, "bloom", "gemma4_text", "lfm2", "lfm2_moe", "llama4_text")
+NOT_BUNDLED = (*LINEAR, *STATE_SPACE, "bloom", "gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe", "llama4_text")
 """Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's and short convolutions among them."""
 
 OWN_HEAD_WIDTH = frozenset(
@@ -39,6 +39,7 @@ OWN_HEAD_WIDTH = frozenset(
         "gemma2",
         "gemma3_text",
         "gemma4_text",
+        "gemma4_unified_text",
         "llama4_text",
         "gpt_oss",
         "ministral3",
@@ -72,6 +73,7 @@ LEARNED = {
 TOWERS = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "mistral3": ("mistral", "ministral3", "mistral4"),
     "qwen2_5_vl": ("qwen2",),
     "qwen2_vl": ("qwen2",),
@@ -158,6 +160,9 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0][: rng.randint(0, 1)]
+    if family == "gemma4_unified":
+        width = rng.choice((16, 40, 64))
+        vision = {"patch_size": 4, "mm_embed_dim": width, "output_proj_dims": width, "mm_posemb_size": 20}
     if family == "gemma3":
         vision |= {"image_size": 56, "vision_use_head": False}
     if family in ("mistral3", "llava", "llava_next"):
@@ -320,6 +325,13 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             "attention_bias": rng.random() < 0.3,
             "attn_temperature_tuning": rng.random() < 0.7,
             "attention_chunk_size": rng.choice((100, 1024, 8192)),
+        },
+        "gemma4_unified_text": {
+            "attention_bias": rng.random() < 0.3,
+            "global_head_dim": rng.choice((values.get("head_dim", 64) * 2, 512, 320)),
+            "attention_k_eq_v": flag,
+            "sliding_window": rng.choice((100, 1024)),
+            "final_logit_softcapping": rng.choice((None, 30.0)),
         },
         "stablelm": {"use_qkv_bias": flag, "use_parallel_residual": rng.random() < 0.5},
         "gpt_neox": {"use_parallel_residual": flag},

@@ -27,6 +27,7 @@ model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none h
 WITH_TOWERS = (
     "gemma3",
     "gemma4",
+    "gemma4_unified",
     "llava",
     "llava_next",
     "mistral3",

@@ -9,6 +9,7 @@ DEFAULT_WINDOWS: Mapping[str, int] = {
     ),
     "gpt_oss": 128,
     "gemma4_text": 512,
+    "gemma4_unified_text": 1024,
 }
 """Windows where a config names none: each family's configuration class in transformers v5.23.0. Mistral's, 4,096 there, is
 none here: entries of the catalog name a window only where there is one."""
@@ -43,7 +44,7 @@ def layer_windows(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         return _chunks(keys, layers)
     window = _whole(keys, "sliding_window", 0 if "sliding_window" in keys else DEFAULT_WINDOWS.get(kind, 0))
     listed = keys.get("layer_types")
-    if kind == "gemma4_text":  # whose last layer is full whatever its config says
+    if kind.startswith("gemma4"):  # whose last layer is full whatever its config says
         rest = listed if isinstance(listed, (list, tuple)) else ["sliding_attention"] * 5 + ["full_attention"]
         named = [rest[layer % len(rest)] for layer in range(layers - 1)]
         return (*(window if name == "sliding_attention" else 0 for name in named), 0)

@@ -14,29 +14,11 @@ OF_ACTIVATIONS = (
 """Keys of a tower that no parameter depends on."""
 
 
-class TowerParts:
-    """Writes down the parameters of a tower, and reads the sizes that all have.
+class Parts:
+    """Writes down the parameters of what stands in front of a text model."""
 
-    Args:
-        config: Values of its ``vision_config``.
-        missing: What missing sizes mean: hidden and intermediate size, blocks, heads and patch size, as the defaults of
-            the family's configuration class in transformers 5.23.0 have them.
-        width: Key of the hidden size.
-    """
-
-    def __init__(
-        self, config: ConfigValues, missing: tuple[int, int, int, int, int], width: str = "hidden_size"
-    ) -> None:
-        hidden, inner, blocks, heads, patch = missing
+    def __init__(self) -> None:
         self.tensors: list[TowerTensor] = []
-        self.hidden = config.integer(width, default=hidden)
-        self.inner = config.integer("intermediate_size", default=inner)
-        self.blocks = config.integer("depth", "num_hidden_layers", default=blocks, maximum=MAXIMUM_LAYERS)
-        self.channels = config.integer("in_channels", "in_chans", "num_channels", default=3)
-        self.patch = config.integer("patch_size", "spatial_patch_size", default=patch)
-        self.heads = config.integer("num_heads", "num_attention_heads", default=heads)
-        config.divides("num_attention_heads", self.heads, width, self.hidden)
-        config.ignore(*OF_ACTIVATIONS)
 
     def add(
         self,
@@ -55,6 +37,31 @@ class TowerParts:
         self.tensors.append(TowerTensor(f"{name}.weight", shape, role, count))
         if bias:
             self.tensors.append(TowerTensor(f"{name}.bias", shape[:1], "bias", count))
+
+
+class TowerParts(Parts):
+    """Those of a tower, whose sizes that all have are read here.
+
+    Args:
+        config: Values of its ``vision_config``.
+        missing: What missing sizes mean: hidden and intermediate size, blocks, heads and patch size, as the defaults of
+            the family's configuration class in transformers 5.23.0 have them.
+        width: Key of the hidden size.
+    """
+
+    def __init__(
+        self, config: ConfigValues, missing: tuple[int, int, int, int, int], width: str = "hidden_size"
+    ) -> None:
+        super().__init__()
+        hidden, inner, blocks, heads, patch = missing
+        self.hidden = config.integer(width, default=hidden)
+        self.inner = config.integer("intermediate_size", default=inner)
+        self.blocks = config.integer("depth", "num_hidden_layers", default=blocks, maximum=MAXIMUM_LAYERS)
+        self.channels = config.integer("in_channels", "in_chans", "num_channels", default=3)
+        self.patch = config.integer("patch_size", "spatial_patch_size", default=patch)
+        self.heads = config.integer("num_heads", "num_attention_heads", default=heads)
+        config.divides("num_attention_heads", self.heads, width, self.hidden)
+        config.ignore(*OF_ACTIVATIONS)
 
     def shape(self, *, frames: int = 1, **others: Any) -> TowerShape:
         """Return the tower's shape: its sizes and ``others``, with patches of so many ``frames``."""
@@ -81,7 +88,7 @@ def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigVa
 def with_tower(
     config: ConfigValues,
     text: ModelSpec,
-    parts: TowerParts,
+    parts: Parts,
     projector: tuple[str, ...],
     shape: TowerShape | None = None,
 ) -> ModelSpec:

@@ -261,7 +261,13 @@ def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKer
     ):
         return None
     calls = [replace(call, masked=True, grouped=False) for call in _narrow_calls(setup, model)]
-    return _least_able(kernel_on(call, gpu, setup.hardware) for call in calls) if calls else None
+    kernels = [kernel_on(call, gpu, setup.hardware) for call in calls]
+    if code.masks_jointly and len(set(kernels)) > 1:
+        raise CannotAnswerError(
+            f"model: heads of {model.spec.name} have widths for which torch takes different kernels under a mask on {card_label(gpu)}, which "
+            "is not modelled; use kernels.attention: eager"
+        )
+    return _least_able(kernels) if kernels else None
 
 
 def _tower_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:

@@ -73,6 +73,15 @@ _ALIKE = (
     "smollm3",
 )
 """Families that run as Llama does: what their parts have of their own, order and sizes, their shapes say."""
+GEMMA4 = replace(
+    TRANSFORMERS,
+    masks=2,
+    masks_from=2,
+    rotates_together=False,
+    turns_each=True,
+    powered_norms=True,
+    scales_output=True,
+)
 _TRANSFORMERS: Mapping[str, FamilyCode] = {
     **dict.fromkeys(_ALIKE, TRANSFORMERS),
     "gpt2": replace(
@@ -165,18 +174,8 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), replace(TRANSFORMERS, sequence_tables=True, passes_positions=False)),
     "qwen3_vl": replace(TRANSFORMERS, sequence_tables=True, norms_at_once=True),
     "qwen3_vl_moe": replace(TRANSFORMERS, balances=True, sequence_tables=True, norms_at_once=True),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text"),
-        replace(
-            TRANSFORMERS,
-            masks=2,
-            masks_from=2,
-            rotates_together=False,
-            turns_each=True,
-            powered_norms=True,
-            scales_output=True,
-        ),
-    ),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
+    "gemma4_unified": replace(GEMMA4, masks_jointly=True, masks_by_kind=True),
     "llama4_text": replace(
         TRANSFORMERS,
         complex_rotary=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import ImageGrid
+from memplan.step.kernels.family_code import family_code
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.training.image_models import runs_ahead
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -29,8 +30,10 @@ def attends_jointly(spec: ModelSpec, setup: TrainingSetup) -> bool:
 
     Source:
         ``create_masks_for_vision_model`` in transformers/models/gemma3/modeling_gemma3.py (5.23.0); flash-attn is given none.
+        ``Gemma4UnifiedModel.forward`` in models/gemma4_unified/modeling_gemma4_unified.py tells every token its image, text too.
     """
-    return is_pooled(spec, setup) and not setup.runs_flash_attn
+    jointly = family_code(setup.stack, spec.architecture).masks_jointly
+    return (jointly or is_pooled(spec, setup)) and not setup.runs_flash_attn
 
 
 def is_pooled(spec: ModelSpec, setup: TrainingSetup) -> bool:

@@ -24,7 +24,8 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
     requested = setup.profile.attention != "eager" and not setup.runs_flash_attn
     idle = code.idle_mask and not spec.window and not retained and requested
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
-    if attends_jointly(spec, setup) and not (retained and len(spec.full_layers) in (0, spec.num_hidden_layers)):
+    alike = len(spec.full_layers) in (0, spec.num_hidden_layers)
+    if attends_jointly(spec, setup) and not (alike and (retained or code.masks_by_kind)):
         booleans *= 2  # within windows, and not
     biases = _biases(spec, setup) if spec.alibi else ZERO
     images = ZERO if retained else named_features(spec, setup)
@@ -62,6 +63,8 @@ def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
     """Return the mask of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
     if _other_kind(spec, layer) is None:
         return ZERO
+    if attends_jointly(spec, setup) and setup.profile.attention != "eager":
+        return single_form(Part.ACTIVATIONS, Quantity.SCORES, 1)
     code = family_code(setup.stack, spec.architecture)
     one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.embedded_bytes)
     return one if _masks(spec, setup, code, retained=True) == one + one else ZERO

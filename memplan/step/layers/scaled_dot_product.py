@@ -57,7 +57,7 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
     if builder.settings.flash_attn and query.element_bytes == 4:  # ``fa_peft_integration_check`` of transformers
         query, key, value = (builder.cast(x, builder.compute) for x in heads.tensors)
     lowered = Heads(query, key, value, heads.number, heads.groups)
-    with builder.tape.alive(query, key, value):
+    with builder.tape.alive(*heads.tensors, query, key, value):
         if stepwise and part is not None:
             return eager_attention(builder, lowered, part)
         if builder.settings.regime.masked:

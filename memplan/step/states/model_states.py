@@ -221,6 +221,7 @@ def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorState
     last = () if any(tensor.role == "head" for tensor in own) else LAST_PARTS
     parts = last if setup.stack.quantised_towers else TOWER_PARTS
     matrices = [tensor for tensor in own if tensor.role == "hidden_matrix" and tensor.name.startswith(parts)]
+    matrices = matrices[-1:] if parts is LAST_PARTS else matrices
     if not matrices:
         return {}
     loaded = setup.with_floats({"hidden_matrix": setup.loaded_float})

@@ -110,10 +110,23 @@ def gemma4_text(config: ConfigValues) -> ModelSpec:
 
     Source: ``transformers/models/gemma4/modeling_gemma4.py`` (v5.23.0).
     """
+    return _gemma4(config, embedded=256)
+
+
+def gemma4_unified_text(config: ConfigValues) -> ModelSpec:
+    """Gemma 4 12B, text: the dense Gemma 4's layers.
+
+    Source: ``transformers/models/gemma4_unified/modeling_gemma4_unified.py`` (v5.23.0).
+    """
+    return _gemma4(config, embedded=0)
+
+
+def _gemma4(config: ConfigValues, embedded: int) -> ModelSpec:
+    """Return the shapes of a text model of Gemma 4's; ``embedded`` is the width of every layer's embedding where none is said."""
     common = shape(config, heads=8, key_value_heads=4, head_dim=256, vocab_size=262_144)
-    _refuse_other_gemma4(config)
+    _refuse_other_gemma4(config, embedded)
     bias, norm = config.flag("attention_bias"), rms_norm(config)
-    kinds = layer_windows({**config.keys, "model_type": "gemma4_text"}, common.num_hidden_layers)
+    kinds = layer_windows(config.keys, common.num_hidden_layers)
     as_values = config.flag("attention_k_eq_v")
     wide = _full_heads(config, common, [index for index, window in enumerate(kinds) if not window], as_values)
     options: dict[str, Any] = {
@@ -161,10 +174,10 @@ def _full_heads(config: ConfigValues, common: Shape, full: list[int], as_values:
     return replace(common, head_dim=width, num_key_value_heads=groups)
 
 
-def _refuse_other_gemma4(config: ConfigValues) -> None:
+def _refuse_other_gemma4(config: ConfigValues, embedded: int) -> None:
     """Refuse what the other sizes of Gemma 4 have."""
     config.integer("sliding_window", default=512)
-    if config.keys.get("hidden_size_per_layer_input", 256):
+    if config.keys.get("hidden_size_per_layer_input", embedded):
         config.refuse("hidden_size_per_layer_input", "embeddings for every layer, as in Gemma 4 E2B, are not modelled")
     config.only("num_kv_shared_layers", 0)
     config.only("use_bidirectional_attention", None, "vision")

@@ -5,10 +5,10 @@ from math import isqrt
 from typing import Any
 
 from memplan.model.families.config_values import ConfigValues
-from memplan.model.families.kinds.gemma_like import gemma3_text, gemma4_text
+from memplan.model.families.kinds.gemma_like import gemma3_text, gemma4_text, gemma4_unified_text
 from memplan.model.families.kinds.llama_like import llama, ministral3, mistral, qwen2
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
-from memplan.model.families.vision_towers import TowerParts, text_inside, with_tower
+from memplan.model.families.vision_towers import Parts, TowerParts, text_inside, with_tower
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.model.tower import TowerTensor
 
@@ -237,3 +237,33 @@ def gemma4(config: ConfigValues) -> ModelSpec:
     text = text_inside(config, "gemma4_text", gemma4_text)
     parts.add("model.embed_vision.embedding_projection", text.hidden_size, hidden)
     return with_tower(config, text, parts, ("model.embed_vision",))
+
+
+def gemma4_unified(config: ConfigValues) -> ModelSpec:
+    """Gemma 4 12B with images and sound, which have no towers: one matrix each projects patches and frames of waves.
+
+    Source: ``transformers/models/gemma4_unified/modeling_gemma4_unified.py`` (v5.23.0).
+    """
+    vision = config.part("vision_config", "gemma4_unified_vision")
+    text = text_inside(config, "gemma4_unified_text", gemma4_unified_text)
+    width, places = vision.integer("mm_embed_dim", default=3840), vision.integer("mm_posemb_size", default=1120)
+    patch = 3 * (vision.integer("patch_size", default=16) * vision.integer("pooling_kernel_size", default=3)) ** 2
+    inner = vision.integer("output_proj_dims", default=3840)
+    vision.ignore("model_patch_size", "num_soft_tokens")
+    config.take(vision)
+    parts = Parts()
+    parts.tensors.append(TowerTensor("model.embed_vision.pos_embedding", (places, 2, width), "embedding"))
+    parts.add("model.embed_vision.patch_ln1", patch, bias=True, role="norm")
+    parts.add("model.embed_vision.patch_dense", width, patch, bias=True)
+    for name in ("patch_ln2", "pos_norm"):
+        parts.add(f"model.embed_vision.{name}", width, bias=True, role="norm")
+    parts.add("model.embed_vision.multimodal_embedder.embedding_projection", text.hidden_size, inner)
+    if config.mapping("audio_config"):
+        sound = config.part("audio_config", "gemma4_unified_audio")
+        frames = sound.integer("audio_embed_dim", default=640)
+        frames = sound.integer("output_proj_dims", default=frames)
+        sound.ignore("audio_samples_per_token")
+        config.take(sound)
+        parts.add("model.embed_audio.embedding_projection", text.hidden_size, frames)
+    config.ignore("audio_token_id", "boa_token_id", "eoa_token_index")
+    return with_tower(config, text, parts, ("model.embed_vision", "model.embed_audio"))
