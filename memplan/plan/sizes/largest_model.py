@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.documents.frozen_values import dataclass
@@ -94,29 +95,35 @@ class _Room:
 
 
 class _Planned:
-    """A model under a setup, planned as far as it takes to say whether it fits.
+    """A model under a setup, planned once it is asked for and as far as it takes to say whether it fits.
 
     Attributes:
-        refusal: Why it is not planned; nothing where it is.
         played: Its plan whose reserve was simulated last, or none.
     """
 
     def __init__(self, model: Model, setup: TrainingSetup) -> None:
-        self._plan, self.refusal = None, ""
+        self._model, self._setup = model, setup
         self.played: MemoryPlan | None = None
-        try:
-            self._plan = CompiledPlan(model, setup)
-        except MemplanError as error:
-            self.refusal = str(error)
-        config = setup.config
-        self._job = config.micro_batch_size, config.sequence_length
+        self._job = setup.config.micro_batch_size, setup.config.sequence_length
         self._saved: dict[int, int] = {}
         self._needed: dict[int, tuple[int, int]] = {}
 
+    @cached_property
+    def _planned(self) -> CompiledPlan | MemplanError:
+        try:
+            return CompiledPlan(self._model, self._setup)
+        except MemplanError as error:
+            return error
+
+    @property
+    def refusal(self) -> str:
+        """Why it is not planned; nothing where it is."""
+        return "" if isinstance(self._planned, CompiledPlan) else str(self._planned)
+
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
-        plan = self._plan
-        if plan is None or not room.holds(plan.least_bytes(*self._job)):
+        plan = self._planned
+        if isinstance(plan, MemplanError) or not room.holds(plan.least_bytes(*self._job)):
             return False
         try:
             own = plan.on(room.device.gpu)
