@@ -20,7 +20,7 @@ from memplan.measure.records.measurement_records import Record, read_record, rec
 from memplan.measure.records.prediction import DEFAULT_CAPABILITY, measured_device
 from memplan.plan.memory_plan import MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import simulated
+from memplan.plan.reserve.simulation import Runs, Simulation, events_of, simulated
 
 FOLDERS = ("tests/records/cuda", "tests/records/boundary")
 
@@ -68,7 +68,18 @@ def plan_of(record: Record) -> MemoryPlan:
     total = task.capacity_bytes or int(counters.get("total_bytes", 0))
     device = measured_device(str(counters.get("compute_capability", DEFAULT_CAPABILITY)), total)
     # A run on limited memory has loaded its kernels first (measure_cuda), and holds workspaces from then on.
-    return simulated(CompiledPlan(task.model, setup).evaluate(device), libraries_first=task.capacity_bytes > 0)
+    return simulated(CompiledPlan(task.model, setup).evaluate(device), runs=WarmRuns() if task.capacity_bytes else None)
+
+
+class WarmRuns(Runs):
+    """Runs in a process that was warmed up: libraries have made their workspaces before anything else."""
+
+    def __getitem__(self, plan: MemoryPlan) -> Simulation:
+        """Return the simulated run of a plan."""
+        events = events_of(plan)
+        early = {2 * storage for storage in events.libraries}
+        codes = [*sorted(early), *[code for code in events.codes if code not in early]]
+        return Simulation(replace(events, codes=codes), expandable=plan.setup.config.allocator == "expandable")
 
 
 def judged(files: Iterable[Path], catalog: Catalog) -> Iterator[Judged]:

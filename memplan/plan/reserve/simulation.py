@@ -202,7 +202,6 @@ class Runs:
 def simulated(
     plan: MemoryPlan,
     *,
-    libraries_first: bool = False,
     least: bool | None = True,
     runs: Runs | None = None,
     tight: bool = True,
@@ -213,15 +212,14 @@ def simulated(
 
     Args:
         plan: A plan with a share as its reserve.
-        libraries_first: Whether libraries have made their workspaces before the run, as in a process that was warmed up.
         least: Whether the least that it needs, and the lower end, are looked for, which takes a third of the time; None
             where they are only wanted of a run for which the device has too little to spare.
-        runs: What is known already; none where libraries come first.
+        runs: What is known already.
         tight: Whether a run that does not fit is played on the full card; else it is NO, for searches that want what fits.
     """
     if reason := shares_reason(plan):
         return replace(plan, reserve_by_share=reason)
-    simulation = _libraries_first(plan) if libraries_first else (runs or Runs())[plan]
+    simulation = (Runs() if runs is None else runs)[plan]
     result = simulation.result(least=bool(least))
     if result.allocated_bytes == simulation.before_steps_bytes:
         result = replace(result, allocated_bytes=plan.allocated_bytes)
@@ -248,11 +246,6 @@ def simulated(
         reserve_by_share="",
         by_share=by_share,
     )
-
-
-def _libraries_first(plan: MemoryPlan) -> Simulation:
-    """Return the run of a plan where libraries have made their workspaces before anything else."""
-    return Simulation(events_of(plan).libraries_first(), expandable=plan.setup.config.allocator == "expandable")
 
 
 def _without_streams(plan: MemoryPlan) -> MemoryPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
@@ -103,12 +103,6 @@ class RunEvents:
     def steady_from(self) -> int:
         """Place of the first event of the last step."""
         return self.steps[-1]
-
-    def libraries_first(self) -> RunEvents:
-        """Return the same where libraries have made their workspaces before anything else, as a warmed-up process has."""
-        early = {2 * storage for storage in self.libraries}
-        codes = [*sorted(early), *[code for code in self.codes if code not in early]]
-        return replace(self, codes=codes)
 
 
 class PlayedSection:
