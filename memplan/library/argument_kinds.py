@@ -93,4 +93,9 @@ def _words(kind: Any) -> Iterable[str]:
             yield from _words(one)
     elif kind not in (None, type(None)):
         named = str if origin is Literal else origin or kind
-        yield WORDS.get(named) or f"a {named.__name__}"
+        of = (
+            " or ".join(dict.fromkeys(_words(inner[0])))
+            if origin in (Sequence, Iterable) and inner[0] is not Any
+            else ""
+        )
+        yield (WORDS.get(named) or f"a {named.__name__}") + (f" of {of}" if of else "")
