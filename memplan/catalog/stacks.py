@@ -89,6 +89,9 @@ class StackModels:
     narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
     # Families whose caps of scores torch's attention is not told of, which is run all the same, and now is not.
     uncapped: tuple[str, ...] = ()
+    # Families whose layers within a window each make a mask of the one that their model has made, of floats for any kernel;
+    # their attention step by step alone is modelled.
+    window_masks: tuple[str, ...] = ()
     wide_tables: tuple[str, ...] = ()  # Families that turn heads by tables in fp32, which now are cast
     wide_logits: tuple[
         str, ...

@@ -168,7 +168,9 @@ def called_again(inputs: StepInputs) -> Form:
     """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
     if not inputs.setup.stack.checkpointing.reentrant or inputs.setup.checkpointing == "none":
         return ZERO
-    return passed_on(inputs)
+    # Tensors among a layer's own arguments go with its node; what is bound to the function, or in a tuple, does not
+    # (``CheckpointFunction`` in torch/utils/checkpoint.py, v2.13.0).
+    return tables_of_graph(inputs) if inputs.setup.stack.checkpointing.calls_units else passed_on(inputs)
 
 
 def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:

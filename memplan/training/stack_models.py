@@ -151,6 +151,11 @@ def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
             "row, which is not modelled; use --stack llama-factory"
         )
     families, family = stack.models.families, spec.architecture
+    if family in stack.models.window_masks and setup.attention_choice != "eager":
+        yield (
+            f"kernels.attention: {stack.label} gives other attention of family {family} than eager a mask of floats, which is not "
+            "modelled; use eager, as transformers asks for to train these models"
+        )
     if families and family not in families:
         yield f"stack: models of family {family} are not modelled for {stack.label}; {', '.join(families)} are"
 
@@ -262,7 +267,7 @@ def _uncapped_layer(layer: Layer) -> Layer:
 def _runs(spec: ModelSpec, rules: StackModels) -> tuple[LayerRun, ...]:
     """Return the runs of layers, apart where some make masks of a window."""
     runs = tuple([_built_run(run, rules) for run in spec.runs])
-    if rules.windows == "released" or not spec.full_layers:
+    if not spec.full_layers or (rules.windows == "released" and spec.architecture not in rules.window_masks):
         return runs
     layers = [run.layer for run in runs for _ in range(run.count)]
     return layer_runs(

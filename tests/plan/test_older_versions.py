@@ -216,6 +216,18 @@ def test_torchs_attention_ran_gemma_2_without_its_caps_of_scores_up_to_4_57():
     assert abs(older["layer 1 backward"] / newer["layer 1 backward"] - 1) < 0.01
 
 
+def test_windowed_layers_of_gemma_2_made_masks_of_their_own_up_to_4_51():
+    options = {"config": "lora", "gpu": "h200-sxm-141gb"}
+    with pytest.raises(CannotAnswerError, match=r"other attention of family gemma2 than eager .* use eager"):
+        planned("transformers@4.51", "gemma-2-2b")
+    masks = {"kernels.attention": "eager", "activation_checkpointing": "full"}
+    older, newer = (instants_of(f"transformers@{at}", "gemma-2-2b", set=masks, **options) for at in ("4.51", "4.53"))
+    square = ROWS * 1024 * 1024
+    # a model's second mask was a layer's, with its flags
+    assert older["head backward"] - newer["head backward"] == pytest.approx(-2 * square, rel=1e-4)
+    assert older["layer 1 backward"] - newer["layer 1 backward"] == pytest.approx(square, rel=1e-2)
+
+
 def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
     older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))

@@ -78,6 +78,7 @@ class FamilyCode:
     # Whether each layer within a window makes a mask of its own, of floats and for one sequence.
     masks_layers: bool = False
     masks_jointly: bool = False  # Whether every layer's attention is given a mask, as for images, and rows of text too
+    window_masks: bool = False  # Whether each layer within a window makes a mask of the model's, by flags of its own
     masks_always: bool = False  # Whether scaled-dot-product attention is always given a mask
     # Whether one function rotates query and key, whose caller has names for them until it returns.
     rotates_together: bool = False

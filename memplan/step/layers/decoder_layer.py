@@ -7,7 +7,7 @@ from functools import lru_cache
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.inventory import norm_names
 from memplan.model.short_convolution import ShortConvolution
-from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts
+from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts
 from memplan.model.state_space import StateSpace
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
@@ -24,6 +24,7 @@ from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
 from memplan.step.kernels.attention_choice import is_wide
 from memplan.step.layers.attention import attention
 from memplan.step.layers.scaled_dot_product import latent_attention
+from memplan.step.layers.stepwise_attention import window_masks
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value, Weight
 
@@ -68,6 +69,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return the residual stream after a layer."""
     code = builder.settings.code
     normed = _norms(builder, layer)
+    if code.window_masks and isinstance(layer.attention, Attention) and layer.attention.windowed:
+        builder.named_values += window_masks(builder)
 
     def added(x: Value, part: Value) -> Value:
         total = builder.add(x, builder.pointwise("scale", part) if layer.residual_scale else part)

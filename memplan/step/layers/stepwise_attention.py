@@ -120,6 +120,19 @@ def _own_masks(builder: Builder, *, windowed: bool) -> tuple[Value, ...]:
         return ones, window, square("mask", 4, mask, window, scratch=1)
 
 
+def window_masks(builder: Builder) -> tuple[Value, ...]:
+    """Return the flags of what lies beyond a window, and the mask that a layer makes by them of its model's.
+
+    Source:
+        ``Gemma2DecoderLayer.forward`` in transformers/models/gemma2/modeling_gemma2.py, lines 290 to 312 (4.51.3).
+    """
+    tape = builder.tape
+    ones, flags = (tape.value(Quantity.SCORES, 1, 1, part=Part.TEMPORARIES) for _ in ("ones", "flags"))
+    mask = tape.value(Quantity.SCORES, 1, builder.settings.embedded_bytes, part=Part.TEMPORARIES)
+    tape.make("window flags", flags, tape.make("ones", ones))
+    return flags, tape.make("window mask", mask, flags)
+
+
 def _key_repeated(builder: Builder, heads: Heads) -> Heads:
     """Return heads of which the one of the key stands for as many as the query has."""
     return heads._replace(key=repeated(builder, heads.key, heads.number, alone=True))
