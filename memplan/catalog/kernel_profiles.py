@@ -35,7 +35,7 @@ AdapterKernel = Literal[
 ]
 ADAPTED = ("qkv", "o", "mlp")
 """What adapters are fused with: query, key and value together; the attention's output; a gated part."""
-LinearAttentionKernel = Literal["torch", "fla"]
+LinearAttentionKernel = Literal["torch", "fla", "mamba"]
 
 
 Feature = Literal[
@@ -89,7 +89,8 @@ class KernelProfile:
         adapters: ``fused`` is one function for a projection, or several of one input, and its adapter; ``fused-qkv-mlp`` and
             its like are some of these without the others.
         linear_attention: Gated delta networks: ``torch`` is transformers' own code, which computes in fp32 and saves much;
-            ``fla`` the kernels of flash-linear-attention and causal-conv1d, which its models run where both are installed.
+            ``fla`` the kernels of flash-linear-attention and causal-conv1d, which its models run where both are installed. State
+            space layers: ``torch`` likewise, or ``mamba`` for mamba-ssm's and causal-conv1d's.
     """
 
     attention: AttentionKernel = "flash"

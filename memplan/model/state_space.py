@@ -6,6 +6,11 @@ STATE_SPACE = "mamba"
 """What layers call the part."""
 
 
+MULTIPROCESSORS = 132
+"""Of an H100 SXM or H200, by which mamba-ssm's backward splits heads; other cards split them more or less
+(https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-tensor-c, table 2)."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateSpace:
     """A state space layer of Mamba 2 (https://arxiv.org/abs/2405.21060), as Falcon-H1, Granite 4 and Nemotron-H have it."""

@@ -37,7 +37,9 @@ LINEAR_ATTENTION = {
     "fla": "linear attention fla: flash-linear-attention and causal-conv1d are installed; what their kernels save and allocate "
     "is that of flash-linear-attention 0.6.0 and causal-conv1d 1.7.0",
     "torch-scan": "linear attention torch: transformers' own code runs state space layers, in fp32, as it does where mamba-ssm and "
-    "causal-conv1d are not installed",
+    "causal-conv1d are not installed; kernels.linear_attention: mamba is with both, and needs less",
+    "mamba": "linear attention mamba: mamba-ssm and causal-conv1d are installed; what their kernels save and allocate is that of mamba-ssm "
+    "2.3.2 and causal-conv1d 1.7.0, with heads split as on a card of 132 multiprocessors",
 }
 """Kernels of linear attention, or of state space layers -> what is assumed to be installed."""
 

@@ -22,7 +22,9 @@ IN_SHORT = {
     "torch": "Linear attention by transformers' own torch code; with flash-linear-attention and causal-conv1d installed: "
     "--set kernels.linear_attention=fla.",
     "fla": "Linear attention by flash-linear-attention and causal-conv1d (kernels.linear_attention: fla).",
-    "torch-scan": "State space layers by transformers' own torch code.",
+    "torch-scan": "State space layers by transformers' own torch code; with mamba-ssm and causal-conv1d installed: "
+    "--set kernels.linear_attention=mamba.",
+    "mamba": "State space layers by mamba-ssm and causal-conv1d (kernels.linear_attention: mamba).",
 }
 """Kernels of linear attention, or of state space layers -> the same in a screen that has no list of assumptions."""
 

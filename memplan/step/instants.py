@@ -34,6 +34,7 @@ from memplan.step.alive_around_layers import (
 )
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import layer_orders, layer_sums
+from memplan.step.delta.state_space_kernels import scan_splits
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
     after_backward,
@@ -145,6 +146,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         pads_delta=delta and length % CHUNK_TOKENS > 0,
         pads_scan=scanned > 0 and length % scanned > 0,
         one_scan=length <= scanned,
+        scan_splits=scan_splits(spec, setup, batch, length),
         sums=sums,
         orders=layer_orders(spec, setup, sums, batch, length) if layers else None,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 pytest.importorskip("torch")
@@ -74,6 +76,8 @@ ONE = {"micro_batch_size": 1, "sequence_length": 64}
 BESIDE = {**ADAPTED, "adapter": {**ADAPTED["adapter"], "targets": ["in_proj", "q_proj", "down_proj"]}}
 APART = {**ADAPTED, "adapter": {**ADAPTED["adapter"], "targets": ["in_proj", "out_proj", "q_proj"]}}
 GRANITE = {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 72, "num_experts_per_tok": 2}
+EIGHTS = {"mamba_n_heads": 8, "mamba_d_head": 24}
+ON_INPUT = {"adapter": {**ADAPTED["adapter"], "targets": ["in_proj"]}, "optimizer": {"default": "adamw-fp32"}}
 SCANS = {
     "beside": ("falcon_h1", {}, {}),
     "beside-norm-autocast": ("falcon_h1", {"mamba_rms_norm": True, "mamba_proj_bias": True}, AUTOCAST),
@@ -130,6 +134,57 @@ def test_kernels_save_and_allocate_what_their_libraries_say(family, catalog):
     job = StackJob(Job({"model_type": family, **SHAPE, **EXPERTS}, {**TRAINING, **FLA}), "8.0", reentrant=False)
     verdict = compared(job.job, planned(job, catalog), traced(job, catalog))
     assert verdict.outcome == "agrees", dict(verdict.differences)
+
+
+SCAN_KERNELS = {"kernels": {"linear_attention": "mamba"}, "activation_checkpointing": "full"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(find_spec("mamba_ssm") is None, reason="needs mamba-ssm, causal-conv1d and einops")
+@pytest.mark.parametrize(
+    ("family", "sizes", "length"),
+    [
+        ("falcon_h1", {"mamba_rms_norm": True}, 392),
+        ("falcon_h1", {"mamba_conv_bias": False}, 40),
+        ("granitemoehybrid", {**GRANITE, "num_local_experts": 0}, 300),
+    ],
+)
+def test_kernels_of_state_space_layers_save_and_allocate_what_mamba_ssm_says(family, sizes, length, catalog):
+    own = ("mamba_d_ssm", "mamba_norm_before_gate")
+    shape = {key: value for key, value in SCAN.items() if family == "falcon_h1" or key not in own} | EIGHTS
+    job = Job({"model_type": family, **shape, **sizes}, {**TRAINING, **SCAN_KERNELS, "sequence_length": length})
+    verdict = compared(job, *(run(StackJob(job, "8.0", reentrant=False), catalog) for run in (planned, traced)))
+    assert verdict.outcome == "agrees", dict(verdict.differences)
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "message"),
+    [
+        ({}, {"activation_checkpointing": "none"}, "a model that fills a cache"),
+        ({}, {"weights": {"default": "bf16", "hidden_matrix": "nf4"}, **ON_INPUT}, "codes as weights"),
+        ({}, {**AUTOCAST}, "weights in fp32 under autocast"),
+        ({"mamba_d_conv": 5}, {}, "other than 2 to 4 tokens"),
+        ({"mamba_n_heads": 6}, {}, "no multiple of 8"),
+    ],
+)
+def test_what_kernels_of_state_space_layers_do_not_take_is_refused(model, training, message, catalog):
+    shape = {"model_type": "falcon_h1", **SCAN, **EIGHTS, **model}
+    shape["mamba_d_head"] = 192 // shape["mamba_n_heads"]
+    job = StackJob(Job(shape, {**TRAINING, **SCAN_KERNELS, **training}), "8.0", reentrant=False)
+    with pytest.raises(CannotAnswerError, match=message):
+        planned(job, catalog)
+
+
+def test_kernels_of_state_space_layers_need_less_and_are_named(catalog):
+    model = {"model_type": "falcon_h1", **SCAN, **EIGHTS}
+    full = {"activation_checkpointing": "full"}
+    plain, kernels = (
+        planned(StackJob(Job(model, {**TRAINING, **chosen}), "8.0", reentrant=False), catalog)
+        for chosen in (full, SCAN_KERNELS)
+    )
+    assert kernels.requested_bytes < plain.requested_bytes
+    assert any("linear attention mamba" in text for text in kernels.assumptions)
+    assert any("runs state space layers" in text for text in plain.assumptions)
 
 
 def test_kernels_need_less_and_are_named(catalog):

@@ -193,6 +193,7 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
     if family == "granitemoehybrid":
         values |= {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}
         values["num_local_experts"] = min(8, values["num_local_experts"])
+        values["num_experts_per_tok"] = 2
     if rng.random() < 0.2 and "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = not values["tie_word_embeddings"]
     return values

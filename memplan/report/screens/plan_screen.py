@@ -222,7 +222,10 @@ def _assumed(plan: MemoryPlan) -> str:
     """Return in a line what the answer takes for granted."""
     profile, reserve = plan.setup.profile, plan.setup.reserve_bytes
     experts = experts_format(plan)
-    installed = {"torch": " (fla, where it is installed, needs less)"}
+    installed = {
+        "torch": " (fla, where it is installed, needs less)",
+        "torch-scan": " (mamba, where it is installed, needs less)",
+    }
     kernels = recurrent_kernels(plan)
     scanned = "state space layers" if plan.model.spec.state_space is not None else "linear attention"
     parts = (

@@ -41,6 +41,7 @@ class Regime:
     pads_delta: bool = False  # The last of them is not full
     pads_scan: bool = False  # The same of the chunks that state space layers scan
     one_scan: bool = False  # These scan one chunk
+    scan_splits: int = 0  # Parts that their kernels split the heads of a group into
     sums: tuple[Sums, ...] = ()  # How a compiled layer sums over tokens
     # How a compiled layer's programs, forward and backward, run, which the compiler chooses for their sizes.
     orders: tuple[Schedule, Schedule] | None = None

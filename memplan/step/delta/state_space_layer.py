@@ -7,6 +7,7 @@ transformers 5.23.0, models/falcon_h1/modeling_falcon_h1.py and models/granitemo
 from memplan.model.state_space import StateSpace
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.delta.state_space_kernels import fused_state_space
 from memplan.step.delta.state_space_scan import ScanInputs, cached_state, chunked_scan
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Reduction, Traits, Value
@@ -21,6 +22,9 @@ def state_space(builder: Builder, x: Value, part: StateSpace) -> Value:
         projected = _by_vector(builder, projected) if part.multiplied else projected
         with tape.alive(projected):
             rate = _rate(builder, part)
+            if builder.profile.linear_attention == "mamba":
+                with tape.alive(rate, given):
+                    return fused_state_space(builder, projected, rate, part)
             gate, mixed, step = (
                 tape.view(projected, width) for width in (part.inner_size, part.convolved_size, part.num_heads)
             )

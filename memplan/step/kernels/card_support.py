@@ -36,7 +36,7 @@ TRITON = {
     "rotary": ("in-place",),
     "activation": ("in-place",),
     "loss": ("fused-linear", "cut-cross-entropy"),
-    "linear_attention": ("fla",),
+    "linear_attention": ("fla", "mamba"),
 }
 """Kernels of libraries around transformers' models that are Triton's; so are all adapters' functions but ``composite``."""
 ALWAYS: tuple[Need, ...] = (("torch", "2.13", "torch-wheels"),)

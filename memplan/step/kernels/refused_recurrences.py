@@ -26,6 +26,10 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
             f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
             f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
         )
+    if setup.profile.linear_attention == "mamba":
+        raise CannotAnswerError(
+            f"kernels.linear_attention: mamba has no kernels for gated delta networks, which {spec.name} has: use torch or fla"
+        )
     if setup.profile.linear_attention == "fla":
         _refuse_fla(spec)
     elif setup.config.compute_dtype == "fp32":
@@ -65,10 +69,33 @@ def refuse_state_space(spec: ModelSpec, setup: TrainingSetup) -> None:
             f"activation_checkpointing: selective is not modelled for state space layers, which {spec.name} has: use full"
         )
     _refuse_adapted(spec, setup, part)
+    if setup.profile.linear_attention == "mamba":
+        _refuse_mamba(spec, setup, part)
     if min(part.num_heads, part.head_dim, part.state_size, part.chunk_tokens) == 1:
         raise CannotAnswerError(
             f"{spec.name}: state space layers with one head, heads of one number, or states or chunks of one are not modelled"
         )
+
+
+def _refuse_mamba(spec: ModelSpec, setup: TrainingSetup, part: StateSpace) -> None:
+    """Raise for what mamba-ssm's function of a whole layer does not take, or not as it is modelled."""
+    # Source: ``MambaSplitConv1dScanCombinedFn`` in mamba_ssm/ops/triton/ssd_combined.py (2.3.2), whose ``F.linear`` reads the weight of
+    # ``out_proj`` itself, and whose ``ensure_stride`` copies rows that are no multiple of 8; csrc/causal_conv1d.cpp (1.7.0).
+    adapter = setup.config.adapter
+    limits = {
+        "a model that fills a cache as it trains (kernels of other functions run then)": setup.stack.loop.cache
+        != "none"
+        and spec.use_cache
+        and setup.checkpointing == "none",
+        "codes as weights, which it reads itself": setup.formats["hidden_matrix"].training != "float",
+        "weights in fp32 under autocast": setup.autocast and setup.loaded_float == "fp32",
+        "adapters on out_proj, whose weight it reads alone": adapter is not None
+        and ("all-linear" in adapter.targets or selects(adapter.targets, f"{part.prefix}.out_proj")),
+        "a convolution over other than 2 to 4 tokens": not 2 <= part.kernel_size <= 4,
+        "widths that are no multiple of 8": (part.projected_size | part.convolved_size) % 8 > 0,
+    }
+    for what in [name for name, beyond in limits.items() if beyond]:
+        raise CannotAnswerError(f"kernels.linear_attention: mamba is not modelled with {what} ({spec.name}): use torch")
 
 
 def _refuse_adapted(spec: ModelSpec, setup: TrainingSetup, part: StateSpace) -> None:

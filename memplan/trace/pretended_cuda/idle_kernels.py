@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from inspect import signature, unwrap
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from memplan.errors import CannotAnswerError
+from memplan.model.state_space import MULTIPROCESSORS
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -56,6 +58,24 @@ _DRIVER = SimpleNamespace(
 )
 
 
+class _Config:
+    """Sizes of a kernel's tiles, of which several are tried."""
+
+    def __init__(self, kwargs: dict[str, int], **_: Any) -> None:
+        self.kwargs = kwargs
+
+
+class _Tuned(Idle):
+    """A kernel of which the first sizes that would be tried are the best."""
+
+    def __init__(self, configs: list[_Config]) -> None:
+        self.configs, self.best_config = configs, configs[0]
+
+
+def _autotuned(configs: list[Any], **_: Any) -> Callable[[Any], Any]:
+    return lambda _: _Tuned(configs)
+
+
 class _IdleModule(ModuleType):
     __version__ = VERSION
 
@@ -72,6 +92,10 @@ class _IdleModule(ModuleType):
             raise AttributeError(name)
         if name == "driver":
             return _DRIVER
+        if name == "Config":
+            return _Config
+        if name == "autotune":
+            return _autotuned
         if name in ("runtime", "language"):
             return import_module(f"{self.__name__}.{name}")
         return type(name, (Idle,), {}) if name[0].isupper() else Idle()
@@ -146,15 +170,18 @@ ORIGINAL: dict[str, Callable[..., Any]] = {}
 
 
 def with_linear_attention(model: Any, setup: TrainingSetup) -> None:
-    """Have gated delta networks and short convolutions run by the code that a setup names, whatever transformers has found installed.
+    """Have what is no attention run by the code that a setup names, whatever transformers has found installed.
 
     Raises:
         CannotAnswerError: The kernels' libraries are not installed.
     """
     module = sys.modules[type(model).__module__]
-    for name in [name for name in _KERNELS if hasattr(module, name)]:
+    for name in [name for name in (*_KERNELS, _SCAN) if hasattr(module, name)]:
         own = ORIGINAL.setdefault(f"{module.__name__}.{name}", unwrap(getattr(module, name)))
-        setattr(module, name, own if setup.profile.linear_attention == "torch" else _of_library(name))
+        if setup.profile.linear_attention == "torch":
+            setattr(module, name, own)
+        else:
+            setattr(module, name, _scan() if name == _SCAN else _of_library(name))
 
 
 _KERNELS = {
@@ -162,6 +189,9 @@ _KERNELS = {
     "causal_conv1d_fn": ("causal_conv1d.causal_conv1d_interface", "causal_conv1d_fn"),
 }
 """Name of transformers' own function -> module and function of the library that has a kernel for it."""
+
+_SCAN = "mamba2_split_conv1d_scan_combined"
+"""transformers' own function of a whole state space layer, which mamba-ssm has one for."""
 
 
 @cache
@@ -176,6 +206,48 @@ def _of_library(name: str) -> Callable[..., Any]:
             f"tracing kernels.linear_attention: fla needs {error.name}: pip install fla-core, and "
             "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE pip install causal-conv1d"
         ) from None
+
+
+@cache
+def _scan() -> Callable[..., Any]:
+    """Return mamba-ssm's function of a whole state space layer, imported without the rest of the package.
+
+    Its modules have another ``torch``, whose one device has as many multiprocessors as the formula takes a card to have.
+    """
+    spec = find_spec("mamba_ssm")
+    try:
+        if spec is None:
+            raise ModuleNotFoundError(name="mamba-ssm")
+        package = ModuleType("mamba_ssm")
+        package.__spec__ = spec
+        package.__path__ = list(spec.submodule_search_locations or ())
+        sys.modules["mamba_ssm"] = package
+        with idle_kernels():
+            module = import_module("mamba_ssm.ops.triton.ssd_combined")
+    except ImportError as error:
+        raise CannotAnswerError(
+            f"tracing kernels.linear_attention: mamba needs {error.name}: pip install einops, and MAMBA_FORCE_BUILD=TRUE "
+            "MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm; causal-conv1d likewise"
+        ) from None
+    for name, part in list(sys.modules.items()):
+        if name.startswith("mamba_ssm."):
+            part.torch = _TORCH  # type: ignore[attr-defined]
+    return _knowing(module.mamba_split_conv1d_scan_combined)
+
+
+class _Torch:
+    """torch, with one device that nothing is launched on."""
+
+    cuda = SimpleNamespace(
+        device=lambda _: nullcontext(),
+        get_device_properties=lambda _: SimpleNamespace(multi_processor_count=MULTIPROCESSORS),
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_TORCH = _Torch()
 
 
 def _knowing(function: Callable[..., Any]) -> Callable[..., Any]:

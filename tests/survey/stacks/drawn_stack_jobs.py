@@ -10,7 +10,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from tests.survey.drawn_jobs import Job
-from tests.survey.drawn_models import LEARNED, TOWERS, model_values
+from tests.survey.drawn_models import LEARNED, STATE_SPACE, TOWERS, model_values
 from tests.survey.stacks.drawn_own_models import OLDER_MODELS, OWN_CARD, OWN_MODELS, REENTRANT
 
 STACKS = ("plain-loop", "transformers", "trl")
@@ -118,7 +118,7 @@ def drawn_stack_job(
     """Return a job of a survey; each has a generator of its own, so that one can be drawn again alone.
 
     Args:
-        linear: Whether the model has gated delta networks, as none has otherwise; kernels run them where installed.
+        linear: Whether the model has gated delta networks or state space layers, as none has otherwise; kernels run them where installed.
         version: An older one of a stack, whose models or configs may be others.
     """
     rng = Random(f"memplan stacks {seed} {number}")
@@ -151,11 +151,34 @@ def drawn_stack_job(
     cards = CARDS if training["compute_dtype"] != "bf16" else CARDS[1:]
     if training["compute_dtype"] == "fp16" and stack != "plain-loop":
         training["loss_scaling"] = True
-    if linear and find_spec("fla") is not None and rng.random() < 0.5:
-        training["kernels"] = {**training.get("kernels", {}), "linear_attention": "fla"}
+    scans = values["model_type"] in STATE_SPACE
+    if linear and find_spec("mamba_ssm" if scans else "fla") is not None and rng.random() < 0.5:
+        training["kernels"] = {**training.get("kernels", {}), "linear_attention": "mamba" if scans else "fla"}
+        if scans:
+            _for_scans(values, training)
     if stack in LLAMA_LIKE:
         training["kernels"] = {**training.get("kernels", {}), **_liger(rng, values["model_type"])}
     return StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
+
+
+def _for_scans(values: dict[str, Any], training: dict[str, Any]) -> None:
+    """Make a job one that mamba-ssm's function takes: widths of 8, weights in the dtype of products, adapters on what it is given."""
+    if "mamba_d_ssm" in values:
+        values["mamba_n_heads"] = values["mamba_n_groups"] = 8
+        values["mamba_d_ssm"] = 8 * values["mamba_d_head"]
+    else:
+        values["hidden_size"] = -(-values["hidden_size"] // 32) * 32
+        values["mamba_n_heads"] = values["mamba_n_groups"] = 8
+        values["mamba_d_head"] = values["hidden_size"] // 4
+        values.setdefault("head_dim", 32)
+    training["weights"] = {"default": training["compute_dtype"]}
+    if "adapter" not in training and training["compute_dtype"] != "fp32":
+        training["optimizer"] = {"default": "adamw-bf16"}
+    training["activation_checkpointing"] = (
+        "full" if training["stack"] == "plain-loop" else training["activation_checkpointing"]
+    )
+    if "adapter" in training:
+        training["adapter"]["targets"] = [name for name in training["adapter"]["targets"] if name != "out_proj"]
 
 
 def _liger(rng: Random, family: str) -> dict[str, str]:
