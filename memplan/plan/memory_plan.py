@@ -113,6 +113,7 @@ class MemoryPlan:
     """
 
     model: Model
+    own: Model  # The same as the planned rank has it
     setup: TrainingSetup
     device: Device
     verdict: Verdict

@@ -224,6 +224,8 @@ class CompiledPlan:
             most: Requested bytes by instant.
             always: What is there throughout, but for gradients.
         """
+        if not self.setup.captures_step:
+            return 0
         behind = max(most.get(name, 0) for name in BEHIND)
         captured = max(size for name, size in most.items() if name not in BEHIND)
         return max(0, captured + behind - always - self.states.gradient_bytes - max(most.values()))
@@ -275,15 +277,14 @@ class CompiledPlan:
         allowances = beside_engine(allowances, engine_bytes(self.setup, device, requested - always))
         allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
         instants = _by_instant(compiled.candidates, sizes)
-        doubt = self._doubt_bytes(batch, length, dict(instants))
-        apart = self._apart_bytes(dict(instants), always) if self.setup.captures_step else 0
+        most = dict(instants)
+        doubt, apart = self._doubt_bytes(batch, length, most), self._apart_bytes(most, always)
         total, upper = allowances.device_bytes(allocated) + apart, allowances.upper_bytes(allocated + doubt) + apart
         usable = device.usable_bytes(self.setup.reserve_bytes)
         refuse_whole_load(self.model, self.setup, usable)
-        parts = list(peak.form.part_bytes(values))
-        parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
         return MemoryPlan(
             model=self.model,
+            own=self.own,
             setup=self.setup,
             device=device,
             verdict=verdict_of(total, upper, usable),
@@ -298,7 +299,7 @@ class CompiledPlan:
             persistent_bytes=self.persistent_bytes,
             states=self.states,
             forms=compiled.forms,
-            parts=tuple(parts),
+            parts=_parts(peak, values),
             communication_bytes=peak.communication + self.bucket_bytes,
             values=values,
             buffer_bytes=buffers + self.states.average_bytes,
@@ -312,6 +313,13 @@ class CompiledPlan:
             least_bytes=total,
             lower_bytes=total,
         )
+
+
+def _parts(peak: Instant, values: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes of each part at the peak; what is gathered there is told apart."""
+    parts = list(peak.form.part_bytes(values))
+    parts[Part.TEMPORARIES] += peak.partial_bytes(values) - peak.communication
+    return tuple(parts)
 
 
 def _by_instant(candidates: Sequence[Instant], sizes: Sequence[int]) -> tuple[tuple[str, int], ...]:

@@ -21,6 +21,7 @@ from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
 from memplan.step.step_inputs import StepInputs
+from memplan.units import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,8 +119,12 @@ def shares_reason(plan: MemoryPlan) -> str:
         return reason
     if plan.device.gpu.unified_memory:
         return "the device shares its memory with the CPU, and has another allocator than CUDA's"
-    if plan.setup.profile.loss == "chunked-backward":
-        return "a loss whose chunks run backward one by one is not told as events"
+    if plan.setup.profile.loss == "chunked-backward" and (
+        plan.own.spec.tie_word_embeddings or config.gradients.lifetime == "layer"
+    ):
+        return (
+            "a loss whose chunks run backward one by one is not told as events over a tied head, or with updates inside"
+        )
     if plan.setup.config.images.per_row:
         return "what images pass through is not told as events"
     if plan.setup.scores:
@@ -141,8 +146,8 @@ def shares_reason(plan: MemoryPlan) -> str:
 def _untold_units(plan: MemoryPlan) -> str:
     """Return why the events of a job on several GPUs are not told, or nothing."""
     setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
-    if parallel.tensor * parallel.pipeline * parallel.context * parallel.expert > 1:
-        return "the events of GPUs that share layers, stages, experts or sequences are not told"
+    if parallel.pipeline > 1:
+        return "the events of stages that GPUs share are not told"
     if runs_engine(parallel):
         return _untold_engine(plan)
     if is_replicated(parallel):
@@ -151,9 +156,11 @@ def _untold_units(plan: MemoryPlan) -> str:
         return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
     if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):
         return "the events of a loss that gathers the head itself are not told"
-    if config.evaluation or config.zero_gradients == "fill":
-        return "the events of evaluation, or of gradients filled with zeros, are not told over shards"
-    if plan.model.spec.tower is not None or setup.profile.loss in ("weighted-tokens", "chunked-backward"):
+    if config.evaluation:
+        return "the events of evaluation are not told over shards"
+    if config.zero_gradients == "fill" and parallel.engine == "fsdp1":
+        return "the events of gradients filled with zeros are not told over FSDP1's shards"
+    if plan.model.spec.tower is not None or setup.profile.loss == "weighted-tokens":
         return "the events of towers, and of losses that gather units themselves, are not told"
     if any(entry.stepper == BUNDLED for entry in plan.states.tensors):
         return "the exchanges of the bundled optimizer over shards are not told as events"
@@ -172,12 +179,13 @@ def _untold_engine(plan: MemoryPlan) -> str:
 def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     """Return the events of a plan's run: what is made first, and so many steps."""
     setup, states = plan.setup, plan.states
-    regime = regime_of(plan.model, setup, plan.micro_batch_size, plan.sequence_length)
+    length = ceil_div(plan.sequence_length, setup.config.parallel.context)
+    regime = regime_of(plan.own, setup, plan.micro_batch_size, length)
     optimizer = step_temporaries(setup, states.tensors)
-    inputs = StepInputs(plan.model.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
+    inputs = StepInputs(plan.own.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
     library_bytes = plan.allowances.library_bytes // HANDLES
     sizes = plan.values, plan.evaluated_values
-    sharded = sharded_step(plan.model, setup, states, regime) if is_sharded(setup.config.parallel) else None
+    sharded = sharded_step(plan.own, setup, states, regime) if is_sharded(setup.config.parallel) else None
     taped = sharded.taped if sharded else model_on_tape(inputs)
     around = around_parts(inputs, taped, plan.values, sharded)
     whole = sharded.inputs if sharded else None

@@ -12,8 +12,7 @@ from memplan.model.state_space import MULTIPROCESSORS, StateSpace
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.delta.state_space_scan import CHUNKS
 from memplan.step.tapes.linear_forms import Quantity
-from memplan.step.tapes.taped_operations import NEW, SAME, Sizes, Traits, Value
-from memplan.step.tapes.taped_weight import Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, Sizes, Traits, Value, Weight
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 

@@ -68,7 +68,7 @@ def returned(builder: Builder, out: Value, places: Value, part: MixtureOfExperts
     return tape.apply("exchange of results", [(rows, NEW)], own, traits=_EXCHANGE)
 
 
-_EXCHANGE = Traits(packs=False, product=True)
+_EXCHANGE = Traits(packs=False, product=True, own_workspace=True)
 
 
 def _counts(builder: Builder, number: int) -> Value:
@@ -109,14 +109,18 @@ def divided_cross_entropy(builder: Builder, logits: Value, loss_bytes: int) -> V
         loss_bytes: What the loss takes besides.
     """
     tape, size = builder.tape, logits.coefficient
+    shifted = tape.make("shifted", builder.fresh(logits), logits, scratch=[(logits.quantity, size)])
     logs = builder.fresh(logits)
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     traits = Traits(
-        scratch=[(logits.quantity, size + FORWARD_BYTES), (ONE, loss_bytes)],
-        workspace=[(logits.quantity, 2 * size + BACKWARD_BYTES)],
+        scratch=[(logits.quantity, FORWARD_BYTES), (ONE, loss_bytes)],
+        workspace=[(logits.quantity, size), (logits.quantity, size), (logits.quantity, BACKWARD_BYTES)],
         custom=True,
+        forms_last=True,
     )
-    return tape.apply("log_softmax", [(logits, NEW)], (loss, logs), [logs], traits=traits)
+    with tape.alive(shifted):
+        tape.apply("log_softmax", [(logits, NEW)], (loss, logs), [logs], traits=traits)
+    return loss
 
 
 def whole_rows(builder: Builder, x: Value) -> Value:
@@ -148,5 +152,5 @@ def summed(builder: Builder, x: Value) -> Value:
     out = tape.value(settings.stream, x.width, x.element_bytes)
     copy = [(TOKENS, x.coefficient)]
     gathered = [] if settings.regime.one_sequence else copy
-    traits = Traits(packs=False, scratch=copy, workspace=gathered, product=True)
+    traits = Traits(packs=False, scratch=copy, workspace=gathered, product=True, own_workspace=True)
     return tape.apply("reduce-scatter", [(x, NEW)], out, traits=traits)

@@ -12,8 +12,9 @@ from functools import partial
 from memplan.step.alive_around_layers import names_given
 from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
+from memplan.step.events.chunk_events import loss_over_chunks
 from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents
-from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks, measure_logits
+from memplan.step.events.head_events import measure_logits
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
@@ -79,7 +80,6 @@ class StepPlayer:
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         self._held, self._graph = list[int](), list[int]()
         self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
-        self._all_at_once = inputs.setup.profile.loss == "chunked-logits"
         self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
@@ -155,8 +155,8 @@ class StepPlayer:
         parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
         chunks = None
         if taped.head.chunk is not None:
-            kind = LogitsOfChunks if self._all_at_once else ChunkedLoss
-            chunks, normed = kind(self.stream, taped.head, self.values, mode), parts[-1][1]
+            given, normed = (self.stream, taped.head, self.values, mode), parts[-1][1]
+            chunks = loss_over_chunks(given, self.inputs, taped, self._libraries, self.around)
             chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
             chunks.region_end()
         lowest = self._leave_forward([part for _, part in parts], arguments)
@@ -246,7 +246,7 @@ class StepPlayer:
         hidden: list[int] = []  # what layers were given, where the loop asks for it
         first: list[int] = []  # what the first one was given, where nothing but the model's name keeps it
         handed, owned, returned = NO_STORAGE, False, NO_STORAGE
-        chunked, self._named = self.taped.head.chunk is not None and self._all_at_once, []
+        chunked, self._named = self.inputs.setup.profile.loss == "chunked-logits", []
         for number, events in parts:
             named = bool(number) if self.inputs.setup.has_value_head else chunked and bool(played) and not number
             named = named and not owned and 2 * events.entry + 1 in events.forward

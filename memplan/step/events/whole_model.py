@@ -13,6 +13,7 @@ class WholeModel:
 
     copies_returned = False  # Whether what it returns is copied
     adds_tied = False  # Whether the gradients of a tied embedding and head are added up in that of the head
+    sums_chunks = False  # Whether gradients of a loss that runs backward chunk by chunk are added up here
     visits = False  # Whether it is told where modules begin and end
     hands_over = False  # Whether gradients are taken as they are formed
     takes_gradients = False  # Whether they are stepped here as well
@@ -46,6 +47,15 @@ class WholeModel:
 
     def copy_returned(self, logits: Sequence[int]) -> None:
         """Write copies of what the model returns, given storages of its logits, which go then."""
+
+    def enter_chunks(self) -> None:
+        """Write what comes before the first chunk of such a loss."""
+
+    def take_chunk(self, gradients: dict[str, int], *, several: bool, last: bool) -> None:
+        """Write what becomes of a chunk's gradients of the head, where they are added up here."""
+
+    def leave_chunks(self) -> None:
+        """Write what comes behind all chunks."""
 
     def turn(self) -> None:
         """Write what comes before backward."""

@@ -231,7 +231,9 @@ class Traits(NamedTuple):
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
     # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     made: tuple[Value, ...] = ()
-    own_workspace: bool = False  # Whether its product is bitsandbytes', which has a workspace of its own
+    own_workspace: bool = (
+        False  # Whether it takes none of cuBLAS: bitsandbytes' products have their own, exchanges none
+    )
     attributes: tuple[Value, ...] = ()  # What its node has as attributes, which hooks of checkpointing do not see
 
 

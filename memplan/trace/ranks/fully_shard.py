@@ -78,6 +78,8 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Leave distributed tensors to their own dispatch, which comes back with local ones; waiting forms no tensor."""
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented
+        if self.suspended:
+            return func(*args, **(kwargs or {}))
         if func is _WAIT or func is _WRAP:
             return args[0] if func is _WAIT else AsyncCollectiveTensor(args[0])
         if not self._apart or self._told is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from memplan.model.inventory import inventory_of
+from memplan.step.collectives.gathered_units import unit
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.ranks.adapted_events import AdaptedUnits
+from memplan.step.events.ranks.chunked_units import ChunkedUnits
 from memplan.step.events.ranks.flat_events import FlatEngine
 from memplan.step.events.ranks.gathered_events import Units
 from memplan.step.events.ranks.partitioned_events import PartitionedEngine
@@ -31,6 +34,9 @@ def around_parts(
     parallel = inputs.setup.config.parallel
     if sharded is not None and sharded.adapters:
         return lambda stream, _: AdaptedUnits(stream, sharded, parallel, values)
+    if sharded is not None and sharded.chunked:
+        norm = unit([t for t in inventory_of(inputs.spec) if t.role == "norm" and "{}" not in t.name], inputs.setup)
+        return lambda stream, _: ChunkedUnits(stream, sharded, parallel, norm)
     if sharded is not None:
         return lambda stream, _: Units(stream, sharded, parallel)
     if is_flat(parallel):

@@ -20,7 +20,7 @@ from memplan.step.collectives.gathered_units import Unit
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.ranks.sharded_units import ShardedStep
-from memplan.step.states.parallel_shards import numbered
+from memplan.step.states.parallel_shards import in_layers, numbered
 from memplan.step.tapes.taped_operations import Mode
 from memplan.step.tower.tower_settings import is_of_tower
 from memplan.units import ceil_div
@@ -40,6 +40,10 @@ class UnitTensors:
     )  # What they have been gathered into, until they are copied out of it
     flat: int = -1  # Its gradients in one tensor, which wait for those of later micro-steps; -1 for none
     share: int = -1  # The rank's share of its gradients; -1 for none
+    groups: list[UnitTensors] = field(default_factory=list)  # Those that it is gathered and reduced in, if several
+
+    def __post_init__(self) -> None:
+        self.groups = [UnitTensors(group) for group in self.unit.groups] or [self]
 
 
 class Units(WholeModel):
@@ -51,6 +55,8 @@ class Units(WholeModel):
         parallel: How several GPUs train; groups that each have everything reduce among them on a stream of its own.
     """
 
+    _comes_again = False  # Whether norm and head have gone behind forward, and are gathered again
+
     def __init__(self, stream: EventStream, step: ShardedStep, parallel: Parallel) -> None:
         self._stream, self._step, self._flat = stream, step, step.flat is not None
         self._first = UnitTensors(step.first)
@@ -59,6 +65,10 @@ class Units(WholeModel):
         layers = [UnitTensors(unit) for unit, run in runs for _ in range(run.count)]
         self._parts = [self._first, *layers, self._tail]
         self._rest = UnitTensors(step.rest) if step.rest else None
+        tensors = in_layers(step.inputs.states.tensors)
+        self._apart = {name for name, entry in tensors if entry.tensor.role == "expert_matrix"}
+        # A rank alone divides its gradients by what a stack sets (``foreach_reduce``).
+        self._divides = step.inputs.setup.stack.model_code == "torchtitan"
         self._last_buffer: list[int] = []  # In forward it lives until the next unit has been copied out of its own
         self._reducing: list[int] = []  # What a reduction reads, until the next one
         self._waiting: list[int] = []  # What groups reduce among them, until the end of backward
@@ -88,7 +98,9 @@ class Units(WholeModel):
     # ---------------------------------------------------------------- forward
     def mode(self, mode: Mode, micro_step: int) -> Mode:
         """Return ``again`` where micro-steps add to whole gradients; what is reduced, or put together, is formed anew."""
-        return "again" if micro_step and self._step.reduces_last and not self._flat else mode
+        if micro_step and self._step.reduces_last and not self._flat:
+            return "again"
+        return "first" if mode == "filled" else mode
 
     def micro_steps(self, count: int) -> Sequence[int]:
         """Return the micro-steps that are played."""
@@ -106,6 +118,8 @@ class Units(WholeModel):
         tensors = self._parts[place]
         self._gather(tensors)
         self._copy_out(tensors)
+        if self._step.prefetches and place < len(self._parts) - 1:
+            self._gather(self._parts[place + 1])
 
     def leave(self, place: int) -> None:
         """Let go of it, if it does not stay."""
@@ -141,7 +155,7 @@ class Units(WholeModel):
     def enter_backward(self, place: int) -> None:
         """Gather a unit that is not there yet, and the next one ahead."""
         tensors = self._parts[place]
-        if place < len(self._parts) - 1:
+        if place < len(self._parts) - 1 or self._comes_again:
             self._gather(tensors)
             self._copy_out(tensors)
         if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
@@ -152,25 +166,29 @@ class Units(WholeModel):
         tensors, last = self._parts[place], self._is_last_micro_step
         if self._is_root(place) and place:
             return
-        own = [gradients.pop(name) for name in self._names(place, gradients)] if last or self._flat else []
-        added = self._together(tensors, own) if self._flat else []
-        own = [tensors.flat] if self._flat else own
+        names = self._names(place, gradients) if last or self._flat else []
         resident = self._step.stays and not last
-        if not resident:
-            self._let_go(tensors)
-        if self._prefetches("post") and place > 1:
-            self._gather(self._parts[place - 1])
-        if last and own:
-            self._reduce(tensors, own)
-        self._stream.free_all(added)
+        for group in reversed(tensors.groups):
+            apart = group is not tensors.groups[0]
+            own = [gradients.pop(name) for name in names if len(tensors.groups) == 1 or (name in self._apart) == apart]
+            added = self._together(group, own) if self._flat else []
+            own = [group.flat] if self._flat else own
+            if not resident:
+                self._let_go(group)
+            if self._prefetches("post") and place > 1:
+                self._gather(self._parts[place - 1])
+            if last and own:
+                self._reduce(self._left_of(group), own, joins=group is not tensors.groups[-1])
+            self._stream.free_all(added)
         if place == 0:
             self._end(gradients, last=last)
 
     def stepped(self) -> None:
-        """Let go of the rank's share of all gradients."""
-        for tensors in self._all():
-            self._stream.free_all([] if tensors.share < 0 else [tensors.share])
-            tensors.share = -1
+        """Let go of the rank's share of all gradients, unless it is filled with zeros."""
+        units = () if self._step.inputs.setup.leaves_gradients else self._all()
+        for group in (group for tensors in units for group in tensors.groups):
+            self._stream.free_all([] if group.share < 0 else [group.share])
+            group.share = -1
 
     def _end(self, gradients: dict[str, int], *, last: bool) -> None:
         """End a backward: what the root has besides is reduced, and all that is gathered goes."""
@@ -188,9 +206,15 @@ class Units(WholeModel):
     def _at_once(self) -> bool:
         """Whether backward reaches what the root returns, and gathers the last layer, as it begins."""
         step = self._step
+        if self._comes_again:
+            return False
         if step.flat:
             return not step.begins_behind_loss
         return (step.root_again and not step.loss_on_both_sides) or step.taped.head.logits is None or step.stays
+
+    def _left_of(self, tensors: UnitTensors) -> UnitTensors:
+        """Return what is reduced of a unit behind its backward: all of it."""
+        return tensors
 
     @property
     def _is_last_micro_step(self) -> bool:
@@ -228,9 +252,12 @@ class Units(WholeModel):
         return name.startswith(f"{self._step.inputs.spec.names.positions}.") or is_of_tower(name)
 
     def _gather(self, tensors: UnitTensors) -> None:
-        """Gather a unit into its buffer, or in place; nothing where it is there."""
-        if tensors.whole or tensors.buffer:
-            return
+        """Gather a unit into its buffers, in backward the last group first, or in place; nothing where it is there."""
+        for group in reversed(tensors.groups) if self._backward else tensors.groups:
+            if not (group.whole or group.buffer):
+                self._gather_group(group)
+
+    def _gather_group(self, tensors: UnitTensors) -> None:
         stream, unit = self._stream, tensors.unit
         if self._flat:
             cast = [stream.allocate(unit.copying_bytes, CASTS)] if unit.copying_bytes else []
@@ -241,20 +268,23 @@ class Units(WholeModel):
         stream.free_all(cast)
 
     def _copy_out(self, tensors: UnitTensors) -> None:
-        """Copy a unit out of its buffer, tensor by tensor."""
-        if self._flat or tensors.whole:
-            return
-        tensors.whole = self._stream.allocate_all(tensors.unit.tensor_bytes)
-        if self._backward:
-            self._stream.free_all(tensors.buffer)
-        else:
-            self._free_last_buffer()
-            self._last_buffer = tensors.buffer
-        tensors.buffer = []
+        """Copy a unit out of its buffers, tensor by tensor; pieces of some are put in order from copies."""
+        for group in [] if self._flat else [group for group in tensors.groups if not group.whole]:
+            times = 1 + bool(group.unit.reordered_bytes)
+            made = self._stream.allocate_all(size for size in group.unit.tensor_bytes for _ in range(times))
+            group.whole = made[::times]
+            self._stream.free_all(made[1::times] if times > 1 else [])
+            if self._backward:
+                self._stream.free_all(group.buffer)
+            else:
+                self._free_last_buffer()
+                self._last_buffer = group.buffer
+            group.buffer = []
 
     def _let_go(self, tensors: UnitTensors) -> None:
-        self._stream.free_all(tensors.whole)
-        tensors.whole = []
+        for group in reversed(tensors.groups):
+            self._stream.free_all(group.whole)
+            group.whole = []
 
     # ---------------------------------------------------------------- gradients
     def _together(self, tensors: UnitTensors, gradients: Sequence[int]) -> list[int]:
@@ -269,29 +299,49 @@ class Units(WholeModel):
             return []
         return [flat]
 
-    def _reduce(self, tensors: UnitTensors, gradients: Sequence[int]) -> None:
-        """Reduce a unit's gradients to the rank's share of them."""
-        stream, unit = self._stream, tensors.unit
+    def _last(self, unit: Unit, gradients: Sequence[int]) -> list[int]:
+        """Return the last matrix's gradient, which a variable holds, as it is formed or as chunks are added up."""
+        width = self._step.inputs.setup.compute_bytes
+        sizes = unit.last_bytes, unit.last_bytes // width * self._step.reduced_width
+        return [one for one in gradients if self._stream.sizes[one] in sizes][-1:]
+
+    def _in_order(self, gradients: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Put pieces of gradients in order, one by one; return these copies, and the gradient that a variable holds."""
+        stream, copies = self._stream, list[int]()
+        for number, gradient in enumerate(gradients):
+            copies.append(stream.allocate(stream.sizes[gradient]))
+            stream.free_all(gradients[number - 1 : number] if number else [])
+        return copies, [*gradients[-1:]]
+
+    def _reduce(self, tensors: UnitTensors, gradients: Sequence[int], *, joins: bool = False) -> None:
+        """Reduce a group's gradients to the rank's share of them; what it reads joins that of the unit's group before."""
+        stream, unit, retained = self._stream, tensors.unit, list[int]()
         stream.of("communication")
+        if not (self._flat or joins):
+            stream.free_all(self._reducing)
+            self._reducing = []
+        if unit.reordered_bytes:
+            gradients, retained = self._in_order(gradients)
         if self._flat:
             given = [stream.allocate(unit.narrow_bytes - unit.cast_bytes, REDUCES)] * (
                 unit.narrow_bytes > unit.cast_bytes
             )
             reduced = unit.cast_bytes or unit.kept_bytes
         else:
-            stream.free_all(self._reducing)
-            self._reducing = [stream.allocate(unit.reduced_bytes)]
-            given = [one for one in gradients if stream.sizes[one] == unit.last_bytes][-1:]  # which a variable holds
+            self._reducing = [*self._reducing, stream.allocate(unit.reduced_bytes)]
+            given = [] if retained else self._last(unit, gradients)
             stream.free_all(one for one in gradients if one not in given)
             reduced = unit.narrow_bytes or unit.kept_bytes
         stream.of("gradients")
         shard = stream.allocate(reduced, REDUCES)
+        if self._divides and not unit.buffer_bytes:
+            stream.free(stream.allocate(unit.reduced_bytes, REDUCES))
         wait = self._waiting.append if unit.waiting_bytes(new=tensors.share < 0) else stream.free  # for other groups
         if reduced != unit.kept_bytes:
             wide = stream.allocate(unit.kept_bytes, self._casts_on)
             wait(shard)
             shard, wait = wide, stream.free
-        stream.free_all([*given, *(gradients if self._flat else ())])
+        stream.free_all([*given, *retained, *(gradients if self._flat else ())])
         tensors.flat = -1
         stream.of("temporaries")
         if tensors.share >= 0:
