@@ -133,8 +133,7 @@ def _whole_logits(builder: Builder, settings: EndSettings, entry: Value, normed:
 def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool = True) -> Section:
     """Return final norm, head and loss of a forward without gradients, whose loss is over all logits at once.
 
-    A loss outside of the model runs when what the model had names for is gone. Liger's is over all at once too: its
-    ``skip_logits`` is ``self.training`` (``lce_forward`` in liger_kernel/transformers/model/llama.py, 0.8.5).
+    One outside the model runs when the model's names are gone. ``skip_logits`` of Liger's ``lce_forward`` is ``self.training`` (0.8.5).
     """
     builder = Builder(settings.block, dict(weights))
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
@@ -164,10 +163,8 @@ def _compared(builder: Builder, settings: EndSettings, logits: Value) -> Value:
     wide = builder.cast(logits, 4)
     if settings.pairs is not None:
         return pair_log_probabilities(builder, wide, settings.pairs, nll=settings.chosen_nll)
-    if settings.answers:
-        return log_probabilities(builder, wide, settings.metrics, answers=True)
-    with builder.tape.alive(wide):
-        return log_probabilities(builder, wide, settings.metrics)
+    with builder.tape.alive(*(() if settings.answers else (wide,))):
+        return log_probabilities(builder, wide, settings.metrics, answers=settings.answers)
 
 
 def _answered(builder: Builder, settings: EndSettings, x: Value) -> Value:
@@ -185,9 +182,8 @@ def _answered(builder: Builder, settings: EndSettings, x: Value) -> Value:
 def _fused_loss(builder: Builder, settings: EndSettings, x: Value, weights: Sequence[Weight]) -> Value:
     """Record a loss that multiplies by the head itself; return it."""
     if settings.loss in TOKEN_CHUNKS:
-        wide = settings.loss == "token-chunks-fp32"
-        bounded = settings.bounded_logits
-        return token_chunk_cross_entropy(builder, x, weights, settings.vocab_size, wide=wide, bounded=bounded)
+        how = {"wide": settings.loss == "token-chunks-fp32", "bounded": settings.bounded_logits}
+        return token_chunk_cross_entropy(builder, x, weights, settings.vocab_size, **how)
     if settings.loss == "fused-head":
         return tiled_cross_entropy(builder, x, weights, settings.vocab_size, answers=settings.answers)
     if settings.loss == "cut-cross-entropy":
