@@ -15,7 +15,7 @@ from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import json_schema
-from memplan.failure import failure_causes, out_of_memory_message
+from memplan.failure import out_of_memory_message
 from memplan.plan.bytes_per_parameter import BytesPerParameter
 from memplan.plan.components import Component
 from memplan.published.judged_tables import JudgedCell, ShapeFigures
@@ -47,7 +47,7 @@ VALUES: Mapping[str, Any] = {
     "level": budget_jobs.Level,
     "basis": budget_jobs.Basis,
     "moved-by": baseline.Cause,
-    "failure-cause": failure_causes.Cause,
+    "failure-cause": out_of_memory_message.Cause,
     "failure-phase": out_of_memory_message.Phase,
 }
 """Terms that answers have from the code: frozen values, and words."""

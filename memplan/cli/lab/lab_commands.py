@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from memplan.cli.grouped_command import add_command, command, without
-from memplan.cli.lab.largest_command import largest_command
 from memplan.cli.lab.learning_commands import LEARNING
 from memplan.cli.lab.matrix_commands import orthogonality, precision, variance
-from memplan.cli.lab.train_command import train_command
+from memplan.cli.lab.training_commands import largest_command, train_command
 from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import emit
 from memplan.documents.frozen_values import dataclass

@@ -11,8 +11,7 @@ from memplan.allocator.memory_history import load_history
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import read_bytes, shown_path, usable_path
-from memplan.failure.failure_causes import Cause, Diagnosis, diagnose
-from memplan.failure.out_of_memory_message import MAXIMUM_TEXT, capacity_text, read_message
+from memplan.failure.out_of_memory_message import MAXIMUM_TEXT, Cause, Diagnosis, capacity_text, diagnose, read_message
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import plan
 from memplan.library.argument_kinds import checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memplan.failure.failure_causes import Diagnosis
+from memplan.failure.out_of_memory_message import Diagnosis
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import stack_data, stack_words, suggestions_table
 from memplan.units import format_bytes
