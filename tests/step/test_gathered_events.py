@@ -9,6 +9,7 @@ import pytest
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.streams.stream_replay import Stream
 from memplan.catalog.config_keys.parallel_keys import FlatShards, Parallel
+from memplan.catalog.kernel_profiles import Kernels
 from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
@@ -18,6 +19,7 @@ from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 from tests.jobs import SHAPES, shipped_catalog
 from tests.step.test_events import peak_of
+from tests.survey.agreement import cut_model
 
 CATALOG = shipped_catalog()
 CARD = Device(CATALOG.gpus["h100-sxm-80gb"], "h100-sxm-80gb")
@@ -77,6 +79,50 @@ def test_the_fullest_moment_of_a_ranks_events_is_the_peak_of_the_formula(layout,
         sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
     ]
     assert left[1] == left[2]  # a step leaves what the one before left
+
+
+SHARED = {
+    "alone": Parallel(),
+    "shards": Parallel(data=4, zero_stage=3),
+    "matrices": Parallel(data=2, tensor=2, zero_stage=3),
+    "matrices and sequences": Parallel(data=2, tensor=2, sequence=True, zero_stage=3),
+    "matrices alone": Parallel(data=1, tensor=2, zero_stage=3),
+    "sequences": Parallel(data=2, context=2, zero_stage=3),
+    "experts": Parallel(data=4, expert=2, zero_stage=3),
+}
+
+
+TOLD = [
+    (name, config, fills)
+    for name in SHARED
+    for config in ("mixed-adamw", "bf16-adamw")
+    for fills in ("fill", "free")
+    if (name, config) != ("alone", "mixed-adamw") and (name, fills) != ("experts", "fill")  # refused
+]
+
+
+@pytest.mark.parametrize("loss", ["fp32", "chunked-backward"])
+@pytest.mark.parametrize(("name", "config", "fills"), TOLD)
+def test_a_rank_that_shares_matrices_sequences_or_experts_is_told_as_a_whole_one_is(name, config, fills, loss):
+    model = "qwen3-30b-a3b" if name == "experts" else "llama-3.1-8b"
+    kernels = Kernels(loss=loss, attention="flex" if name == "sequences" else None)
+    changed = replace(
+        CATALOG.configs[config],
+        micro_batch_size=2,
+        sequence_length=512,
+        stack="torchtitan",
+        parallel=SHARED[name],
+        zero_gradients=fills,
+        kernels=kernels,
+    )
+    plan = CompiledPlan(cut_model(model, CATALOG), resolve(changed, CATALOG, config)).evaluate(CARD)
+    events = events_of(plan)
+    assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 250
+    left = [
+        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
+    ]
+    assert left[1] == left[2]
+    assert simulated(plan).reserve_by_share == ""
 
 
 def test_what_is_gathered_cast_and_reduced_comes_from_streams_of_their_own():
