@@ -11,7 +11,6 @@ from math import prod
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.step.states.muon_scratch import MuonPhases, index_bytes, muon_phases, newton_schulz_sizes
-from memplan.step.states.parallel_shards import is_sharded
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -80,15 +79,9 @@ def is_exchanged(entry: TensorStates) -> bool:
     return bool(entry.tensor.divided) and entry.optimizer.orthogonalises and len(entry.tensor.shape) == 2
 
 
-def shares_replicas(setup: TrainingSetup) -> bool:
-    """Tell whether ranks that all have the weights share the work on matrices for Muon (``parallel.shared_muon``)."""
-    parallel = setup.config.parallel
-    return parallel.shared_muon and parallel.data > 1 and not is_sharded(parallel)
-
-
 def _in_rounds(setup: TrainingSetup, entry: TensorStates) -> bool:
     """Tell whether ranks orthogonalise a matrix for each other."""
-    return is_exchanged(entry) or (shares_replicas(setup) and entry.optimizer.orthogonalises)
+    return is_exchanged(entry) or (setup.config.parallel.shared_muon and entry.optimizer.orthogonalises)
 
 
 def _refuse_broken_rows(entry: TensorStates) -> None:
