@@ -202,7 +202,7 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
         return
     units = plan.setup.stack.sharded_units
     apart = units in ("ends-apart", "accelerate") and not plan.model.spec.tie_word_embeddings
-    again = ", gathered again for backward" if units in ("axolotl", "own-root") else " stays gathered"
+    again = ", gathered again for backward" if units in ("axolotl", "own-root", "root-again") else " stays gathered"
     bare = units == "accelerate" and config.adapter is not None  # no final norm is found in what PEFT has wrapped
     ends = (
         f"the embedding is one, {'the head' if bare else 'final norm and head'} another, which stays gathered"

@@ -78,7 +78,7 @@ def chunked_logits_forward(inputs: StepInputs, head: Head, around: Form, chunk: 
     """Yield the moments at which a chunk has been cast and its result in fp32 is there: the last, and the one before."""
     part, elements, width = all_logits(chunk)
     wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
-    around += _saved_rows(head) + single_form(part, Quantity.TOKENS, elements * width) + _labels(inputs)
+    around += saved_rows(head) + single_form(part, Quantity.TOKENS, elements * width) + _labels(inputs)
     around += _labels(inputs) if _copies_labels(inputs) else ZERO
     for done, size in _last_two(inputs):
         results = wide[Quantity.TOKENS] - (wide[done] if done else ZERO)
@@ -92,7 +92,7 @@ def chunked_logits_backward(inputs: StepInputs, head: Head, around: Form, chunk:
     whose gradients of the head are added up, the first two into a third.
     """
     part, elements, width = all_logits(chunk)
-    rows = _saved_rows(head)
+    rows = saved_rows(head)
     wide = {quantity: single_form(part, quantity, 4 * elements) for quantity in _CHUNKS}
     own = {quantity: single_form(part, quantity, width * elements) for quantity in _CHUNKS}
     parts = {quantity: single_form(Part.TEMPORARIES, quantity, chunk.entry.coefficient) for quantity in _CHUNKS}
@@ -127,7 +127,7 @@ def _copies_labels(inputs: StepInputs) -> bool:
     return not inputs.regime.one_sequence and inputs.setup.profile.loss_chunks > 1
 
 
-def _saved_rows(head: Head) -> Form:
+def saved_rows(head: Head) -> Form:
     """Return the head's input, which a product saves whose weight is trained, and what an adapter's saves of all chunks besides."""
     chunk = head.chunk
     nodes = [node for node in chunk.tape.nodes if node.instant == "head backward"] if chunk is not None else []
@@ -147,6 +147,15 @@ def _last_two(inputs: StepInputs) -> tuple[tuple[Quantity | None, Quantity], ...
     """Return, for the last chunk and the one before, which of the others' results are done or not there yet, and its size."""
     one_before = ((Quantity.LAST_ROW_CHUNK, Quantity.ROW_CHUNK),) if inputs.setup.profile.loss_chunks > 1 else ()
     return ((None, Quantity.LAST_ROW_CHUNK), *one_before)
+
+
+def logits_of_model(head: Head) -> Form:
+    """Return the logits that a model returns, of all chunks where these are several."""
+    if head.logits is not None:
+        return single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
+    assert head.chunk is not None
+    part, elements, width = all_logits(head.chunk)
+    return single_form(part, Quantity.TOKENS, elements * width)
 
 
 def all_logits(chunk: Section) -> tuple[Part, int, int]:

@@ -74,10 +74,10 @@ def root_form(inputs: StepInputs, settings: EndSettings) -> Form:
 
 def gradients_left(head: Head, mode: Mode) -> int:
     """Return the gradients that head and final norm leave."""
-    return head.section.left(mode) + _chunked_weights_left(head, mode)
+    return head.section.left(mode) + chunked_weights_left(head, mode)
 
 
-def _chunked_weights_left(head: Head, mode: Mode) -> int:
+def chunked_weights_left(head: Head, mode: Mode) -> int:
     """Return the gradients that a head leaves whose loss is over chunks, those of its adapter with them."""
     if head.chunk is None:
         return 0
@@ -138,13 +138,17 @@ def head_forward(inputs: StepInputs, head: Head, played: Played, around: Form, c
     if inputs.setup.profile.loss == "chunked-logits":
         yield from chunked_logits_forward(inputs, head, around + played.saved + played.carried, head.chunk)
         return
-    named = {value.storage: value for value in (head.section.entry, head.normed)}
-    saved = {storage for node in head.section.tape.nodes for storage in node.saved}
-    rows = (_size(Part.ACTIVATIONS, value) for storage, value in named.items() if storage not in saved)
     losses = constant_form(Part.LOGITS, 4 * (inputs.setup.profile.loss_chunks - 1))
-    around = sum(rows, around + played.saved + played.carried + losses)
+    around += named_rows(head) + played.saved + played.carried + losses
     for moment in head.chunk.played("first", AGAIN).forward:
         yield moment.around(around, "forward", f"{moment.operation} of a chunk")
+
+
+def named_rows(head: Head) -> Form:
+    """Return what the final norm is given and gives, where the norm saves neither: both have a name while the head runs."""
+    named = {value.storage: value for value in (head.section.entry, head.normed)}
+    saved = {storage for node in head.section.tape.nodes for storage in node.saved}
+    return sum((_size(Part.ACTIVATIONS, value) for storage, value in named.items() if storage not in saved), ZERO)
 
 
 def balanced_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
@@ -210,7 +214,7 @@ def head_backward(inputs: StepInputs, head: Head, played: Played, around: Form, 
     """Yield the moments of backward from the loss to the last layer's result."""
     if head.chunk is not None and inputs.setup.profile.loss == "chunked-backward":
         yield from chunks_at_once(inputs, head, head.chunk, around + played.saved, mode)
-        left = constant_form(Part.GRADIENTS, _chunked_weights_left(head, mode))
+        left = constant_form(Part.GRADIENTS, chunked_weights_left(head, mode))
         for instant in played.backward:
             yield instant.around(around + left, "head backward")
         return
@@ -282,7 +286,7 @@ def _sums_stored(weights: Sequence[Weight], around: Form, summed: Form, sums_in:
 
 def _norm_backward(head: Head, played: Played, around: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the backward of the final norm, behind a loss over chunks."""
-    left = constant_form(Part.GRADIENTS, _chunked_weights_left(head, mode) or head.delayed_bytes)
+    left = constant_form(Part.GRADIENTS, chunked_weights_left(head, mode) or head.delayed_bytes)
     parts = _size(Part.TEMPORARIES, head.section.output)
     for instant in played.backward:
         # The gradients of the chunks' rows are joined into one, and let go.

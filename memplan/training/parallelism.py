@@ -51,6 +51,7 @@ _LOSSES = {
     "accelerate": _BY_ACCELERATE,
     "axolotl": (*_BY_ACCELERATE, "cut-cross-entropy"),
     "own-root": ("weighted-tokens",),
+    "root-again": ("fp32", "chunked-logits"),
     "lightning": ("fp32-pieces",),
     "ends-apart": ("bf16", "fp32", "chunked-backward"),
 }
@@ -295,7 +296,7 @@ def _when_sharded(
         yield ("master_weights",), text
     if config.adapter is not None:
         yield from _when_adapters_are_sharded(config.adapter, profile, stack, instead)
-    if not config.parallel.reshard_after_forward and stack.sharded_units == "own-root":
+    if not config.parallel.reshard_after_forward and stack.sharded_units in ("own-root", "root-again"):
         text = f"false is not modelled for {stack.name}; leave it out, or {instead}"
         yield ("parallel", "reshard_after_forward"), text
     if config.weight_average != "none":

@@ -27,7 +27,8 @@ from memplan.step.alive_around_layers import (
     passed_on,
 )
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.head_instants import head_backward, root_form, tied_sum
+from memplan.step.chunks_at_once import logits_of_model, saved_rows
+from memplan.step.head_instants import chunked_weights_left, head_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, saved_by_layers, step_instants
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
@@ -40,6 +41,7 @@ from memplan.step.ranks.sharded_forward import (
     instant_with,
     leaf_of,
     leaf_output,
+    named_labels,
     rows_of_head,
     with_gathered,
 )
@@ -66,7 +68,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     resident = logits_of_loop(setup, step.taped)
     gone = own_rows(setup) * -1
     candidates = tuple(
-        instant.around(resident + gone if instant.name == "optimizer step" else resident)
+        instant.around(resident + (gone if instant.name == "optimizer step" else ZERO) + labels_of(step, instant))
         for instant in step_instants(inputs, step.taped, partial(_passes, step))
     )
     if setup.config.evaluation:
@@ -84,6 +86,11 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
         step.stream_bytes,
         step.unit_gradients,
     )
+
+
+def labels_of(step: ShardedStep, instant: Instant) -> Form:
+    """Return the labels that have a name while gradients are clipped and weights are stepped."""
+    return named_labels(step) if instant.name in ("gradient clipping", "optimizer step") else ZERO
 
 
 def _passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
@@ -112,8 +119,9 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
     """Yield the instants of one forward and backward."""
     played = step.played_as("again" if of.beside else "first")
     saved, head = played.saved, step.taped.head
-    yield from forward(step, base)
+    yield from forward(step, base + named_labels(step))
     bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
+    bare += named_labels(step)
     base = bare + passed_on(step.inputs)
     if step.flat:
         yield from flat_backward(step, bare, base, played, of)
@@ -124,7 +132,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         step = behind_head(step)
     else:
         yield from _head_unit(step, base + saved, played)
-    whole = head.section.gradients or head.delayed_bytes
+    whole = head.section.gradients + (0 if step.chunked else chunked_weights_left(head, "first")) or head.delayed_bytes
     above = waiting = head.delayed_bytes if of.beside else whole
     if step.apart:
         if of.reduces and not step.chunked:
@@ -144,8 +152,8 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
     head, tail, settings = step.taped.head, step.tail.gathered_bytes, step.taped.settings
-    at_once = (step.root_again and not step.loss_on_both_sides) or head.logits is None or step.stays
-    if step.loss_on_both_sides:
+    at_once = (step.root_again and not step.root_behind_loss) or head.logits is None or step.stays
+    if step.root_behind_loss:
         yield from _root_behind_loss(step, around, played)
         return
     if step.root_again:
@@ -180,19 +188,25 @@ def _logits_behind_loss(step: ShardedStep, around: Form, gradient: Form) -> Iter
 def _root_behind_loss(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of a loss outside the root, which is gathered again when the gradient of its logits is there, and of the head."""
     head, settings = step.taped.head, step.taped.settings
-    assert head.logits is not None
-    logits = single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
-    if settings.bounded_logits or settings.scaled_logits:  # before what the model does to them runs backward
-        gone = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
+    logits, gathered = logits_of_model(head), step.tail.gathered_bytes + step.last.buffer_bytes
+    gone = single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
+    setup = step.inputs.setup
+    if step.widens_logits and head.logits is not None:
+        # Inside the root, which is gathered before they are narrowed again.
+        wide = around + played.head.saved
+        yield with_gathered("loss backward", "copy of the root", wide, step.tail.copied_bytes)
+        narrow = single_form(Part.LOGITS, head.logits.quantity, setup.compute_bytes * head.logits.width)
+        yield with_gathered("loss backward", "gradient of the logits", wide + narrow, gathered)
+    elif settings.bounded_logits or settings.scaled_logits:  # before what the model does to them runs backward
         form, size = around + played.head.saved - gone + logits, step.tail.copied_bytes
         yield with_gathered("loss backward", "copy of the root", form, size)
         yield from _logits_behind_loss(step, form, logits)
-    yield with_gathered(
-        "head backward", "copy of the root", around + rows_of_head(step) + logits, step.tail.copied_bytes
-    )
+    if not step.widens_logits:
+        rows = rows_of_head(step) if head.chunk is None else played.head.saved + saved_rows(head)
+        yield with_gathered("head backward", "copy of the root", around + rows + logits, step.tail.copied_bytes)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
         inside = instant.name != "loss backward"
-        yield instant_with(instant, (step.tail.gathered_bytes + step.last.buffer_bytes) * inside)
+        yield instant_with(instant, gathered * inside)
 
 
 def _tail_unit(step: ShardedStep, around: Form, whole: int, of: Pass) -> Iterator[Instant]:

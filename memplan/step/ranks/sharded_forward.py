@@ -4,16 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import embedded_leaf, named_embeddings, saves_leaf
+from memplan.step.chunks_at_once import chunked_logits_forward, logits_of_model
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.divided.shared_ends_and_rows import FORWARD_BYTES
 from memplan.step.ends.head_on_tape import evaluated_head
-from memplan.step.head_instants import head_forward
+from memplan.step.head_instants import head_forward, named_rows
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.cross_entropy import COMPILED
 from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.step_inputs import retained_arguments, tables_of_graph
-from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 
 
@@ -32,6 +33,16 @@ def rows_of_head(step: ShardedStep) -> Form:
     """Return what the final norm is given and gives."""
     values = (step.taped.head.section.entry, step.taped.head.normed)
     return sum((single_form(Part.ACTIVATIONS, value.quantity, value.coefficient) for value in values), ZERO)
+
+
+def named_labels(step: ShardedStep) -> Form:
+    """Return the labels of a micro-batch that a loop over ranks has a name for until the next one's: torchtune's recipe.
+
+    Source:
+        ``train`` in recipes/full_finetune_distributed.py (torchtune 0.6.1), whose loss is no function of its own.
+    """
+    named = step.inputs.setup.stack.sharded_units == "root-again"
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, 8) if named else ZERO
 
 
 def arguments_of(step: ShardedStep) -> Form:
@@ -218,6 +229,15 @@ def _loss_on_both_sides(step: ShardedStep, around: Form) -> Iterator[Instant]:
 def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield the head's product, which is the model's last, and the loss outside it."""
     tail, head, settings = step.tail.gathered_bytes + step.below_head, step.taped.head, step.taped.settings
+    buffer = step.tail.buffer_bytes if step.apart else step.last.buffer_bytes
+    outside = step.below_head if step.root_again else tail  # the root is let go of before
+    if head.chunk is not None:
+        form = around + head.section.tape.saved_form() + named_rows(head) + logits_of_model(head)
+        yield with_gathered("forward", "head", form, tail + buffer)
+        saved = around - named_labels(step) + step.played.head.saved + step.played.head.carried
+        for instant in chunked_logits_forward(step.inputs, head, saved, head.chunk):
+            yield instant_with(instant, outside)
+        return
     node = next(n for n in head.section.tape.nodes if n.name in ("log_softmax", COMPILED))
     inputs = node.inputs[0][0]
     logits = single_form(Part.LOGITS, inputs.quantity, inputs.width * settings.block.compute_bytes)
@@ -226,9 +246,11 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     form = form + logits if head.logits is not None and inputs.storage != head.logits.storage else form
     if settings.block.divided:
         form += single_form(Part.LOGITS, inputs.quantity, inputs.coefficient + FORWARD_BYTES)
-    yield with_gathered("forward", "log_softmax", form, tail)
-    buffer = step.tail.buffer_bytes if step.apart else step.last.buffer_bytes
+    yield with_gathered("forward", "log_softmax", form, outside)
     yield with_gathered("forward", "head", around + rows_of_head(step) + logits, tail + buffer)
+    if step.widens_logits:  # which are as wide as the log-probabilities that the loss saves later
+        form = around + head.section.tape.saved_form() + named_rows(head) + logits
+        yield with_gathered("forward", "cast of the logits", form, tail + buffer)
 
 
 def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:

@@ -64,12 +64,29 @@ class ShardedStep:
     @property
     def root_again(self) -> bool:
         """Whether the root is let go of after forward, and gathered again when backward begins."""
-        return self.inputs.setup.stack.sharded_units in ("axolotl", "own-root") and not self.flat
+        return self.inputs.setup.stack.sharded_units in ("axolotl", "own-root", "root-again") and not self.flat
+
+    @property
+    def root_behind_loss(self) -> bool:
+        """Whether that is when the gradient of its logits is there: the loss lies outside the root.
+
+        Source:
+            ``shard_model`` in torchtune/training/_distributed.py (0.6.1), which says ``reshard_after_forward`` of the root too;
+            ``_lazy_init`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.13.0).
+        """
+        return self.loss_on_both_sides or self.inputs.setup.stack.sharded_units == "root-again"
+
+    @property
+    def widens_logits(self) -> bool:
+        """Whether the model casts its logits to fp32 itself, inside the root: ``unembed`` in torchtune/modules/transformer.py (0.6.1)."""
+        narrow = self.taped.head.logits is not None and self.inputs.setup.compute_bytes < 4
+        return narrow and self.inputs.setup.stack.sharded_units == "root-again"
 
     @property
     def head_instant(self) -> str:
         """The instant at whose end the last layer's backward begins; one function has loss and head."""
-        return "loss backward" if self.taped.head.logits is None and not self.chunked else "head backward"
+        chunked = self.chunked or self.inputs.setup.profile.loss == "chunked-logits"
+        return "loss backward" if self.taped.head.logits is None and not chunked else "head backward"
 
     @property
     def gathers_before_head(self) -> bool:
@@ -296,7 +313,7 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         ]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None
-    if layout in ("root", "axolotl", "own-root") or spec.tie_word_embeddings:
+    if layout in ("root", "root-again", "axolotl", "own-root") or spec.tie_word_embeddings:
         root = unit(ends, setup)
         return root, root, rest
     embeddings = [tensor for tensor in ends if tensor.role == "embedding"]

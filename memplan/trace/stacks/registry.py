@@ -112,7 +112,7 @@ PROGRAMS: Mapping[str, str] = {
 OLDER: Mapping[str, tuple[str, str]] = {"torchtitan": ("0.3", "memplan.trace.stacks.titan.torchtitan_older")}
 """Stack -> the version from which on its program is the one above, and that of the versions before."""
 
-ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan", "litgpt", "llama-factory-v1")
+ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan", "torchtune", "litgpt", "llama-factory-v1")
 """Stacks whose own code is traced as one rank of several."""
 
 IN_THE_EXTRA = ("plain-loop", "transformers", "trl")

@@ -1,10 +1,14 @@
-"""torchtune's models without memory, and its recipes of fine-tuning on one device, in full and by adapters."""
+"""torchtune's recipes of fine-tuning on one device and over shards, in full and by adapters: its losses and the lines of their own training loops.
+
+What is called on a stand-in for the recipe is its class's ``train`` itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,12 +22,14 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.training import _distributed
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.kernels.family_code import UNSCALED_POSITIONS
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
+from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
@@ -116,6 +122,11 @@ def _adapter_options(setup: TrainingSetup) -> dict[str, Any]:
 
 
 PACKAGES = ("torchtune",)
+DISTRIBUTED = {
+    False: ("full_finetune_distributed", "FullFinetuneRecipeDistributed", "full fine-tuning over FSDP2's shards"),
+    True: ("lora_finetune_distributed", "LoRAFinetuneRecipeDistributed", "fine-tuning by adapters over FSDP2's shards"),
+}
+"""Whether a job has adapters -> module and class of its recipe of one rank of several, and what that does."""
 RECIPES = {
     False: ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice", "full fine-tuning"),
     True: ("lora_finetune_single_device", "LoRAFinetuneRecipeSingleDevice", "fine-tuning by adapters"),
@@ -128,14 +139,22 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run torchtune's recipe on the model that the inputs ask for."""
     setup = inputs.setup
     refuse_settings(setup, "torchtune")
-    name, recipe_class, purpose = RECIPES[setup.config.adapter is not None]
+    sharded = isinstance(recorder, ShardedRecorder)
+    name, recipe_class, purpose = (DISTRIBUTED if sharded else RECIPES)[setup.config.adapter is not None]
     recipe = _recipe_module(name)
-    with composite_kernels(inputs.compute_capability), cuda_optimizer_paths():
-        model = built(inputs.model.spec, setup)
-        loop = _Loop(recipe, getattr(recipe, recipe_class), model, setup, recorder)
+    with ExitStack() as around, composite_kernels(inputs.compute_capability), cuda_optimizer_paths():
+        model: Any = built(inputs.model.spec, setup)
+        if isinstance(recorder, ShardedRecorder):
+            mesh = around.enter_context(sharding(_distributed, mesh_degrees(setup.config.parallel), recorder))
+            again = setup.config.parallel.reshard_after_forward
+            conditions = [training.get_shard_conditions]
+            training.shard_model(model, conditions, cpu_offload=False, reshard_after_forward=again, dp_mesh=mesh)
+            around.enter_context(mock.patch.object(torch.distributed, "all_reduce", _nothing))
+        loop = (_Ranks if sharded else _Loop)(recipe, getattr(recipe, recipe_class), model, setup, recorder)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             loop.train()
-    return StackRun(f"torchtune's recipe of {purpose} on one device", inputs.model.spec.vocab_size)
+    where = "one rank of several" if sharded else "one device"
+    return StackRun(f"torchtune's recipe of {purpose} on {where}", inputs.model.spec.vocab_size)
 
 
 def _recipe_module(name: str) -> ModuleType:
@@ -234,12 +253,44 @@ class _Loop:
         watch_states(self.optimizer, self.recorder)
 
 
+class _Ranks(_Loop):
+    """A stand-in for the recipe of one rank, whose loop calls the loss itself."""
+
+    def train(self) -> None:
+        """Run the recipe's ``train``."""
+        recipe: Any = self.recipe
+        recipe.tqdm = lambda **_: SimpleNamespace(update=_nothing, set_description=_nothing)
+        recipe.training = SimpleNamespace(scale_grads=self._scaled, cleanup_before_training=_nothing)
+        own: Any = Tensor.backward
+
+        def backward(loss: Tensor, *arguments: Any, **options: Any) -> None:
+            self.recorder.forward_ends()
+            self._mark("loss backward", backward=True)
+            own(loss, *arguments, **options)
+
+        self.loss.ignore_index = IGNORED
+        stand_in = self._stand_in()
+        vars(stand_in).update(
+            _is_rank_zero=False,
+            activations_handling_ctx=contextlib.nullcontext(),
+            _loss_fn=self.loss,
+            ignore_labels_cache=self.ignored,
+            world_size=self.setup.config.parallel.shards,
+            rank=1,
+            seed=0,
+            _checkpoint_client=mock.MagicMock(),
+        )
+        with mock.patch.object(Tensor, "backward", backward):
+            self.own.train(stand_in)
+
+
 class _Batches:
     """A loader of batches."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
         self.sampler = SimpleNamespace(set_epoch=_nothing)
+        self.state_dict = dict[str, Any]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return self._batches()  # type: ignore[no-any-return]
