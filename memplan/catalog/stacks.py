@@ -86,6 +86,9 @@ class StackModels:
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
+    narrow_softmax: tuple[
+        str, ...
+    ] = ()  # Families whose attention step by step forms probabilities in its scores' dtype
     narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
     # Families whose caps of scores torch's attention is not told of, which is run all the same, and now is not.
     uncapped: tuple[str, ...] = ()

@@ -267,6 +267,8 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
         code = replace(code, returns_weights=False)
     if architecture in stack.models.unmasked:
         code = replace(code, masks_always=False)
+    if architecture in models.narrow_softmax:
+        code = replace(code, wide_softmax=False)
     if architecture in models.window_masks:
         code = replace(code, masks=1, masks_from=1, window_masks=True)
     if architecture in stack.models.wide_tables:
