@@ -37,7 +37,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "llama-factory.reference": {21, 40},
     "ms-swift": {7},
     "plain-loop.latent": {23},
-    "transformers.4-51": {27, 53},
+    "transformers.4-51": {53},
     "transformers.4-57": {4},
     "transformers.ends": {1, 20},
     "trl.shards": {14},
