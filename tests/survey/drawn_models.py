@@ -224,6 +224,8 @@ def _odd(rng: Random, family: str) -> Values:
         "max_position_embeddings": 8192,
         "tie_word_embeddings": rng.random() < 0.5,
     }
+    if family.startswith("gemma4"):  # whose last layer has no window, unlike others
+        values["num_hidden_layers"] = max(2, values["num_hidden_layers"])
     if family not in UNGROUPED:
         values["num_key_value_heads"] = groups
     if family in OWN_HEAD_WIDTH:
