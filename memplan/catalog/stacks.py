@@ -60,12 +60,15 @@ class StackModels:
     adapted: bool = False  # Whether its own adapters on these models are modelled
     dora: bool = True  # Whether DoRA among these is: PEFT 0.11 forms its norms and products otherwise
     dropout: bool = True  # Whether its models have the dropout that a model or a config says
-    # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32.
-    experts: Literal["released", "apart"] = "released"
+    # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32; or each
+    # expert has linear layers of its own, and the router is one: ``modules``.
+    experts: Literal["released", "apart", "modules"] = "released"
+    hit_experts: tuple[str, ...] = ()  # Families whose loop over these modules is over those that have rows
     # What torch's attention is given: heads as they were formed (``views``), or copied where they are not ``contiguous``, and
     # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now;
     # ``repeated-views`` repeats these and copies nothing else.
     attended: Literal["views", "contiguous", "repeated", "repeated-views"] = "views"
+    repeating: tuple[str, ...] = ()  # Families of which all this is ``repeated-views`` whatever it is of others
     repeated_flash: tuple[str, ...] = ()  # Families that repeat these for flash-attn too, where ``repeated-views`` does
     head_first: bool = False  # Whether the head is made before all else
     scales_embedded: tuple[
@@ -96,6 +99,7 @@ class StackModels:
     # their attention step by step alone is modelled.
     window_masks: tuple[str, ...] = ()
     wide_tables: tuple[str, ...] = ()  # Families that turn heads by tables in fp32, which now are cast
+    tuple_caches: tuple[str, ...] = ()  # Families that return keys and values in tuples, and not in an object
     wide_logits: tuple[
         str, ...
     ] = ()  # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others
@@ -105,6 +109,10 @@ class StackModels:
     module_order: tuple[
         str, ...
     ] = ()  # Modules of a layer, by the last part of a name, where it has them in another order
+
+    def attended_of(self, family: str) -> Literal["views", "contiguous", "repeated", "repeated-views"]:
+        """Return what torch's attention is given in a family's models."""
+        return "repeated-views" if family in self.repeating else self.attended
 
 
 @dataclass(frozen=True, slots=True)

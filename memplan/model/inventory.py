@@ -42,6 +42,9 @@ class ParameterTensor:
     first: int = 0  # Index of the first of these layers
     experts_per_token: int = 0  # For routed experts: how many of ``shape[0]`` a token uses; else 0
     batched: bool = False  # Whether stacked experts are multiplied in batches, which autocast casts, and not in groups
+    alternatives: int = (
+        0  # Of an expert with a tensor of its own: experts that there are; 0 where one tensor has them all
+    )
     used: bool = True  # Whether rows of tokens pass through it: a vision tower gets no gradients from them
     frozen: bool = False  # Whether it does not train where other parameters of the model do
     divided: tuple[int, ...] = ()  # Of a rank's shard, the shape of what the ranks have together; else nothing
@@ -62,7 +65,7 @@ class ParameterTensor:
         if not self.used:
             return 0
         if self.experts_per_token:
-            return self.elements // self.shape[0] * self.experts_per_token
+            return self.elements * self.experts_per_token // (self.alternatives or self.shape[0])
         return self.elements
 
     def expanded_names(self) -> tuple[str, ...]:
@@ -71,6 +74,8 @@ class ParameterTensor:
 
 
 Inventory = tuple[ParameterTensor, ...]
+MIXTRAL_ORDER = ("w1", "w2", "w3")
+"""Gate, down and up of Mixtral's experts, as their module has them (``MixtralBlockSparseTop2MLP``, transformers 4.57.6)."""
 
 
 def expanded(inventory: Inventory) -> Iterator[tuple[str, ParameterTensor]]:
@@ -151,6 +156,7 @@ def _run_tensors(spec: ModelSpec, run: LayerRun) -> Iterator[ParameterTensor]:
             run.first,
             tensor.experts_per_token,
             tensor.batched,
+            tensor.alternatives,
         )
 
 
@@ -296,10 +302,12 @@ def _mlp(spec: ModelSpec, part: Mlp, prefix: str) -> Iterator[ParameterTensor]:
 def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
     names, hidden = spec.names, spec.hidden_size
     router = inside(prefix, names.router)
-    yield ParameterTensor(f"{router}.weight", (part.num_experts, hidden), "router")
+    role: Role = "hidden_matrix" if part.modules else "router"
+    yield ParameterTensor(f"{router}.weight", (part.num_experts, hidden), role)
     if part.router_bias:
         yield ParameterTensor(f"{router}.bias", (part.num_experts,), "bias")
-    yield from _experts(spec, part, inside(prefix, names.experts))
+    stacked = _expert_modules if part.modules else _experts
+    yield from stacked(spec, part, inside(prefix, names.experts))
     if part.shared_intermediate_size:
         shared = Mlp(part.shared_intermediate_size, part.activation, part.gated, part.shared_fused)
         yield from _mlp(spec, shared, inside(prefix, names.shared_experts))
@@ -343,3 +351,19 @@ def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
     yield ParameterTensor(f"{prefix}.down_proj", (experts, *down), "expert_matrix", experts_per_token=used)
     if part.expert_bias:
         yield ParameterTensor(f"{prefix}.down_proj_bias", (experts, hidden), "bias", experts_per_token=used)
+
+
+def _expert_modules(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
+    """Yield the linear layers of each routed expert: (inner, hidden) for gate and up, (hidden, inner) for down."""
+    hidden, inner, names = spec.hidden_size, part.intermediate_size, spec.names
+    shapes = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+    order = MIXTRAL_ORDER if names.gate in MIXTRAL_ORDER else tuple(shapes)
+    for expert in range(part.num_experts):
+        for name in order:
+            yield ParameterTensor(
+                f"{prefix}.{expert}.{name}.weight",
+                shapes[name],
+                "hidden_matrix",
+                experts_per_token=part.experts_per_token,
+                alternatives=part.num_experts,
+            )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.model.inventory import parameter_count
+from memplan.model.spec import expert_modules_of
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
 from memplan.plan.parallel_assumptions import parallel_assumptions
 from memplan.step.kernels.family_code import dropouts
@@ -15,6 +16,7 @@ from memplan.step.states.parallel_shards import (
     is_sharded,
     runs_engine,
 )
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates
 from memplan.units import format_bytes, format_fraction
@@ -184,6 +186,12 @@ def _states(plan: MemoryPlan) -> Iterator[str]:
     """Yield which weights stay as they are, where optimizer states in host memory lie, and who steps them."""
     if experts := experts_format(plan):
         yield f"experts stay in {experts}: {LINEAR_ALONE}"
+    if number := max(map(expert_modules_of, plan.model.spec.runs)):
+        rows = plan.values[Quantity.EXPERT_ROWS]
+        yield (
+            f"experts: {number} modules that run one after another, as before transformers 5.0, each on {rows:,} rows, as balanced "
+            "routing has it; one that is given more needs more while it runs"
+        )
     if plan.setup.offloads_states:
         yield (
             f"optimizer states: {plan.host_bytes:,} B of pinned host memory; the bundled optimizer steps, tensor by tensor, "

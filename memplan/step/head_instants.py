@@ -151,35 +151,43 @@ def named_rows(head: Head) -> Form:
     return sum((_size(Part.ACTIVATIONS, value) for storage, value in named.items() if storage not in saved), ZERO)
 
 
-def balanced_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
-    """Yield the moment at which accelerate makes fp32 copies of what a model returns, routers' logits among them, where that may be most.
+def widened_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form, cast: Form) -> Iterator[Instant]:
+    """Yield the moment at which accelerate makes fp32 copies of what a model returns: of routers' logits, beside their shares, or of a cache.
 
     Args:
         around: What is there then, with what all parts have saved.
+        cast: Copies of weights that autocast has let go of by then.
 
     Source:
-        ``ConvertOutputsToFp32`` in accelerate/utils/operations.py (1.15.0); ``softmax`` under autocast is in fp32, as wide as these.
+        ``ConvertOutputsToFp32`` in accelerate/utils/operations.py (1.15.0), which looks into tuples; ``softmax`` under autocast is in
+        fp32, as wide as these.
     """
     logits, counts = taped.head.logits, taped.counts()
     # where the loss has formed no fp32 copy of them, which would be as large
     narrow = taped.settings.narrow_loss and inputs.setup.stack.autocast == "always"
-    if not (taped.balanced or narrow) or logits is None or not inputs.setup.autocast:
-        return
-    both = single_form(Part.LOGITS, logits.quantity, logits.coefficient + 4 * logits.width)
     wide = [form * (8 // inputs.setup.compute_bytes * counts[kind]) for kind, form in taped.balanced.items()]
-    both += _cached_copies(inputs, taped) if narrow else ZERO
-    yield Instant("forward", "fp32 copies of logits", sum(wide, around + both))
+    caches = ((kind, _wide_cache(inputs, section)) for kind, section in enumerate(taped.layers))
+    wide += [form * counts[kind] for kind, form in caches if form is not ZERO]
+    if logits is None or not inputs.setup.autocast or not (wide or narrow):
+        return
+    copied = 0 if inputs.setup.stack.loop.logits == "fp32" and not narrow else 4 * logits.width
+    both = single_form(Part.LOGITS, logits.quantity, logits.coefficient + copied) - (cast if narrow else ZERO)
+    yield Instant("forward", "fp32 copies of what the model returns", sum(wide, around + both))
 
 
-def _cached_copies(inputs: StepInputs, taped: ModelOnTape) -> Form:
-    """Return fp32 copies of keys and values that a model returned as tuples: of values, and of keys that no table has widened."""
-    # Source: ``return_legacy_cache`` in ``GPTNeoXModel.forward``, transformers/models/gpt_neox/modeling_gpt_neox.py (4.48.3).
-    if taped.settings.block.cache == "none":
+def _wide_cache(inputs: StepInputs, section: Section) -> Form:
+    """Return fp32 copies of a layer's keys and values in 16 bits, where the model returns them in tuples."""
+    spec, stack = inputs.spec, inputs.setup.stack
+    part = spec.runs[0].layer.attention
+    if (
+        spec.architecture not in stack.models.tuple_caches
+        or stack.autocast != "always"
+        or not isinstance(part, Attention)
+    ):
         return ZERO
-    narrow = 1 if inputs.setup.residual_bytes == 4 else 2
-    parts = [(part, run.count) for run in inputs.spec.runs if isinstance(part := run.layer.attention, Attention)]
-    size = sum(4 * narrow * part.key_value_size * count for part, count in parts)
-    return single_form(Part.TEMPORARIES, Quantity.TOKENS, size)
+    narrow = part.key_value_size * inputs.setup.compute_bytes
+    returned = (section.tape.storages[storage] for storage in section.tape.cached)
+    return sum((single_form(own, quantity, 2 * size) for own, quantity, size in returned if size == narrow), ZERO)
 
 
 def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Instant]:

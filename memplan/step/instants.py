@@ -37,7 +37,6 @@ from memplan.step.delta.state_space_kernels import scan_splits
 from memplan.step.ends.head_on_tape import IN_PIECES
 from memplan.step.head_instants import (
     after_backward,
-    balanced_outputs,
     copied_outputs,
     gradients_left,
     head_backward,
@@ -45,6 +44,7 @@ from memplan.step.head_instants import (
     root_form,
     tied_sum,
     waiting_form,
+    widened_outputs,
 )
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.image_rows import is_embedded_ahead
@@ -324,7 +324,7 @@ def _forward(
     around += retained_arguments(inputs) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
     yield from head_forward(inputs, taped.head, played.head, around, cast)
-    yield from balanced_outputs(inputs, taped, around + played.head.saved - cast)
+    yield from widened_outputs(inputs, taped, around + played.head.saved, cast)
     around -= named if called else ZERO
     yield from forward_only_instants(inputs, taped, around + played.head.saved - cast)
 

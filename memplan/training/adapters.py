@@ -185,7 +185,8 @@ def adapts_experts(model: Model, setup: TrainingSetup) -> bool:
     """Tell whether PEFT puts adapters on a mixture's stacked experts and on its router."""
     adapter = setup.config.adapter
     named = adapter is not None and "all-linear" in adapter.targets
-    return named and setup.stack.model_code == "transformers" and model.spec.architecture in ADAPTED_EXPERTS
+    stacked = setup.stack.models.experts == "released"
+    return named and stacked and setup.stack.model_code == "transformers" and model.spec.architecture in ADAPTED_EXPERTS
 
 
 def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[ParameterTensor]:

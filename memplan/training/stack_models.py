@@ -9,7 +9,7 @@ from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
-from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, layer_runs
+from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, TensorNames, layer_runs
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapted_ends import untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
@@ -74,6 +74,8 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     rules = setup.stack.models
     if rules.experts == "apart":
         _refuse_experts(model.spec, setup)
+    if rules.experts == "modules":
+        _refuse_modules(model.spec, setup)
     if model.spec.architecture in rules.uncheckpointed and setup.asks_for_checkpointing:
         model = noted(model, f"{setup.stack.label} {UNCHECKPOINTED}")
     spec = _built_spec(model.spec, rules)
@@ -115,7 +117,8 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
             f"model: {stack.label} casts an embedding that is called {embedding} to fp32 beside quantised matrices, and its "
             "head not, which is not modelled; use lora over bf16"
         )
-    mixture = any(run.layer.mixture is not None for run in spec.runs)
+    stacked = any(run.layer.mixture is not None for run in spec.runs)
+    mixture = stacked and stack.models.experts != "modules"
     if setup.kbit_floats and setup.autocast and mixture:
         yield (
             f"model: {stack.label} casts experts to fp32 beside quantised matrices and runs them under autocast, which is not "
@@ -193,6 +196,28 @@ def _refuse_experts(spec: ModelSpec, setup: TrainingSetup) -> None:
         )
 
 
+def _refuse_modules(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Refuse experts that are modules where their loop runs in a way that nobody has followed."""
+    if not any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in spec.runs):
+        return
+    where, parallel = (
+        f"{setup.name}: model: experts of {spec.name}, modules of their own under {setup.stack.label},",
+        setup.config.parallel,
+    )
+    if parallel.gpus > 1 or parallel.zero_stage or setup.offloads_weights:
+        raise CannotAnswerError(f"{where} over several GPUs or in host memory are not modelled; use one GPU")
+    heads = spec.runs[0].layer.attention
+    whole = isinstance(heads, Attention) and heads.query_size == spec.hidden_size
+    if spec.architecture == "mixtral" and setup.stack.models.attended == "repeated-views" and not whole:
+        raise CannotAnswerError(
+            f"{where} have heads that divide hidden_size, whatever head_dim says, before 4.48; leave that out"
+        )
+    if setup.profile.activation != "composite" or setup.config.compile != "none":
+        raise CannotAnswerError(
+            f"{where} in fused kernels or compiled are not modelled; leave out kernels.activation and compile"
+        )
+
+
 def _with_tower(model: Model, setup: TrainingSetup) -> Model:
     """Return a vision-language model as a stack trains it: whole, or its text model alone."""
     if setup.stack.model_code != "transformers":
@@ -245,6 +270,7 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
     return replace(
         spec,
         vocab_size=round_up(spec.vocab_size, rules.vocabulary_multiple),
+        names=_names(spec, rules),
         tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
         runs=_runs(spec, rules),
         window=spec.window if rules.windows == "released" else 0,
@@ -262,6 +288,13 @@ def _uncapped(spec: ModelSpec) -> ModelSpec:
 def _uncapped_layer(layer: Layer) -> Layer:
     part = layer.attention
     return replace(layer, attention=replace(part, logit_softcap=0.0)) if isinstance(part, Attention) else layer
+
+
+def _names(spec: ModelSpec, rules: StackModels) -> TensorNames:
+    """Return the names of modules, of which Mixtral's experts had others as long as they were modules."""
+    if rules.experts != "modules" or spec.architecture != "mixtral":
+        return spec.names
+    return spec.names._replace(mlp="block_sparse_moe", gate="w1", down="w2", up="w3")
 
 
 def _runs(spec: ModelSpec, rules: StackModels) -> tuple[LayerRun, ...]:
@@ -288,4 +321,6 @@ def _built_run(run: LayerRun, rules: StackModels) -> LayerRun:
     if rules.experts == "apart" and isinstance(mlp, MixtureOfExperts):
         apart = replace(mlp, fused_gate_up=False, fp32_router=True, fp32_scores=True)
         layer = replace(layer, feed_forward=apart)
+    if rules.experts == "modules" and isinstance(mlp, MixtureOfExperts):
+        layer = replace(layer, feed_forward=replace(mlp, modules=True, fused_gate_up=False))
     return run if layer == run.layer else replace(run, layer=layer)

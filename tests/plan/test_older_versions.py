@@ -31,8 +31,8 @@ def test_what_ran_otherwise_then_is_refused_by_name():
         planned("transformers@4.51", "mistral-7b-v0.1", 8192)
     with pytest.raises(CannotAnswerError, match="8192 is beyond the window of 4096 tokens"):
         planned("transformers@4.44", "mistral-7b-v0.1", 8192)
-    with pytest.raises(CannotAnswerError, match="models of family mixtral are not modelled for transformers"):
-        planned("transformers@4.57", "mixtral-8x7b")
+    with pytest.raises(CannotAnswerError, match="models of family gpt_oss are not modelled for transformers"):
+        planned("transformers@4.57", "gpt-oss-20b")
     with pytest.raises(CannotAnswerError, match=r"models of family gpt_neox are not modelled for transformers 4\.44;"):
         planned("transformers@4.44", "pythia-1b")
     with pytest.raises(CannotAnswerError, match="is older than"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
+from memplan.model.spec import routed_to
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
@@ -186,7 +187,8 @@ class FormsByRegime:
             chunk, more = min(predicted, most), next_rows(predicted, most, whole=whole)
         pieces = Pieces(profile.loss_chunks, chunk, row, more)
         scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
-        return quantities(batch, length, spec.vocab_size, pieces, answer, ranks, images, rows, scanned)
+        routed = routed_to(spec)
+        return quantities(batch, length, spec.vocab_size, pieces, answer, ranks, images, rows, scanned, routed)
 
 
 def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:
@@ -199,7 +201,9 @@ def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:
         ``_sdpa_packed_segments`` and ``_windowed_causal_mask`` in unsloth/utils/attention_dispatch.py (2026.10.9);
         ``_update_causal_mask`` of transformers' models before 4.53, one mask of floats for all layers.
     """
-    differs = setup.stack.model_code == "unsloth" or setup.stack.models.attended.startswith("repeated")
+    differs = setup.stack.model_code == "unsloth" or setup.stack.models.attended_of(model.spec.architecture).startswith(
+        "repeated"
+    )
     if differs and 0 < model.spec.window < length:
         raise CannotAnswerError(
             f"sequence_length: {length} is beyond the window of {model.spec.window} tokens of {model.spec.name}, whose mask is not "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
+from memplan.model.spec import expert_modules_of
 from memplan.step.events.event_stream import RunEvents
 from memplan.step.events.ranks.around_parts import around_parts
 from memplan.step.events.step_events import STEPS, StepPlayer
@@ -32,7 +33,7 @@ HANDLES = 2
 """Threads with a cuBLAS workspace each."""
 
 MOST_LAYERS = 1_000
-"""Layers times micro-steps of a step that is played, at most: some 400,000 events, half a second on one core."""
+"""Layers times micro-steps of a step that is played, at most, each expert that is a module counting as a layer: some 400,000 events."""
 
 PLACEMENTS = (False, True)
 """New segments above those before, and below them: which addresses it gives is the driver's choice."""
@@ -137,9 +138,10 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "a reference model's forward is not told as events"
     if config.compile != "none":
         return "a compiled program's buffers are not told as events"
-    layers = sum(run.count for run in plan.model.spec.runs)
+    layers = sum(run.count * (1 + expert_modules_of(run)) for run in plan.model.spec.runs)
     if layers * config.gradient_accumulation_steps > MOST_LAYERS:
-        return "layers times micro-steps are too many to be played"
+        experts = any(expert_modules_of(run) for run in plan.model.spec.runs)
+        return f"layers{', their experts one by one,' if experts else ''} times micro-steps are too many to be played"
     return ""
 
 

@@ -12,7 +12,7 @@ from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, 
 def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
     """Return what a dense feed-forward part adds to the residual stream; a layer that runs it itself has one name for all it forms."""
     names, inner, tape = builder.settings.names, part.intermediate_size, builder.tape
-    x.flat = builder.settings.code.feeds_inside
+    x.flat = x.flat or builder.settings.code.feeds_inside
     with tape.alive(*(() if x.flat else (x,))):
         if not part.gated:
             hidden = activated(builder, linear(builder, x, inside(prefix, names.up), inner), part.activation)

@@ -31,7 +31,7 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
                 return out
             builder.named_values += [out] if builder.settings.code.names_routed else []
             with tape.alive(out):
-                return builder.add(out, _shared(builder, x, part, prefix))
+                return builder.add(out, shared(builder, x, part, prefix))
 
 
 def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
@@ -46,11 +46,11 @@ def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: st
                 return builder.add(out, _gated_shared(builder, x, shared, part, prefix))
 
 
-def _shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
+def shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what shared experts add, scaled by a gate where there is one."""
     dense = Mlp(part.shared_intermediate_size, part.activation, fused_gate_up=part.shared_fused)
-    shared = mlp(builder, x, dense, inside(prefix, builder.settings.names.shared_experts))
-    return _gated_shared(builder, x, shared, part, prefix)
+    out = mlp(builder, x, dense, inside(prefix, builder.settings.names.shared_experts))
+    return _gated_shared(builder, x, out, part, prefix)
 
 
 def _gated_shared(builder: Builder, x: Value, shared: Value, part: MixtureOfExperts, prefix: str) -> Value:
@@ -63,7 +63,8 @@ def _gated_shared(builder: Builder, x: Value, shared: Value, part: MixtureOfExpe
         tape.apply("sigmoid", [(gate, NEW)], open_, [open_])
         full = [(TOKENS, hidden * builder.compute)]
         ways = [(open_, NEW), (shared, NEW)]
-        return tape.apply("mul", ways, builder.fresh(shared), [shared, open_], traits=Traits(workspace=full))
+        saves = builder.factors(open_, shared)
+        return tape.apply("mul", ways, builder.fresh(shared), saves, traits=Traits(workspace=full))
 
 
 def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:

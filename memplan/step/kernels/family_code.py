@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
-from memplan.catalog.stacks import ModelCode, Stack
+from memplan.catalog.stacks import ModelCode, Stack, StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import ModelSpec
 from memplan.step.kernels.family_fields import FamilyCode
@@ -259,26 +260,35 @@ def family_code(stack: Stack, architecture: str) -> FamilyCode:
         ``GPT2Attention.forward`` in transformers/models/gpt2/modeling_gpt2.py, lines 351 to 355 (4.48.3 and 4.51.3);
         ``LlamaAttention.forward`` in transformers/models/llama/modeling_llama.py (4.44.2, 4.47.1), which returns none either.
     """
-    code = _newest_code(stack.model_code, architecture)
-    if architecture in stack.models.scales_embedded:
+    return _code_at(stack.model_code, stack.models, architecture)
+
+
+@lru_cache(maxsize=256)
+def _code_at(model_code: ModelCode, models: StackModels, architecture: str) -> FamilyCode:
+    code = _newest_code(model_code, architecture)
+    if models.experts == "modules":
+        masks = 1 if code.idle_mask else code.masks  # Qwen2-MoE's of windowed layers came with stacked experts
+        code = replace(code, shared_first=False, adapts_experts=False, masks=masks, idle_mask=False)
+        code = replace(code, loops_over_hit=architecture in models.hit_experts)
+    if architecture in models.scales_embedded:
         code = replace(code, scales_embedded=True)
-    models = stack.models
-    if architecture in (*models.row_masks, *models.unreturned) or models.attended == "repeated-views":
+    attended = models.attended_of(architecture)
+    if architecture in (*models.row_masks, *models.unreturned) or attended == "repeated-views":
         code = replace(code, returns_weights=False)
-    if architecture in stack.models.unmasked:
+    if architecture in models.unmasked:
         code = replace(code, masks_always=False)
     if architecture in models.narrow_softmax:
         code = replace(code, wide_softmax=False)
     if architecture in models.window_masks:
         code = replace(code, masks=1, masks_from=1, window_masks=True)
-    if architecture in stack.models.wide_tables:
+    if architecture in models.wide_tables:
         code = replace(code, wide_rotary=True)
-    if stack.models.attended == "views":
+    if attended == "views":
         return code
-    contiguous = stack.models.attended != "repeated-views"
-    if stack.models.attended.startswith("repeated") and code.asks_for_groups:
+    contiguous = attended != "repeated-views"
+    if attended.startswith("repeated") and code.asks_for_groups:
         repeats = replace(code, asks_for_groups=False, repeats_keys=True)
-        flash = architecture in stack.models.repeated_flash
+        flash = architecture in models.repeated_flash
         return replace(repeats, contiguous_heads=contiguous, expands_alone=not contiguous, repeats_for_flash=flash)
     return replace(code, contiguous_heads=contiguous)
 

@@ -56,6 +56,8 @@ class FamilyCode:
     # Whether torch's attention is given contiguous copies of what lies apart, beside which the caller has names for it.
     contiguous_heads: bool = False
     names_parts: bool = False  # Whether a layer has names for what attention and feed-forward add until it ends
+    # Whether a loop over experts is over those that have rows, whose numbers it reads from the device, and not over all.
+    loops_over_hit: bool = False
     # Whether grouped products of experts run in the dtype of their weights, under autocast too.
     grouped_uncast: bool = False
     # Whether norms are one kernel where their weights are in fp32, whatever the profile says.

@@ -66,6 +66,7 @@ def cached(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
                 given[1] = _joined(builder, value, promoted(key, value))
     builder.tape.cached.update(x.storage for x in given)
     builder.tape.cache_stays = builder.settings.cache_stays
+    builder.named_values += [] if builder.settings.cache_stays else given  # later layers too have them: ``named_cache``
     return given[0], given[1]
 
 

@@ -17,6 +17,7 @@ from memplan.step.delta.gated_convolution import gated_convolution
 from memplan.step.delta.state_space_layer import state_space
 from memplan.step.divided.shared_ends_and_rows import whole_rows
 from memplan.step.feed_forwards.every_expert import every_expert
+from memplan.step.feed_forwards.expert_modules import expert_modules
 from memplan.step.feed_forwards.experts_beside import with_experts
 from memplan.step.feed_forwards.feed_forward import mlp
 from memplan.step.feed_forwards.mixture_of_experts import mixture
@@ -281,5 +282,6 @@ def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
         if isinstance(layer.feed_forward, MixtureOfExperts):
             taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
             taped = every_expert if layer.feed_forward.every_expert else taped
+            taped = expert_modules if layer.feed_forward.modules else taped
             return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
         return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

@@ -64,6 +64,7 @@ class _Backward:
         if arrived:
             if self.player.visits and (name := module_of(node)):
                 self.player.mark("backward", name, node.instant)
+            self.player.between = node.between
             self.form(node, arrived)
             if node.inputs:
                 self.player.end(node, "backward")

@@ -43,6 +43,7 @@ class Player:
         self.instants: list[Instant] = []
         self.marks: list[Mark] | None = None
         self.visits = False
+        self.between = False
         self.cache: set[int] = set()
         self.region: set[int] = set()
         packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
@@ -68,6 +69,7 @@ class Player:
                 self.live.release_all(named & self.tape.regional)
                 named -= self.tape.regional
                 instant = BEHIND_REGION
+            self.between = operation.between
             self._begin(index, "forward", instant)
             self._make(operation, instant, named)
             if saves and self._escapes(operation):
@@ -123,6 +125,7 @@ class Player:
         stop = len(operations) if whole else self.last_packing + last.saves_last
         again: list[int] = []  # attributes of nodes of a graph that goes when all is computed again
         for index, operation in enumerate(operations[:stop]):
+            self.between = operation.between
             self._begin(index, "again", instant)
             self._make(operation, instant, named)
             self._save(operation)
@@ -298,7 +301,9 @@ class Player:
 
     # ---------------------------------------------------------------- moments
     def note(self, name: str, operation: str, reduces: Reduction | None = None) -> None:
-        """Note what is alive now."""
+        """Note what is alive now, unless that lies between what is at other moments."""
+        if self.between:
+            return
         self.instants.append(Instant(name, operation, self.live.form(), 0, reduces))
 
     def with_scratch(self, instant: str, operation: str, scratch: Sequence[Storage]) -> None:

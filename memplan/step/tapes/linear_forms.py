@@ -56,6 +56,7 @@ class Quantity(IntEnum):
     SCAN_BOUNDS = 34
     SCAN_PAIRS = 35
     SCAN_SQUARE = 36
+    EXPERT_ROWS = 37
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -96,6 +97,7 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.SCAN_BOUNDS: "b*(s+1)",
     Quantity.SCAN_PAIRS: "b*(s+1)^2",
     Quantity.SCAN_SQUARE: "(s+1)^2",
+    Quantity.EXPERT_ROWS: "ceil(b*t*k/E)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
@@ -103,6 +105,7 @@ tp is the number of GPUs that share matrices. m is the number of blocks of 128 t
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more, n3 those
 that are left for the last of pieces with as many tokens each.
+A token passes through k of E experts, which are as often chosen each.
 p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
 space layers scan.
 """
@@ -255,6 +258,7 @@ def quantities(
     images: tuple[int, int] = (0, 0),
     table_rows: int = 0,
     scanned: int = 0,
+    routed: tuple[int, int] = (0, 1),
 ) -> tuple[int, ...]:
     """Return the value of every quantity for one batch of sequences.
 
@@ -268,6 +272,7 @@ def quantities(
         images: Patches of a sequence's images, and the tokens that they become.
         table_rows: Positions of rotary tables that have other rows than a sequence or the model.
         scanned: Tokens of a chunk that state space layers scan; 0 where there are none.
+        routed: Experts that a token passes through, and how many there are.
     """
     tokens = batch * length
     rounded, aligned = batch * round_up(length, 128), batch * round_up(length, 32)
@@ -292,4 +297,5 @@ def quantities(
     bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
     scans = ceil_div(length, scanned) if scanned else 0
     bounds = (batch * scans, batch * (scans + 1), batch * (scans + 1) ** 2, (scans + 1) ** 2)
-    return attended + embedded + predicted + sequences + labelled + ends + bucketed + bounds
+    experts = (ceil_div(tokens * routed[0], routed[1]),)
+    return attended + embedded + predicted + sequences + labelled + ends + bucketed + bounds + experts

@@ -55,6 +55,9 @@ class Tape:
     # run, and reentrant checkpointing is given zeros for its gradient.
     returned: Value | None = None
     named: tuple[Value, ...] = ()  # Results that the model has names for until all layers have run
+    between: bool = (
+        False  # Whether moments of operations added from now on lie between those of others (``Operation.between``)
+    )
     # Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
     waits: bool = False
 
@@ -111,10 +114,10 @@ class Tape:
             packs = traits.packs
             if packs is None:
                 packs = bool(storages) or any(not weight.coded for weight in read)
-            node = Node(name, used, made, storages, read, traits, self.instant, packs, attributes)
+            node = Node(name, used, made, storages, read, traits, self.instant, packs, attributes, self.between)
             self.nodes.append(node)
         last = traits.custom or not set(new).isdisjoint(storages)
-        self.operations.append(Operation(name, new, read, traits, node, last))
+        self.operations.append(Operation(name, new, read, traits, node, last, self.between))
         return made[0]
 
     def make(
@@ -130,7 +133,7 @@ class Tape:
         output.needs_gradient = False
         new = self._first_seen(reads, (output,))
         traits = Traits(scratch=scratch, product=product, decoding=decoding)
-        self.operations.append(Operation(name, new, (), traits, None, False))
+        self.operations.append(Operation(name, new, (), traits, None, False, self.between))
         return output
 
     def _first_seen(self, reads: Sequence[Value], written: Sequence[Value]) -> tuple[int, ...]:

@@ -256,6 +256,7 @@ class Node:
     # reaches has the part computed again.
     packs: bool
     attributes: tuple[int, ...] = ()  # Storages that its node has as attributes, until the graph goes
+    between: bool = False  # Whether its moments lie between those of others that are alike, as its operation's do
 
     @property
     def retained(self) -> tuple[int, ...]:
@@ -286,3 +287,6 @@ class Operation:
     # Whether its node packs its tensors when the results are there, and not before: results that it saves, and
     # functions written in Python.
     saves_last: bool
+    # Whether its moments lie between those of alike operations before and behind it, each as much above the last: the
+    # fullest is never one of them.
+    between: bool = False

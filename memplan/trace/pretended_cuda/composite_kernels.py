@@ -41,6 +41,7 @@ def composite_kernels(compute_capability: str) -> Iterator[None]:
         "rms_norm": _rms_norm,
         "dropout": _dropout,
         "softmax.int": _softmax,
+        "one_hot": _one_hot,
     }
     with overridden(overrides, {"_fused_sdp_choice": _choice(compute_capability)}):
         yield
@@ -218,6 +219,12 @@ def _divided_norm(x: Any, weight: Any, eps: float) -> Tensor:
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p else x
+
+
+def _one_hot(numbers: Tensor, num_classes: int = -1) -> Tensor:
+    """Return ones among zeros as CUDA writes them, which compares nothing (``one_hot`` in aten/src/ATen/native/Onehot.cpp, v2.13.0)."""
+    zeros = numbers.new_zeros((*numbers.shape, num_classes))
+    return zeros.scatter_(-1, numbers.unsqueeze(-1), 1)
 
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

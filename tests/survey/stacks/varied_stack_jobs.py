@@ -1,4 +1,4 @@
-"""Jobs of a survey of stacks made into others: of preferences, of images, of DeepSpeed, with other kernels."""
+"""Jobs of a survey of stacks made into others: of preferences, of images, of mixtures, of DeepSpeed, with other kernels."""
 
 from __future__ import annotations
 
@@ -53,6 +53,48 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     if training["micro_batch_size"] * rollout.get("micro_batches", training["gradient_accumulation_steps"]) < 2:
         training["micro_batch_size"] = 2
     return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
+
+
+MODULES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
+"""Families whose experts were modules of their own before transformers 5.0."""
+
+EXPERT_TARGETS = {
+    "mixtral": (["all-linear"], ["q_proj", "v_proj"], ["q_proj", "w1", "w2", "w3"], ["w1", "gate"]),
+    "": (["all-linear"], ["q_proj", "v_proj"], ["o_proj", "gate_proj", "up_proj", "down_proj"], ["down_proj", "gate"]),
+}
+"""What adapters go on, the family's own names first."""
+
+
+def modular_job(job: StackJob, seed: int, number: int, families: Sequence[str] = MODULES) -> StackJob:
+    """Return a job of two layers of such a family, its experts and the targets of its adapters drawn."""
+    rng, training = Random(f"memplan modules {seed} {number}"), dict(job.job.training)
+    family, heads, width = rng.choice(families), rng.choice((2, 4, 6)), rng.choice((16, 32, 64))
+    experts, hidden = rng.choice((4, 6, 8, 16)), heads * width
+    model: dict[str, object] = {
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice((1, 2, heads)),
+        "intermediate_size": rng.choice((40, 96, 257, 512)),
+        "vocab_size": rng.choice((320, 1000, 4096)),
+        "max_position_embeddings": 4096,
+        "num_local_experts" if family == "mixtral" else "num_experts": experts,
+        "num_experts_per_tok": rng.choice((1, 2, 3, 4)),
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+    if family != "mixtral":
+        model["norm_topk_prob"] = rng.random() < 0.5
+    if family in ("qwen2_moe", "qwen3_moe"):
+        model |= {"moe_intermediate_size": rng.choice((32, 64, 100)), "decoder_sparse_step": rng.choice((1, 1, 2))}
+    if family == "qwen2_moe":
+        model["shared_expert_intermediate_size"] = rng.choice((48, 200))
+    if family in ("mixtral", "qwen3_moe") and rng.random() < 0.3:
+        model["head_dim"] = width * 2
+    if "adapter" in training:
+        targets = rng.choice(EXPERT_TARGETS.get(family, EXPERT_TARGETS[""]))
+        training["adapter"] = {**training["adapter"], "targets": targets}
+    return replace(job, job=Job(model, training))
 
 
 def compiled_job(job: StackJob, seed: int, number: int) -> StackJob:

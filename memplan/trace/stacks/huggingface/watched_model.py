@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memplan.model.tower import LANGUAGE
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
+from memplan.trace.pretended_cuda.chosen_rows import EvenlyRouted
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.stacks.watched_parts import finished_gradient, tensor_of
@@ -35,7 +36,7 @@ def watched_by(recorder: Recorder) -> Iterator[None]:
     if not isinstance(recorder, Recorder):
         yield
         return
-    with _AnyValues(), recorder:  # type: ignore[no-untyped-call]
+    with _AnyValues(), EvenlyRouted(), recorder:  # type: ignore[no-untyped-call]
         yield
 
 
@@ -53,11 +54,7 @@ def watch(model: nn.Module, recorder: Recorder, *, gradients: bool = True) -> No
         # No buffer before transformers 5: ``GPTJAttention._get_embed_positions`` moves it to the device, and keeps it.
         if isinstance(table := vars(part).get("embed_positions"), Tensor):
             recorder.mark(table, "buffers", f"{name}.embed_positions")
-    named = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
-    inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
-    lists = inside or [list(part) for _, part in named]
-    alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
-    layers = max(alike, key=len, default=[])
+    layers = _layers(model)
     for number, layer in enumerate(layers, start=1):
         _watch_layer(layer, number, recorder)
     _watch_checkpointing(model, layers, recorder)
@@ -75,6 +72,16 @@ def mark_weights(model: nn.Module, recorder: Recorder) -> None:
     for name, parameter in sorted(model.named_parameters(), key=lambda named: ".lora_" in named[0]):
         for tensor in (parameter, *beside[name]):
             recorder.mark(tensor, "weights", name)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the longest list of modules of one class, which are taken for the layers; a vision tower has none of them, nor has a list of experts in a layer."""
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    named = [(name, part) for name, part in lists if not any(word.isdigit() for word in name.split("."))]
+    inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
+    outer = inside or [list(part) for _, part in named]
+    alike = [layers for layers in outer if len({type(layer) for layer in layers}) == 1]
+    return max(alike, key=len, default=[])
 
 
 def _watch_layer(layer: Any, number: int, recorder: Recorder) -> None:
