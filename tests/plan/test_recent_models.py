@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memplan.plan.suggested.suggested_configs import recent_models
+from memplan.plan.suggested.recent_models import recent_models
 
 
 def test_a_model_is_recent_to_the_month():

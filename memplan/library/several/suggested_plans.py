@@ -241,7 +241,8 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
         True
     """
     from memplan.library.lookup import catalog_model, find_setup
-    from memplan.plan.suggested.suggested_configs import recent_models, suggested_configs
+    from memplan.plan.suggested.recent_models import recent_models
+    from memplan.plan.suggested.suggested_configs import suggested_configs
     from memplan.training.learning import records_of
     from memplan.training.rules.half_precision import fp16_settings
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from memplan.plan.suggested.suggested_configs import RECENT_MONTHS
+from memplan.plan.suggested.recent_models import RECENT_MONTHS
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import stack_data, stack_words
 from memplan.training.resolved import TrainingSetup
