@@ -87,20 +87,18 @@ def _experts(plan: MemoryPlan) -> Iterator[str]:
     worst = format_bytes(_flooded_bytes(plan))
     yield (
         f"rows are routed evenly, as the balancing of experts aims at; were all that can be sent to one GPU's experts, it would "
-        f"need {worst} (parallel.routing: worst)"
+        f"need {worst} with the reserve as a share (parallel.routing: worst)"
     )
 
 
 def _flooded_bytes(plan: MemoryPlan) -> int:
     """Return what the device needs where every GPU sends all rows that it can to this one's experts."""
     from memplan.plan.planner import CompiledPlan
-    from memplan.plan.reserve.simulation import simulated
 
     config = plan.setup.config
     setup = replace(plan.setup, config=replace(config, parallel=replace(config.parallel, routing="worst")))
     flooded = CompiledPlan(plan.model, setup)
-    answer = flooded.evaluate(plan.device, plan.micro_batch_size, plan.sequence_length)
-    return (answer if plan.reserve_by_share else simulated(answer, least=False)).device_bytes
+    return flooded.evaluate(plan.device, plan.micro_batch_size, plan.sequence_length).device_bytes
 
 
 def _shards_apart(plan: MemoryPlan) -> int:

@@ -49,7 +49,7 @@ def test_the_worst_routing_is_a_line_of_the_answer_and_a_plan_of_its_own():
     checkpointing = "activation_checkpointing=none"
     even, worst = (plan(8, 64, checkpointing, f"parallel.routing={way}").memory for way in ("even", "worst"))
     line = next(text for text in even.assumptions if "routed evenly" in text)
-    assert memplan.units.format_bytes(worst.device_bytes) in line
+    assert memplan.units.format_bytes((worst.by_share or worst).device_bytes) in line
     kept = LAYERS * 2048 * (64 - USED) * 2 * (HIDDEN + 4 * WIDTH)  # rows that experts read and make, 64 of each token
     places = LAYERS * 2048 * (64 - USED) * 8
     assert dict(worst.instants)["loss backward"] - dict(even.instants)["loss backward"] == kept + places

@@ -149,7 +149,7 @@ def _untold_units(plan: MemoryPlan) -> str:
     """Return why the events of a job on several GPUs are not told, or nothing."""
     setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
     if parallel.pipeline > 1:
-        return "the events of stages that GPUs share are not told"
+        return "the events of the stages of a pipeline are not told"
     if runs_engine(parallel):
         return _untold_engine(plan)
     if is_replicated(parallel):
