@@ -294,7 +294,7 @@ ROWS = {
     "transformers.fsdp1-offload.shards": "FSDP1, shards in host memory, adapters too",
     "transformers.fsdp1.shards": "FSDP1, Trainer by accelerate 1.15",
     "litgpt.shards": "FSDP1, full fine-tuning, LitGPT 0.5.13",
-    "torchtune.shards": "FSDP2, full and adapters, six families, torchtune 0.6.1",
+    "torchtune.shards": "FSDP2, full and adapters, torchtune 0.6.1",
     "transformers.as-stored.shards": "FSDP2, no mixed precision, adapters too, Trainer",
     "transformers.fsdp1-as-stored.shards": "FSDP1, no mixed precision, Trainer",
     "transformers.fsdp1-no-reshard.shards": "FSDP1, SHARD_GRAD_OP, Trainer by accelerate 1.15",
