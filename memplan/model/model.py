@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import Inventory, inventory_of
+from memplan.model.inventory import Inventory
+from memplan.model.model_tensors import inventory_of
 from memplan.model.spec import ModelSpec
 
 

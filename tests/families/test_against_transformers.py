@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from memplan.model.families import families, model_spec, read_config
-from memplan.model.inventory import inventory_of, parameter_count
+from memplan.model.inventory import parameter_count
+from memplan.model.model_tensors import inventory_of
 
 from .test_model_catalog import ENTRIES
 from .tiny import CASES

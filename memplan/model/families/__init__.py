@@ -15,7 +15,8 @@ from typing import Any
 from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
 from memplan.model.families import kinds
 from memplan.model.families.config_values import ConfigValues
-from memplan.model.inventory import inventory_of, parameter_count
+from memplan.model.inventory import parameter_count
+from memplan.model.model_tensors import inventory_of
 from memplan.model.spec import ModelSpec
 
 MAXIMUM_PARAMETERS = 10**15

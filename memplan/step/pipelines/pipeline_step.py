@@ -10,8 +10,8 @@ Source:
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.model.inventory import inventory_of
 from memplan.model.model import Model
+from memplan.model.model_tensors import inventory_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import after_backward, head_backward

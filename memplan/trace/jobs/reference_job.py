@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from memplan.model.inventory import ROLES, expanded, inventory_of
+from memplan.model.inventory import ROLES, expanded
+from memplan.model.model_tensors import inventory_of
 from memplan.model.spec import Attention, ModelSpec
 from memplan.trace.jobs import optimizers, training_job
 from memplan.trace.jobs.gradient_lifetimes import Trained

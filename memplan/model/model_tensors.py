@@ -1,0 +1,274 @@
+"""A model's parameter tensors, from its embedding over its layers to its head."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
+from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.model.short_convolution import ShortConvolution
+from memplan.model.spec import (
+    Attention,
+    LatentAttention,
+    Layer,
+    LayerRun,
+    MixtureOfExperts,
+    Mlp,
+    ModelSpec,
+    Norm,
+    TensorNames,
+    inside,
+)
+from memplan.model.state_space import StateSpace
+from memplan.model.tower import TowerTensor
+
+MIXTRAL_ORDER = ("w1", "w2", "w3")
+"""Gate, down and up of Mixtral's experts, as their module has them (``MixtralBlockSparseTop2MLP``, transformers 4.57.6)."""
+
+
+@lru_cache(maxsize=512)
+def inventory_of(spec: ModelSpec) -> Inventory:
+    """Return the parameter tensors of ``spec``, in the order of the model."""
+    names = spec.names
+    tensors = [] if spec.tower is None else [_of_tower(tensor) for tensor in spec.tower.tensors]
+    tensors.append(ParameterTensor(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size), "embedding"))
+    if spec.embedding_norm is not None:
+        tensors += _norm(names.embedding_norm, spec.embedding_norm, spec.hidden_size)
+    if spec.learned_positions:
+        rows = spec.learned_positions + spec.reserved_positions
+        tensors.append(ParameterTensor(f"{names.positions}.weight", (rows, spec.hidden_size), "embedding"))
+    for run in spec.runs:
+        tensors += _run_tensors(spec, run)
+    tensors += _norm(names.final_norm, spec.final_norm, spec.hidden_size)
+    if not spec.tie_word_embeddings:
+        tensors.append(ParameterTensor(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size), "head"))
+    if spec.head_bias:
+        tensors.append(ParameterTensor(f"{names.head}.bias", (spec.vocab_size,), "bias"))
+    return tuple(tensors)
+
+
+def _of_tower(tensor: TowerTensor) -> ParameterTensor:
+    return ParameterTensor(tensor.name, tensor.shape, tensor.role, tensor.count, used=False)
+
+
+def _run_tensors(spec: ModelSpec, run: LayerRun) -> Iterator[ParameterTensor]:
+    for tensor in _layer_tensors(spec, run.layer):
+        yield ParameterTensor(
+            f"{spec.names.layer}.{tensor.name}",
+            tensor.shape,
+            tensor.role,
+            run.count,
+            run.first,
+            tensor.experts_per_token,
+            tensor.batched,
+            tensor.alternatives,
+        )
+
+
+def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
+    names, hidden = spec.names, spec.hidden_size
+    for part in norm_names(names, layer)[:1]:
+        yield from _norm(part, layer.norm, hidden)
+    if layer.beside is not None:
+        yield from _state_space(spec, layer.beside)
+    if isinstance(layer.attention, Attention):
+        yield from _attention(spec, layer.attention)
+    elif isinstance(layer.attention, StateSpace):
+        yield from _state_space(spec, layer.attention)
+    elif isinstance(layer.attention, GatedDeltaNet):
+        yield from _gated_delta_net(spec, layer.attention)
+    elif isinstance(layer.attention, ShortConvolution):
+        yield from _short_convolution(spec, layer.attention)
+    else:
+        yield from _latent_attention(spec, layer.attention)
+    for part in norm_names(names, layer)[1:]:
+        yield from _norm(part, layer.norm, hidden)
+    prefix = names.mlp
+    if isinstance(layer.feed_forward, Mlp):
+        yield from _mlp(spec, layer.feed_forward, prefix)
+    else:
+        yield from _mixture(spec, layer.feed_forward, prefix)
+    if layer.experts is not None:
+        yield from _experts_beside(spec, layer.experts, layer.norm)
+
+
+def norm_names(names: TensorNames, layer: Layer) -> tuple[str, ...]:
+    """Return the names of a layer's norms, those around attention first."""
+    if layer.placement == "pre":
+        return (names.input_norm, names.post_attention_norm)
+    if layer.placement == "post":
+        return (names.post_attention_norm, names.post_feed_forward_norm)
+    if layer.placement == "sandwich":
+        return (names.input_norm, names.post_attention_norm, names.pre_feed_forward_norm, names.post_feed_forward_norm)
+    return (names.input_norm, names.post_attention_norm)[: layer.parallel_norms]
+
+
+def _norm(name: str, norm: Norm, *shape: int) -> Iterator[ParameterTensor]:
+    if norm.weight:
+        yield ParameterTensor(f"{name}.weight", shape, "norm")
+    if norm.bias:
+        yield ParameterTensor(f"{name}.bias", shape, "bias")
+
+
+def _linear(
+    spec: ModelSpec, name: str, rows: int, columns: int, bias: bool, role: Role = "hidden_matrix"
+) -> Iterator[ParameterTensor]:
+    """Yield a projection from ``columns`` to ``rows`` features."""
+    shape = (columns, rows) if spec.transposed_linear else (rows, columns)
+    yield ParameterTensor(f"{name}.weight", shape, role)
+    if bias:
+        yield ParameterTensor(f"{name}.bias", (rows,), "bias")
+
+
+def _attention(spec: ModelSpec, part: Attention) -> Iterator[ParameterTensor]:
+    names, hidden = spec.names, spec.hidden_size
+    prefix = names.attention
+    if part.sinks:
+        yield ParameterTensor(f"{prefix}.{names.sinks}", (part.num_heads,), "bias")
+    if part.fused_qkv:
+        rows = part.query_size + 2 * part.key_value_size
+        yield from _linear(spec, f"{prefix}.{names.qkv}", rows, hidden, part.qkv_bias)
+    else:
+        queries = part.query_size * (2 if part.output_gate else 1)
+        yield from _linear(spec, f"{prefix}.{names.query}", queries, hidden, part.qkv_bias)
+        yield from _linear(spec, f"{prefix}.{names.key}", part.key_value_size, hidden, part.qkv_bias)
+        if not part.keys_as_values:
+            yield from _linear(spec, f"{prefix}.{names.value}", part.key_value_size, hidden, part.qkv_bias)
+    yield from _linear(spec, f"{prefix}.{names.output}", hidden, part.query_size, part.output_bias)
+    if part.query_key_norm is not None:
+        for name, heads in ((names.query_norm, part.num_heads), (names.key_norm, part.num_key_value_heads)):
+            yield from _norm(f"{prefix}.{name}", part.query_key_norm, *part.norm_shape(heads))
+
+
+def _gated_delta_net(spec: ModelSpec, part: GatedDeltaNet) -> Iterator[ParameterTensor]:
+    for name in ("dt_bias", "A_log"):
+        yield ParameterTensor(f"{PREFIX}.{name}", (part.num_value_heads,), "bias")
+    yield ParameterTensor(f"{PREFIX}.conv1d.weight", (part.convolved_size, 1, part.kernel_size), "bias")
+    yield ParameterTensor(f"{PREFIX}.norm.weight", (part.value_head_dim,), "norm")
+    yield from _linear(spec, f"{PREFIX}.out_proj", spec.hidden_size, part.value_size, False)
+    for name, rows in part.projections:
+        yield from _linear(spec, f"{PREFIX}.{name}", rows, spec.hidden_size, False)
+
+
+def _short_convolution(spec: ModelSpec, part: ShortConvolution) -> Iterator[ParameterTensor]:
+    hidden, prefix = spec.hidden_size, part.prefix
+    yield ParameterTensor(f"{prefix}.conv.weight", (hidden, 1, part.kernel_size), "bias")
+    yield from _linear(spec, f"{prefix}.in_proj", 3 * hidden, hidden, False)
+    yield from _linear(spec, f"{prefix}.out_proj", hidden, hidden, False)
+
+
+def _state_space(spec: ModelSpec, part: StateSpace) -> Iterator[ParameterTensor]:
+    prefix = part.prefix
+    for name in ("dt_bias", "A_log", "D"):
+        yield ParameterTensor(f"{prefix}.{name}", (part.num_heads,), "bias")
+    yield ParameterTensor(f"{prefix}.conv1d.weight", (part.convolved_size, 1, part.kernel_size), "bias")
+    if part.convolution_bias:
+        yield ParameterTensor(f"{prefix}.conv1d.bias", (part.convolved_size,), "bias")
+    yield from _linear(spec, f"{prefix}.in_proj", part.projected_size, spec.hidden_size, part.bias)
+    if part.normalised:
+        yield ParameterTensor(f"{prefix}.norm.weight", (part.inner_size,), "norm")
+    yield from _linear(spec, f"{prefix}.out_proj", spec.hidden_size, part.inner_size, part.output_bias)
+
+
+def _latent_attention(spec: ModelSpec, part: LatentAttention) -> Iterator[ParameterTensor]:
+    names, hidden = spec.names, spec.hidden_size
+    prefix = names.attention
+    query = part.num_heads * part.qk_head_dim
+    if part.q_lora_rank:
+        yield from _linear(spec, f"{prefix}.{names.query_down}", part.q_lora_rank, hidden, part.bias)
+        if part.norm is not None:
+            yield from _norm(f"{prefix}.{names.query_down_norm}", part.norm, part.q_lora_rank)
+        yield from _linear(spec, f"{prefix}.{names.query_up}", query, part.q_lora_rank, False)
+    else:
+        yield from _linear(spec, f"{prefix}.{names.query}", query, hidden, False)
+    down = part.kv_lora_rank + part.qk_rope_head_dim
+    yield from _linear(spec, f"{prefix}.{names.key_value_down}", down, hidden, part.bias)
+    if part.norm is not None:
+        yield from _norm(f"{prefix}.{names.key_value_down_norm}", part.norm, part.kv_lora_rank)
+    up = part.num_heads * (part.qk_nope_head_dim + part.v_head_dim)
+    yield from _linear(spec, f"{prefix}.{names.key_value_up}", up, part.kv_lora_rank, False)
+    yield from _linear(
+        spec, f"{prefix}.{names.output}", hidden, part.num_heads * part.v_head_dim, part.bias or part.output_bias
+    )
+
+
+def _mlp(spec: ModelSpec, part: Mlp, prefix: str) -> Iterator[ParameterTensor]:
+    names, hidden, inner = spec.names, spec.hidden_size, part.intermediate_size
+    if part.gated and part.fused_gate_up:
+        yield from _linear(spec, inside(prefix, names.gate_up), 2 * inner, hidden, part.bias)
+    elif part.gated:
+        yield from _linear(spec, inside(prefix, names.gate), inner, hidden, part.bias)
+        yield from _linear(spec, inside(prefix, names.up), inner, hidden, part.bias)
+    else:
+        yield from _linear(spec, inside(prefix, names.up), inner, hidden, part.bias)
+    yield from _linear(spec, inside(prefix, names.down), hidden, inner, part.bias)
+
+
+def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
+    names, hidden = spec.names, spec.hidden_size
+    router = inside(prefix, names.router)
+    role: Role = "hidden_matrix" if part.modules else "router"
+    yield ParameterTensor(f"{router}.weight", (part.num_experts, hidden), role)
+    if part.router_bias:
+        yield ParameterTensor(f"{router}.bias", (part.num_experts,), "bias")
+    stacked = _expert_modules if part.modules else _experts
+    yield from stacked(spec, part, inside(prefix, names.experts))
+    if part.shared_intermediate_size:
+        shared = Mlp(part.shared_intermediate_size, part.activation, part.gated, part.shared_fused)
+        yield from _mlp(spec, shared, inside(prefix, names.shared_experts))
+    if part.shared_gate:
+        yield ParameterTensor(f"{inside(prefix, names.shared_gate)}.weight", (1, hidden), "router")
+
+
+EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""Norms of layers with experts beside a dense part: behind that part, before the experts, and behind them."""
+
+
+def _experts_beside(spec: ModelSpec, part: MixtureOfExperts, norm: Norm) -> Iterator[ParameterTensor]:
+    """Yield experts of Gemma 4's layers, whose router is a linear layer behind a scale, and scales each expert's score."""
+    for name in EXPERT_NORMS:
+        yield from _norm(name, norm, spec.hidden_size)
+    yield from _linear(spec, "router.proj", part.num_experts, spec.hidden_size, False)
+    yield ParameterTensor("router.scale", (spec.hidden_size,), "bias")
+    yield ParameterTensor("router.per_expert_scale", (part.num_experts,), "bias")
+    yield from _experts(spec, part, "experts")
+
+
+def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
+    """Yield the stacked routed experts: (experts, 2 * inner, hidden), without a gate (experts, inner, hidden), and (experts, hidden, inner)."""
+    hidden, inner, experts, used = spec.hidden_size, part.intermediate_size, part.own_experts, part.experts_per_token
+    rows, name = (2 * inner, "gate_up_proj") if part.gated else (inner, "up_proj")
+    up, down = (rows, hidden), (hidden, inner)
+    if part.transposed:
+        up, down = (hidden, rows), (inner, hidden)
+    if part.every_expert:
+        for one, shape in ((name, up), ("down_proj", down)):
+            tensor = ParameterTensor(f"{prefix}.{one}", (experts, *shape), "expert_matrix", experts_per_token=used)
+            yield replace(tensor, batched=True)
+        return
+    if part.gated and not part.fused_gate_up:
+        for one in ("gate_proj", "up_proj"):
+            yield ParameterTensor(f"{prefix}.{one}", (experts, inner, hidden), "expert_matrix", experts_per_token=used)
+    else:
+        yield ParameterTensor(f"{prefix}.{name}", (experts, *up), "expert_matrix", experts_per_token=used)
+    if part.expert_bias:
+        yield ParameterTensor(f"{prefix}.{name}_bias", (experts, rows), "bias", experts_per_token=used)
+    yield ParameterTensor(f"{prefix}.down_proj", (experts, *down), "expert_matrix", experts_per_token=used)
+    if part.expert_bias:
+        yield ParameterTensor(f"{prefix}.down_proj_bias", (experts, hidden), "bias", experts_per_token=used)
+
+
+def _expert_modules(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
+    """Yield the linear layers of each routed expert: (inner, hidden) for gate and up, (hidden, inner) for down."""
+    hidden, inner, names = spec.hidden_size, part.intermediate_size, spec.names
+    shapes = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+    order = MIXTRAL_ORDER if names.gate in MIXTRAL_ORDER else tuple(shapes)
+    for expert in range(part.num_experts):
+        for name in order:
+            yield ParameterTensor(
+                f"{prefix}.{expert}.{name}.weight",
+                shapes[name],
+                "hidden_matrix",
+                experts_per_token=part.experts_per_token,
+                alternatives=part.num_experts,
+            )
