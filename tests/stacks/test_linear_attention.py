@@ -108,6 +108,11 @@ def test_formula_and_trace_of_state_space_layers_agree(name, catalog):
         ({}, {"adapter": {"kind": "lora", "rank": 4}}, "PEFT puts no adapter on out_proj of falcon_h1"),
         ({}, {"activation_checkpointing": "selective"}, "selective is not modelled for state space layers"),
         ({}, {"kernels": {"linear_attention": "fla"}}, "fla has no kernels for state space layers"),
+        (
+            {},
+            {**AUTOCAST, "compute_dtype": "fp32", "parallel": {"data": 4, "zero_stage": 2, "engine": "deepspeed"}},
+            "data parallelism and torch's fully_shard alone",
+        ),
         ({"mamba_n_heads": 1, "mamba_d_head": 192, "mamba_n_groups": 1}, {}, "with one head"),
     ],
 )

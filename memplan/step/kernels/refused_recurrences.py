@@ -51,7 +51,8 @@ def refuse_state_space(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for state space layers where nothing runs them, or not as they are modelled.
 
     Raises:
-        CannotAnswerError: An adapter that PEFT refuses, or a shape whose products need no copies.
+        CannotAnswerError: An adapter that PEFT refuses, an engine of shards that is not followed, or a shape whose products need no
+            copies.
     """
     part = spec.state_space
     if part is None:
@@ -67,6 +68,12 @@ def refuse_state_space(spec: ModelSpec, setup: TrainingSetup) -> None:
     if setup.checkpointing == "selective":
         raise CannotAnswerError(
             f"activation_checkpointing: selective is not modelled for state space layers, which {spec.name} has: use full"
+        )
+    parallel = setup.config.parallel
+    if parallel.engine != "torch" or parallel.tensor > 1 or parallel.context > 1:
+        raise CannotAnswerError(
+            f"parallel: state space layers, which {spec.name} has, are modelled over GPUs with data parallelism and torch's fully_shard alone "
+            "(parallel.zero_stage: 0 or 3)"
         )
     _refuse_adapted(spec, setup, part)
     if setup.profile.linear_attention == "mamba":
