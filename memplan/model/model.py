@@ -7,7 +7,7 @@ from dataclasses import field
 
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Inventory
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import ModelSpec
 
 

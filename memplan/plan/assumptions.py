@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.model.inventory import parameter_count
-from memplan.model.spec import expert_modules_of
+from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
 from memplan.plan.parallel_assumptions import parallel_assumptions
 from memplan.step.kernels.family_code import dropouts

@@ -7,7 +7,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.training.resolved import TrainingSetup
 
 SAVED_ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias")

@@ -8,7 +8,7 @@ from itertools import chain
 from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, TensorNames, layer_runs
 from memplan.model.tower import LANGUAGE
 from memplan.training.adapted_ends import untied, with_saved_cast

@@ -9,7 +9,7 @@ import pytest
 
 from memplan.model.families import families, model_spec, read_config
 from memplan.model.inventory import parameter_count
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 
 from .test_model_catalog import ENTRIES
 from .tiny import CASES

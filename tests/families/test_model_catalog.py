@@ -9,7 +9,7 @@ import yaml
 from memplan.errors import normalised_name
 from memplan.model.families import families, read_config
 from memplan.model.inventory import active_parameter_count, parameter_count
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.model.families import model_spec
 from memplan.model.inventory import parameter_count
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.readers.gguf import read_gguf
 from memplan.model.readers.gguf_types import Skipped, read_header
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save, save_file
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.model.families import model_spec
 from memplan.model.inventory import parameter_count
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.readers.safetensors import read_safetensors, stored_tensors
 from memplan.model.readers.safetensors_header import DTYPES
 

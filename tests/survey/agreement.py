@@ -19,7 +19,7 @@ from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
 from memplan.model.families import WITH_TOWERS, model_spec
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import LayerRun
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan

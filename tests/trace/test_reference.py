@@ -10,7 +10,7 @@ from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.model.families import WITH_TOWERS  # noqa: E402
-from memplan.model.model_tensors import inventory_of  # noqa: E402
+from memplan.model.parameter_tensors import inventory_of  # noqa: E402
 from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402

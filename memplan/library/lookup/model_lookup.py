@@ -12,7 +12,7 @@ from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
 from memplan.library.lookup.trainer_files import file_model, is_trainer_file, refuse_no_model
 from memplan.model.families import model_spec
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.readers import read_model
 
 KEYS = {

@@ -14,7 +14,7 @@ from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs, keys_set, number_problems
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.several.suggested_plans import SEARCH_LIMITS, SearchOptions, requested_cluster
-from memplan.model.spec import experts_of
+from memplan.model.routed_experts import experts_of
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
 from memplan.solver.layouts.degrees import AXES, LayoutSpace

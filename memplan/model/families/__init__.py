@@ -16,7 +16,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
 from memplan.model.families import kinds
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.inventory import parameter_count
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import ModelSpec
 
 MAXIMUM_PARAMETERS = 10**15

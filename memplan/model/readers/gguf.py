@@ -10,7 +10,7 @@ from memplan.documents.opening import is_file
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model, Storage
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.readers.gguf_config import TIED_ALWAYS, config_of
 from memplan.model.readers.gguf_types import GgufValues, Header, TensorInfo, read_header, text
 from memplan.units import ceil_div

@@ -6,7 +6,7 @@ from dataclasses import replace
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
-from memplan.model.spec import routed_to
+from memplan.model.routed_experts import routed_to
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
 from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
-from memplan.model.spec import expert_modules_of
+from memplan.model.routed_experts import expert_modules_of
 from memplan.step.events.event_stream import RunEvents
 from memplan.step.events.ranks.around_parts import around_parts
 from memplan.step.events.step_events import STEPS, StepPlayer

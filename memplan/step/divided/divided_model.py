@@ -16,7 +16,7 @@ from math import lcm
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import Attention, LayerRun, MixtureOfExperts, Mlp, ModelSpec
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div

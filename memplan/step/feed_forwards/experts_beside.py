@@ -3,7 +3,7 @@
 Source: ``Gemma4TextDecoderLayer.forward`` and ``Gemma4TextRouter.forward`` in transformers/models/gemma4/modeling_gemma4.py (5.23.0).
 """
 
-from memplan.model.model_tensors import EXPERT_NORMS
+from memplan.model.parameter_tensors import EXPERT_NORMS
 from memplan.model.spec import Layer, MixtureOfExperts, Norm
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
+from memplan.model.routed_experts import experts_of
 from memplan.model.short_convolution import ShortConvolution
-from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec, experts_of
+from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.refused_recurrences import refuse_linear_attention, refuse_state_space
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
-from memplan.model.model_tensors import norm_names
+from memplan.model.parameter_tensors import norm_names
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts
 from memplan.model.state_space import StateSpace

@@ -9,7 +9,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel, Schedule
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.training.resolved import TrainingSetup
 
 Kind = Literal["forward", "backward", "input", "weight", "gather", "release", "reduce"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.model.model import Model
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import after_backward, head_backward

@@ -10,7 +10,7 @@ Source:
 
 from dataclasses import dataclass
 
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.step.collectives.gathered_units import Unit, unit
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, stages_of
 from memplan.step.pipelines.rank_timeline import StageStates, Tail, moments_of

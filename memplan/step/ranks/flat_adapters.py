@@ -10,7 +10,7 @@ Source:
     (0.21.2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memplan.step.collectives.gathered_units import Unit
@@ -104,11 +104,27 @@ class _Handle:
     awaited: bool = False  # Whether a result of it has a hook that backward will reach
 
 
-class FlatGathers:
-    """Units that are gathered and let go of through one forward and backward, and the gradients of adapters."""
+def _nobody(name: str) -> None:
+    """Take no notice of a unit."""
 
-    def __init__(self, step: ShardedStep, of: Pass) -> None:
+
+class FlatGathers:
+    """Units that are gathered and let go of through one forward and backward, and the gradients of adapters.
+
+    Args:
+        gathers: Is told the name of each unit that has to be whole, as it is asked for.
+        lets_go: Is told the name of each, but of the root, that no longer has to be.
+    """
+
+    def __init__(
+        self,
+        step: ShardedStep,
+        of: Pass,
+        gathers: Callable[[str], None] = _nobody,
+        lets_go: Callable[[str], None] = _nobody,
+    ) -> None:
         assert step.flat is not None
+        self._gathers, self._lets_go = gathers, lets_go
         self._of, self._prefetch = of, step.flat.backward_prefetch
         self._layer = step.inputs.spec.names.layer
         self._hidden = step.reentrant  # forward runs without gradients, so that no result has a hook
@@ -177,6 +193,7 @@ class FlatGathers:
 
     def _unshard(self, name: str) -> int:
         """Gather a unit that is not whole; return the most that is there meanwhile."""
+        self._gathers(name)
         handle = self._handles[name]
         if handle.gathered:
             return self._communication
@@ -186,6 +203,8 @@ class FlatGathers:
         return most
 
     def _reshard(self, name: str) -> None:
+        if name != ROOT:
+            self._lets_go(name)
         handle = self._handles[name]
         if handle.gathered and name != ROOT:
             self._communication -= handle.unit.gathered_bytes
@@ -215,7 +234,7 @@ class FlatGathers:
         self._handles[name].awaited = False
         most = max(most, self._gather_ahead(name)) if self._prefetch == "pre" else most
         if self._leaving:
-            most, self._leaving = max(most, self._let_go(self._leaving)), ""
+            most, self._leaving = max(most, self.let_go(self._leaving)), ""
         return most
 
     def _gather_ahead(self, name: str) -> int:
@@ -228,8 +247,8 @@ class FlatGathers:
         handle.ahead = True
         return most
 
-    def _let_go(self, name: str) -> int:
-        """Let go of a unit that backward is done with; return the most as the next one is gathered."""
+    def let_go(self, name: str) -> int:
+        """Let go of a unit that backward is done with; return the most bytes as the next one is gathered."""
         most = self._communication
         self._reshard(name)
         return max(most, self._gather_ahead(name)) if self._prefetch == "post" else most
@@ -240,7 +259,7 @@ class FlatGathers:
         unit, of = self._handles[module].unit, self._of
         before = self._gradients
         copied = EngineBytes(self._communication, before + unit.reduced_bytes * (not of.beside))
-        most = self._let_go(module)
+        most = self.let_go(module)
         if not of.reduces:
             self._gradients += unit.reduced_bytes * (not of.beside)
             return max(copied, EngineBytes(most, self._gradients), key=lambda resident: resident.bytes)

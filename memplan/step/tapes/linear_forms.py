@@ -295,7 +295,11 @@ def quantities(
     labelled = (length * round_up(length, 16), answered, answered + batch, tokens // ranks)
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
     bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
-    scans = ceil_div(length, scanned) if scanned else 0
-    bounds = (batch * scans, batch * (scans + 1), batch * (scans + 1) ** 2, (scans + 1) ** 2)
-    experts = (ceil_div(tokens * routed[0], routed[1]),)
-    return attended + embedded + predicted + sequences + labelled + ends + bucketed + bounds + experts
+    layers = (*_chunks_scanned(batch, length, scanned), ceil_div(tokens * routed[0], routed[1]))
+    return attended + embedded + predicted + sequences + labelled + ends + bucketed + layers
+
+
+def _chunks_scanned(batch: int, length: int, tokens: int) -> tuple[int, ...]:
+    """Return what state space layers scan, in chunks of so many tokens: chunks, their bounds, and pairs of bounds, of one row too."""
+    scans = ceil_div(length, tokens) if tokens else 0
+    return batch * scans, batch * (scans + 1), batch * (scans + 1) ** 2, (scans + 1) ** 2

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memplan.model.inventory import ROLES, expanded
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import Attention, ModelSpec
 from memplan.trace.jobs import optimizers, training_job
 from memplan.trace.jobs.gradient_lifetimes import Trained

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memplan.catalog.training_config import Adapter
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
-from memplan.model.model_tensors import norm_names
+from memplan.model.parameter_tensors import norm_names
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSpec
 from memplan.model.state_space import StateSpace

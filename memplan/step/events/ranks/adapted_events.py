@@ -18,28 +18,6 @@ from memplan.step.states.parallel_shards import numbered
 from memplan.step.tapes.taped_operations import Mode
 
 
-class _Gathers(FlatGathers):
-    """Writes down what is gathered and let go of."""
-
-    def write_to(self, units: AdaptedUnits) -> _Gathers:
-        """Say by whom it is written."""
-        self._units = units
-        return self
-
-    def _unshard(self, name: str) -> int:
-        self._units.gather(name)
-        return super()._unshard(name)
-
-    def _reshard(self, name: str) -> None:
-        if name != ROOT:
-            self._units.let_go_of(name)
-        super()._reshard(name)
-
-    def let_go_behind_gradient(self, name: str) -> None:
-        """Let go of the unit of an adapter's matrix, whose gradient is formed."""
-        self._let_go(name.rpartition(".")[0])
-
-
 class AdaptedUnits(Units):
     """Units of a rank's step with adapters.
 
@@ -66,7 +44,7 @@ class AdaptedUnits(Units):
     def begin(self, micro_step: int) -> None:
         """Gather what the model itself has, and follow its modules anew."""
         super().begin(micro_step)
-        self._gathers = _Gathers(self._step, Pass("first")).write_to(self)
+        self._gathers = FlatGathers(self._step, Pass("first"), self.gather, self.let_go_of)
 
     def enter(self, place: int) -> None:
         """Wait for what runs to ask for it."""
@@ -86,7 +64,7 @@ class AdaptedUnits(Units):
         """Reduce the gradient of an adapter's matrix, whose unit is let go of before."""
         tensors = self._adapters[name.rpartition(".")[0]]
         added = self._together(tensors, [gradient])
-        self._gathers.let_go_behind_gradient(name)
+        self._gathers.let_go(name.rpartition(".")[0])
         if self._is_last_micro_step:
             self._reduce(tensors, [tensors.flat])
         self._stream.free_all(added)

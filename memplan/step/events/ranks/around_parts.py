@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memplan.model.model_tensors import inventory_of
+from memplan.model.parameter_tensors import inventory_of
 from memplan.step.collectives.gathered_units import unit
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
