@@ -8,7 +8,7 @@ STATE_SPACE = "mamba"
 
 MULTIPROCESSORS = 132
 """Of an H100 SXM or H200, by which mamba-ssm's backward splits heads; other cards split them more or less
-(https://resources.nvidia.com/en-us-hopper-architecture/nvidia-h100-tensor-c, table 2)."""
+(https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth/, "H100 SM architecture")."""
 
 
 @dataclass(frozen=True, slots=True)
