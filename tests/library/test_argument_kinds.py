@@ -78,7 +78,7 @@ def test_odd_arguments_are_answered_or_refused_in_lines(name):
         ("plan", {"gpu": 3}, "gpu: expected text or a Device, got 3"),
         ("plan", {"config": b"lora"}, "config: expected text or keys and values or a path, got b'lora'"),
         ("plan", {"beside": "ds.json"}, "beside: expected a list of text or a path, got 'ds.json'"),
-        ("plan", {"set": 2.5}, "set: expected keys and values or a list or text, got 2.5"),
+        ("plan", {"set": 2.5}, "set: expected keys and values or a list of text or text, got 2.5"),
         ("plan", {"set": {"kernels.loss": {1}}}, "set: expected text, numbers, true, false, None, and lists or keys and values of these"),
         ("compare", {"configs": "lora"}, "configs: expected a list of text or keys and values, got 'lora'"),
         ("compare", {"configs": []}, "configs: expected at least one training config"),

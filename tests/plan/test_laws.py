@@ -335,7 +335,7 @@ FACTORS = {
 
 def is_factor(path: str) -> bool:
     """Tell whether a float is a probability, or a factor that the model's arithmetic has."""
-    in_model = path.startswith("plan.model.spec.") and path.rpartition(".")[2] in FACTORS
+    in_model = path.startswith(("plan.model.spec.", "plan.own.spec.")) and path.rpartition(".")[2] in FACTORS
     return in_model or path == "plan.setup.config.dropout"
 
 

@@ -206,4 +206,8 @@ def test_frontier_and_compare_take_layouts(cli):
         "compare", "llama-8b", *layout, "-c", "mixed-adamw", "--set", "micro_batch_size=2", "-s", "4k", "--json"
     ).data["rows"]
     assert compared["training"]["parallel"]["data"] == 4
-    assert cells[0]["upper_bytes"] == compared["peak"]["upper_bytes"]
+    degrees = {"data": 4, "tensor": 4, "sequence": True, "zero_stage": 3}
+    given = {"zero_gradients": "free", **{f"parallel.{key}": value for key, value in degrees.items()}}
+    job = memplan.job("llama-8b", config="mixed-adamw", stack="torchtitan", set=given)
+    by_share = job.plan("h100", micro_batch_size=2, sequence_length=4096)
+    assert cells[0]["upper_bytes"] == by_share.upper_bytes

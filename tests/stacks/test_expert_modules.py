@@ -65,7 +65,8 @@ def test_experts_are_quantised_and_adapted():
 def test_moments_of_experts_between_others_are_never_the_fullest(catalog, monkeypatch, number):
     job = drawn(catalog, 2611, number, MODULES[number % 4])
     model = {**job.job.model, "num_local_experts": 16, "num_experts": 16}
-    training = {**job.job.training, "compute_dtype": "bf16", "loss_scaling": False}
+    weights = {role: name.replace("fp16", "bf16") for role, name in job.job.training["weights"].items()}
+    training = {**job.job.training, "weights": weights, "compute_dtype": "bf16", "loss_scaling": False}
     job = StackJob(Job(model, training), job.card, job.reentrant)
     layer_section.cache_clear()
     told = planned(job, catalog)
@@ -81,7 +82,8 @@ def test_moments_of_experts_between_others_are_never_the_fullest(catalog, monkey
 def test_more_experts_that_take_part_or_wider_ones_need_no_less(catalog, family):
     rng = Random(family)
     job = drawn(catalog, 7, 3, family)
-    training = {**job.job.training, "compute_dtype": "bf16", "loss_scaling": False}
+    weights = {role: name.replace("fp16", "bf16") for role, name in job.job.training["weights"].items()}
+    training = {**job.job.training, "weights": weights, "compute_dtype": "bf16", "loss_scaling": False}
     width = "intermediate_size" if family in ("mixtral", "olmoe") else "moe_intermediate_size"
     inner = rng.randint(2, 40)
     peaks = [
