@@ -185,9 +185,12 @@ def _wide_cache(inputs: StepInputs, section: Section) -> Form:
         or not isinstance(part, Attention)
     ):
         return ZERO
-    narrow = part.key_value_size * inputs.setup.compute_bytes
+    width = inputs.setup.compute_bytes
+    narrow, fused = part.key_value_size * width, (part.query_size + 2 * part.key_value_size) * width
     returned = (section.tape.storages[storage] for storage in section.tape.cached)
-    return sum((single_form(own, quantity, 2 * size) for own, quantity, size in returned if size == narrow), ZERO)
+    # A slice of one projection is copied alone.
+    copied = (single_form(own, quantity, 2 * narrow) for own, quantity, size in returned if size in (narrow, fused))
+    return sum(copied, ZERO)
 
 
 def copied_outputs(inputs: StepInputs, head: Head, around: Form) -> Iterator[Instant]:
