@@ -114,7 +114,7 @@ class _Gathered(GatheredParameters):
 
     def left(self) -> list[int]:
         """Return the storages of parameters that stay."""
-        return [self._script.name(self._storages[name]) for name in self._stays if name in self._storages]
+        return [self._script.name(storage) for name, storage in self._storages.items() if name in self._stays]
 
     def _let_go(self, name: str) -> None:
         if name in self._stays:
