@@ -35,8 +35,9 @@ def after_backward(
     gradients = constant_form(Part.GRADIENTS, 0 if config.gradients.lifetime == "layer" else inputs.gradient_bytes)
     if config.gradients.lifetime == "step":
         scaling = LOSS_SCALE_BYTES if inputs.setup.scales_loss else 0
-        update = constant_form(Part.TEMPORARIES, max(inputs.optimizer.bytes, scaling))
-        yield Instant("optimizer step", "update", gradients + update)
+        gone = inputs.optimizer.used_up if inputs.optimizer.bytes > scaling else 0
+        update = constant_form(Part.TEMPORARIES, max(inputs.optimizer.bytes, scaling) + gone)
+        yield Instant("optimizer step", "update", gradients + update - constant_form(Part.GRADIENTS, gone))
     if config.clip_gradients:
         scratch = constant_form(Part.TEMPORARIES, inputs.clipping_bytes)
         yield Instant("gradient clipping", "norms", gradients + scratch)

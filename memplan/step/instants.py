@@ -1,8 +1,7 @@
 """A whole training step as closed forms: what is alive at each instant, and where the peak is.
 
-Compiling plays the tapes of the model's parts once and adds what lies around them: the layers below have saved their activations,
-those above have left their gradients. What comes out are a few candidate instants, each a linear form in the quantities of
-:mod:`memplan.step.tapes.linear_forms`; evaluating a batch and a sequence length is arithmetic.
+Compiling plays the tapes of the model's parts once, beside what layers below have saved and those above have left: a few candidate
+instants, linear forms in the quantities of :mod:`memplan.step.tapes.linear_forms`. Evaluating a batch and a length is arithmetic.
 """
 
 from collections.abc import Callable, Iterator

@@ -38,9 +38,8 @@ MOST_REFUSED = 0.10
 OFF = {
     49: "a reserve of 138 MB for 117: grids trained as codes, gradients in fp32 stepped layer by layer",
     50: "a reserve 4.4 % low: DoRA over K-quants, a chunked loss of 15,009 tokens",
-    51: "2.5 MB of fp32 gradients beside codes that the trace calls temporaries",
 }
-"""Jobs of the seed whose reserve or components are off, not their peaks, and why is not known yet."""
+"""Jobs of the seed whose reserves are off, not their peaks, and why is not known yet."""
 
 
 def verdicts(seed, numbers, catalog):

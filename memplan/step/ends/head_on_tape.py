@@ -203,19 +203,13 @@ def _final_norm(
     normed = normalised(builder, entry, settings.final_norm, block.names.final_norm, block.hidden_size)
     if block.code.caps_hidden:
         with builder.tape.alive(normed):
-            normed = _capped(builder, normed)
+            # ``TanhSoftCapping`` in torchtune/models/gemma2/_component_builders.py (0.6.1).
+            normed = _bounded(builder, normed, named=False)
     normed = whole_rows(builder, normed)
     builder.tape.ends(*arguments)
     if settings.names_logits or settings.loss in IN_PIECES:
         builder.tape.ends(entry)
     return entry, normed
-
-
-def _capped(builder: Builder, x: Value) -> Value:
-    """Return ``x`` through a scaled tanh, operation by operation (``TanhSoftCapping`` in torchtune/models/gemma2, 0.6.1)."""
-    bounded = builder.fresh(x := builder.pointwise("scale", x))
-    builder.tape.apply("tanh", [(x, NEW)], bounded, [bounded])
-    return builder.pointwise("scale", bounded)
 
 
 def _chunk(settings: EndSettings, weights: Mapping[str, Weight], normed: Value) -> Section:

@@ -18,8 +18,9 @@ from memplan.units import ceil_div
 class Temporaries:
     """Scratch memory of an update, and the formula that it came from."""
 
-    bytes: int
+    bytes: int  # Less the gradients that updates before it have used up
     formula: str
+    used_up: int = 0  # Bytes of these
 
 
 NOTHING = Temporaries(0, "0: in place")
@@ -87,7 +88,7 @@ def stored_names(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> froze
 
 
 def _less(item: Temporaries, free: int) -> Temporaries:
-    return Temporaries(max(0, item.bytes - free), item.formula)
+    return Temporaries(max(0, item.bytes - free), item.formula, min(item.bytes, free))
 
 
 def _steps_by_tensor(setup: TrainingSetup, group: list[TensorStates]) -> bool:

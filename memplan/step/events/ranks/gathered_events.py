@@ -1,7 +1,6 @@
 """The events of units around the parts of a step: gathered before they run, let go of behind, their gradients reduced.
 
-Each CUDA stream has memory of its own, which no other stream's requests are served from; what is gathered and reduced comes
-from streams beside the one that computes.
+Each CUDA stream has memory of its own, which serves no other; what is gathered and reduced comes from streams beside the one that computes.
 
 Source:
     ``FSDPParamGroup`` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, ``foreach_all_gather`` and
