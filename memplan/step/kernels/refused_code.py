@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.routed_experts import experts_of
-from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.refused_recurrences import refuse_linear_attention, refuse_state_space
+from memplan.step.kernels.refused_recurrences import refuse_recurrences
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
@@ -128,9 +127,7 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_liger(model.spec, setup)
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)
-    refuse_linear_attention(model.spec, setup)
-    _refuse_convolutions(model.spec, setup)
-    refuse_state_space(model.spec, setup)
+    refuse_recurrences(model.spec, setup)
 
 
 def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:
@@ -249,23 +246,6 @@ def refuse_cut_cross_entropy(spec: ModelSpec, setup: TrainingSetup) -> None:
         raise CannotAnswerError(f"{where} takes a head in bf16 or fp16, and this one is in {name}")
     if name == "fp16" and setup.residual_bytes > FLOAT_BYTES[name]:
         raise CannotAnswerError(f"{where} stops at rows in fp32 with a head in fp16: use compute_dtype: bf16")
-
-
-def _refuse_convolutions(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Raise for short convolutions as they are not modelled, or where nothing runs them."""
-    # Source: csrc/causal_conv1d.cpp (1.7.0), lines 289 and 301.
-    sizes = {part.kernel_size for run in spec.runs if isinstance(part := run.layer.attention, ShortConvolution)}
-    if sizes and setup.profile.fused_adapters:
-        raise CannotAnswerError(f"kernels.adapters: {setup.profile.adapters} is not modelled for {spec.name}")
-    if sizes and setup.checkpointing == "selective":
-        raise CannotAnswerError(
-            f"activation_checkpointing: selective is not modelled for {spec.name}'s convolutions: use full"
-        )
-    if sizes and setup.profile.linear_attention == "fla" and (spec.hidden_size % 8 or not sizes <= {2, 3, 4}):
-        raise CannotAnswerError(
-            f"kernels.linear_attention: fla has no kernel for a convolution like {spec.name}'s, of channels that are no multiple of 8 or "
-            "over other than 2 to 4 tokens: use torch"
-        )
 
 
 def refuse_unquantised(spec: ModelSpec, setup: TrainingSetup) -> None:

@@ -1,9 +1,12 @@
-"""Which gated delta networks and state space layers no code runs, or none that is modelled."""
+"""Which gated delta networks, short convolutions and state space layers no code runs, or none that is modelled."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
+from memplan.model.short_convolution import ShortConvolution
 from memplan.model.spec import ModelSpec
 from memplan.model.state_space import StateSpace
 from memplan.training.adapted_ends import selects
@@ -13,23 +16,51 @@ UNADAPTED = {"falcon_h1": ("out_proj", "conv1d"), "nemotron_h": ("out_proj", "co
 """Families -> modules that PEFT puts no adapter on (``_check_lora_target_modules_mamba`` in peft/tuners/tuners_utils.py, 0.21.2)."""
 
 
-def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Raise for gated delta networks where nothing runs them, or not as they are modelled.
+KERNELS = {
+    "gated delta networks": ("torch", "fla"),
+    "short convolutions": ("torch", "fla"),
+    "state space layers": ("torch", "mamba"),
+}
+"""Parts that are no attention -> what runs them (``kernels.linear_attention``)."""
+
+
+def refuse_recurrences(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for parts that are no attention where nothing runs them, or not as they are modelled.
 
     Raises:
-        CannotAnswerError: Another library's models than transformers', or selective checkpointing.
+        CannotAnswerError: Another library's models than transformers', kernels of other parts, fused adapters, selective
+            checkpointing, or what one of these parts alone is refused with.
     """
-    if not spec.linear_attention:
-        return
-    if setup.stack.model_code != "transformers":
+    if spec.linear_attention and setup.stack.model_code != "transformers":
         raise CannotAnswerError(
             f"{spec.name} has gated delta networks, a linear attention, which models of transformers run and those of stack "
             f"{setup.stack.name} do not: use a stack of transformers, such as --stack trl"
         )
-    if setup.profile.linear_attention == "mamba":
-        raise CannotAnswerError(
-            f"kernels.linear_attention: mamba has no kernels for gated delta networks, which {spec.name} has: use torch or fla"
-        )
+    has = dict(zip(KERNELS, (spec.linear_attention, spec.convolves, spec.state_space is not None), strict=True))
+    for parts in [name for name in KERNELS if has[name]]:
+        for text in _unmodelled(parts, setup):
+            raise CannotAnswerError(text.format(f"{parts}, which {spec.name} has"))
+    if spec.linear_attention:
+        _refuse_networks(spec, setup)
+    if spec.convolves:
+        _refuse_convolutions(spec, setup)
+    if spec.state_space is not None:
+        _refuse_state_space(spec, setup, spec.state_space)
+
+
+def _unmodelled(parts: str, setup: TrainingSetup) -> Iterator[str]:
+    """Yield what is modelled for none of these parts, with a place for them."""
+    if (given := setup.profile.linear_attention) not in KERNELS[parts]:
+        others = " or ".join(KERNELS[parts])
+        yield f"kernels.linear_attention: {given} has no kernels for {{}}: use {others}"
+    if setup.profile.fused_adapters:
+        yield f"kernels.adapters: {setup.profile.adapters} is not modelled for {{}}"
+    if setup.checkpointing == "selective":
+        yield "activation_checkpointing: selective is not modelled for {}: use full"
+
+
+def _refuse_networks(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for gated delta networks in fp32, or of shapes that their kernels do not take."""
     if setup.profile.linear_attention == "fla":
         _refuse_fla(spec)
     elif setup.config.compute_dtype == "fp32":
@@ -37,38 +68,21 @@ def refuse_linear_attention(spec: ModelSpec, setup: TrainingSetup) -> None:
             "compute_dtype: in fp32 transformers' own code of gated delta networks takes its inputs as they lie, and copies them for "
             f"some lengths, which is not modelled: use bf16 for {spec.name}, or kernels.linear_attention: fla"
         )
-    if setup.profile.fused_adapters:
+
+
+def _refuse_convolutions(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for short convolutions that their kernel does not take."""
+    # Source: csrc/causal_conv1d.cpp (1.7.0), lines 289 and 301.
+    sizes = {part.kernel_size for run in spec.runs if isinstance(part := run.layer.attention, ShortConvolution)}
+    if setup.profile.linear_attention == "fla" and (spec.hidden_size % 8 or not sizes <= {2, 3, 4}):
         raise CannotAnswerError(
-            f"kernels.adapters: {setup.profile.adapters} is not modelled for gated delta networks, which {spec.name} has"
-        )
-    if setup.checkpointing == "selective":
-        raise CannotAnswerError(
-            f"activation_checkpointing: selective is not modelled for gated delta networks, which {spec.name} has: use full"
+            f"kernels.linear_attention: fla has no kernel for a convolution like {spec.name}'s, of channels that are no multiple of 8 or "
+            "over other than 2 to 4 tokens: use torch"
         )
 
 
-def refuse_state_space(spec: ModelSpec, setup: TrainingSetup) -> None:
-    """Raise for state space layers where nothing runs them, or not as they are modelled.
-
-    Raises:
-        CannotAnswerError: An adapter that PEFT refuses, an engine of shards that is not followed, or a shape whose products need no
-            copies.
-    """
-    part = spec.state_space
-    if part is None:
-        return
-    if setup.profile.linear_attention == "fla":
-        raise CannotAnswerError(
-            f"kernels.linear_attention: fla has no kernels for state space layers, which {spec.name} has: use torch"
-        )
-    if setup.profile.fused_adapters:
-        raise CannotAnswerError(
-            f"kernels.adapters: {setup.profile.adapters} is not modelled for state space layers, which {spec.name} has"
-        )
-    if setup.checkpointing == "selective":
-        raise CannotAnswerError(
-            f"activation_checkpointing: selective is not modelled for state space layers, which {spec.name} has: use full"
-        )
+def _refuse_state_space(spec: ModelSpec, setup: TrainingSetup, part: StateSpace) -> None:
+    """Raise for adapters that PEFT refuses, an engine of shards that is not followed, or a shape whose products need no copies."""
     parallel = setup.config.parallel
     if parallel.engine != "torch" or parallel.tensor > 1 or parallel.context > 1:
         raise CannotAnswerError(
