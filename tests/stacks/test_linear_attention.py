@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-import memplan
 from memplan.errors import CannotAnswerError
 from tests.survey.drawn_jobs import Job, compared
 from tests.survey.stacks.drawn_stack_jobs import StackJob
@@ -207,17 +206,3 @@ def test_shapes_that_kernels_do_not_take_are_refused(catalog):
     wide = {"model_type": "qwen3_5_text", **SHAPE, "linear_key_head_dim": 320}
     with pytest.raises(CannotAnswerError, match="wider than 256"):
         planned(StackJob(Job(wide, {**TRAINING, **FLA}), "8.0", reentrant=False), catalog)
-
-
-@pytest.mark.parametrize("kernels", ["torch", "fla", "mamba"])
-@pytest.mark.parametrize(
-    "model", ["lfm2-1.2b", "lfm2-8b-a1b", "qwen3.5-4b", "granite-4.0-h-tiny", "falcon-h1-7b", "llama-8b"]
-)
-def test_kernels_of_other_parts_are_refused_and_all_else_says_what_runs(model, kernels):
-    settings = {"kernels.linear_attention": kernels, "adapter.targets": ["q_proj", "v_proj"]}
-    try:
-        plan = memplan.plan(model, gpu="h100", config="lora", stack="transformers", set=settings)
-    except CannotAnswerError as error:
-        assert f"kernels.linear_attention: {kernels} has no kernels for" in str(error)
-    else:
-        assert any(kernels in line for line in plan.memory.assumptions) or model == "llama-8b"
