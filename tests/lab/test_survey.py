@@ -36,10 +36,10 @@ LEAST_RESERVED, MOST_RESERVED = 0.97, 1.10
 """Segments with the formula's events, as a share of those with the trace's: less could say FITS of what does not."""
 MOST_REFUSED = 0.10
 OFF = {
-    49: "a reserve of 138 MB for 117: grids trained as codes, gradients in fp32 stepped layer by layer",
-    50: "a reserve 4.4 % low: DoRA over K-quants, a chunked loss of 15,009 tokens",
+    49: "138 MB for 117: scratch in which grid formats are decoded and encoded is told as one block, where the codec takes several",
+    50: "4.4 % low: the events lack the rows of codes that a look-up gathers, and let go of two equal tensors the other way round",
 }
-"""Jobs of the seed whose reserves are off, not their peaks, and why is not known yet."""
+"""Jobs of the seed whose reserves are off, and why; their peaks are not."""
 
 
 def verdicts(seed, numbers, catalog):
