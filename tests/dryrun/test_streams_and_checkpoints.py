@@ -120,6 +120,21 @@ def test_a_replayed_step_counts_and_warming_up_beside_the_main_stream_does_not()
     assert (watched.done, ended) == (3 + 1 + 2, 2)
 
 
+def test_a_run_is_named_after_the_model_that_is_trained():
+    class Teacher(torch.nn.Sequential):
+        pass
+
+    class Student(torch.nn.Sequential):
+        pass
+
+    recorder = recorder_of(8 * GIB)
+    watched = WatchedSteps(recorder, 2)
+    with pretended_machine(recorder, KnownValues(LINES), kernels="cpu"), watched.watching():
+        teacher, student = Teacher(torch.nn.Linear(64, 64)).cuda(), Student(torch.nn.Linear(64, 8)).cuda()
+        student(teacher.requires_grad_(False)(torch.ones(2, 64, device="cuda")))
+    assert watched.model == "Student"
+
+
 def test_what_is_freed_on_another_stream_serves_that_stream_only():
     with machine():
         with torch.cuda.stream(torch.cuda.Stream()) as side:

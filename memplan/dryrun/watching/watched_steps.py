@@ -35,7 +35,7 @@ class WatchedSteps:
         self.done = 0
         self._until, self._captures = steps, 0
         self.vocab_size = 0
-        self.model = ""
+        self.model, self._trained = "", -1
         self.recurrent = False
         self._stepped = True
         self._began = False
@@ -197,7 +197,9 @@ class WatchedSteps:
         whole = sum(1 for _ in module.modules()) > 1
         if whole and not any(module is part for known in self._models for part in known.modules()):
             self._models.add(module)
-            self.model = self.model or type(module).__name__
+            trained = sum(part.numel() for part in module.parameters() if part.requires_grad)
+            if trained > self._trained:  # what is trained names the run, not an encoder that is called before it
+                self.model, self._trained = type(module).__name__, trained
         self._seen.add(module)
         self.recurrent = self.recurrent or any(isinstance(part, nn.RNNBase) for part in module.modules())
         lists = [list(part) for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
