@@ -84,7 +84,9 @@ class Shelf(Generic[T]):
                 raise UnknownNameError(
                     f"{self.kind} {given!r} is ambiguous: say {', '.join(meant[:-1])} or {meant[-1]}"
                 )
-            known = [*self.entries, *(a for entry in self.entries.values() for a in getattr(entry, "aliases", ()))]
+            known = [*self.entries]
+            for entry in self.entries.values():
+                known += [*getattr(entry, "aliases", ()), *([entry.name] if isinstance(entry, Gpu) else ())]
             raise unknown_name(self.kind, given, known, f"memplan list {self.section}")
         return name
 

@@ -127,7 +127,7 @@ def _card_index(cards: Iterable[tuple[str, str]]) -> dict[str, str]:
     """
     index: dict[str, set[str]] = {}
     for name, card in cards:
-        for spelling in {card, card.removeprefix("NVIDIA ")} - {""}:
+        for spelling in {card, re.sub(r"^(NVIDIA|AMD|Apple) ", "", card)} - {""}:
             index.setdefault(normalised_name(spelling), set()).add(name)
     return {
         spelling if len(names) == 1 else spelling + normalised_name(name): name

@@ -13,11 +13,16 @@ from memplan.documents.frozen_values import dataclass
 from memplan.errors import escaped
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from memplan.report.canvas import Canvas
 
 Format = Literal["table", "plain", "json", "csv", "md"]
 
 PIPED_WIDTH = 120
+
+LEAST_WORDS = 24
+"""Columns of a terminal that words fold in at least."""
 
 WIDEST = 100_000
 """Columns that rich is told the terminal has, so that it wraps nothing by itself."""
@@ -135,10 +140,27 @@ def _plain(block: Table | tuple[str, ...], width: int | None = None) -> str:
     return "\n".join([block.title, *lines] if block.title else lines)
 
 
+def _parts(table: Table, width: int) -> Iterable[Table]:
+    """Yield a table as several that keep within a width, one below another, each with the first column; words may fold."""
+    first, *widths = (max(map(len, column)) for column in zip(table.names, *table.rows, strict=True))
+    parts: list[list[int]] = [[]]
+    used = first
+    for column, needed in enumerate(widths, start=1):
+        folds = not table.headers[column].startswith(">")
+        if parts[-1] and used + 2 + (min(needed, LEAST_WORDS) if folds else needed) > width:
+            parts.append([])
+            used = first
+        parts[-1].append(column)
+        used += 2 + needed
+    for number, part in enumerate(parts):
+        headers, *rows = (tuple(row[column] for column in (0, *part)) for row in (table.headers, *table.rows))
+        yield Table(headers, tuple(rows), "" if number else table.title)
+
+
 def _folded(row: Sequence[str], widths: Sequence[int], headers: Sequence[str], width: int | None) -> list[str]:
     """Return the lines of one row: more than one where its last cell, being words, does not fit."""
     indent = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    room = 0 if width is None or headers[-1].startswith(">") else max(24, width - indent)
+    room = 0 if width is None or headers[-1].startswith(">") else max(LEAST_WORDS, width - indent)
     if not room or len(row[-1]) <= room:
         return [_aligned(row, widths, headers)]
     from textwrap import wrap
@@ -168,9 +190,7 @@ def _rich(blocks: Iterable[Table | tuple[str, ...]], color: bool, width: int) ->
         if index:
             console.print()
         if isinstance(block, Table):
-            text = Text(_plain(block, width))
-            head = len(block.title) + 1 if block.title else 0
-            text.stylize("bold", 0, head + text.plain[head:].find("\n") + 1)
+            text = Text("\n\n").join(_headed(part, width) for part in _parts(block, width))
         else:
             lines = (fill(line, width, break_long_words=False, break_on_hyphens=False) for line in block)
             text = Text("\n".join(lines))
@@ -178,3 +198,13 @@ def _rich(blocks: Iterable[Table | tuple[str, ...]], color: bool, width: int) ->
             text.highlight_regex(pattern, style)
         console.print(text)
     return out.getvalue()
+
+
+def _headed(table: Table, width: int) -> Text:
+    """Return a table whose title and column titles are bold."""
+    from rich.text import Text
+
+    text = Text(_plain(table, width))
+    head = len(table.title) + 1 if table.title else 0
+    text.stylize("bold", 0, head + text.plain[head:].find("\n") + 1)
+    return text

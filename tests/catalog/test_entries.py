@@ -381,6 +381,12 @@ def test_a_gpu_is_found_by_the_name_of_its_card():
         card = CATALOG.gpus.entries[name].name
         same = [other for other, gpu in CATALOG.gpus.entries.items() if gpu.name == card]
         assert len(same) > 1 or CATALOG.gpus.name_of(card) == name, name
+        assert len(same) > 1 or CATALOG.gpus.name_of(card.partition(" ")[2]) == name, f"{name} without its vendor"
+
+
+def test_a_card_that_is_named_in_part_is_hinted_at():
+    with pytest.raises(UnknownNameError, match="did you mean 'Apple M3 Max 128GB'"):
+        CATALOG.gpus.name_of("Apple M3 Max")
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.report.canvas import EIGHTHS, Canvas
+from memplan.report.document import Document, Table, render
 
 SIZES = st.integers(0, 2**50)
 UNICODE = st.booleans()
@@ -45,3 +48,23 @@ def test_parts_are_joined_on_lines_that_fit_and_none_is_lost(parts, width):
     lines = Canvas(width).joined(parts, indent=4)
     assert all(len(line) <= width for line in lines)
     assert " ".join(" ".join(lines).split()) == " ".join(", ".join(parts).split())
+
+
+CELLS = st.text("abcdefgh 0123456789.", max_size=30).map(str.strip)
+TABLES = st.integers(1, 9).flatmap(
+    lambda columns: st.builds(
+        Table,
+        st.tuples(*[st.sampled_from(["name", ">bytes", "what it is of"])] * columns),
+        st.lists(st.tuples(*[CELLS] * columns), min_size=1, max_size=5).map(tuple),
+    )
+)
+
+
+@given(TABLES, st.integers(70, 140))
+def test_no_table_is_wider_than_the_terminal_and_no_cell_is_lost(table, width):
+    text = render(Document({}, (table,)), "table", terminal=True, width=width)
+    assert max(map(len, text.split("\n"))) <= width
+    words = Counter(word for row in (table.names, *table.rows) for cell in row for word in cell.split())
+    assert not words - Counter(text.split())
+    if table.width <= width:
+        assert text == render(Document({}, (table,)), "plain")

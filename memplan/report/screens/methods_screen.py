@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
 
 GAUGE = 24
+LEAST_NEEDS = 11
+"""Characters that the column of what is needed has at least."""
 HEADERS = ("method", "checkpointing", "needs", "", "max batch")
 
 
@@ -68,20 +70,25 @@ def _head(plans: Sequence[MemoryPlan], canvas: Canvas, unit: str) -> list[str]:
 
 def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) -> tuple[str, ...]:
     names = [plan.setup.name for plan, _ in rows]
-    widest = max(map(len, (*names, HEADERS[0])))
-    columns = max(8, min(GAUGE, canvas.width - widest - 52))
-    title = f"  {HEADERS[0]:<{widest}}  {HEADERS[1]}  {HEADERS[2]:>11}  {'':<5}  {'':<{columns + 2}}  {HEADERS[4]}"
+    needs = [_needs(plan, unit) for plan, _ in rows]
+    widest, wide = (max(map(len, column)) for column in ((*names, HEADERS[0]), (*needs, " " * LEAST_NEEDS)))
+    columns = max(8, min(GAUGE, canvas.width - widest - wide - 41))
+    title = f"  {HEADERS[0]:<{widest}}  {HEADERS[1]}  {HEADERS[2]:>{wide}}  {'':<5}  {'':<{columns + 2}}  {HEADERS[4]}"
     lines = []
     for place, (plan, batch) in enumerate(rows):
         name = "" if place and names[place - 1] == names[place] else names[place]
         gauge = canvas.gauge(plan.needed_bytes, plan.upper_bytes, plan.usable_bytes, columns)
-        size, about = plan.needed_bytes, "~" if plan.reserve_by_share else ""
-        if plan.reserve_by_share and plan.exceeds_device:
-            size, about = plan.allocated_bytes + plan.allowances.context_bytes, ">"
-        needs, verdict = about + format_bytes(size, unit), VERDICT_WORDS[plan.verdict]
-        kind = plan.setup.checkpointing
-        lines.append(f"  {name:<{widest}}  {kind:<13}  {needs:>11}  {verdict:<5}  {gauge}  {batch or '-':>9}")
+        verdict, kind = VERDICT_WORDS[plan.verdict], plan.setup.checkpointing
+        lines.append(
+            f"  {name:<{widest}}  {kind:<13}  {needs[place]:>{wide}}  {verdict:<5}  {gauge}  {batch or '-':>9}"
+        )
     return (title.rstrip(), *lines)
+
+
+def _needs(plan: MemoryPlan, unit: str) -> str:
+    if plan.reserve_by_share and plan.exceeds_device:
+        return ">" + format_bytes(plan.allocated_bytes + plan.allowances.context_bytes, unit)
+    return ("~" if plan.reserve_by_share else "") + format_bytes(plan.needed_bytes, unit)
 
 
 def _words(plans: Sequence[MemoryPlan]) -> list[str]:
