@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from memplan.documents.frozen_values import dataclass
-from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
+from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.solver.largest_value import Answer, gauge_of, largest_batch, longest_sequence, settled
+from memplan.solver.largest_value import Answer, beyond_peak, gauge_of, largest_batch, longest_sequence, settled
 
 ORDER: tuple[Verdict, ...] = ("fits", "tight", "no")
 DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -59,7 +59,7 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
     bounds = tuple((gauge.most_requested_bytes(tight) - rounding, ORDER[: 1 + tight]) for tight in (False, True))
 
     def cell(batch: int, length: int) -> Cell:
-        if plan.setup.takes_beyond_peak:
+        if beyond_peak(plan.setup, device):
             own = plan.evaluate(device, batch, length)
             return Cell(batch, length, own.verdict, own.requested_bytes, own.device_bytes, own.upper_bytes)
         requested = plan.requested_bytes(batch, length)
@@ -81,7 +81,7 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
 def _at_length(plan: CompiledPlan, device: Device, length: int, bounds: Bounds) -> Edge:
     """Return the largest batches at a length."""
     answers = [
-        _as_planned(plan, largest_batch(plan, length, most), lambda b: plan.evaluate(device, b, length), verdicts)
+        _as_planned(plan, device, largest_batch(plan, length, most), lambda b: (b, length), verdicts)
         for most, verdicts in bounds
     ]
     return Edge(length, *answers)
@@ -96,7 +96,7 @@ def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds
         for most, verdicts in bounds:
             answer = longest_sequence(plan, batch, most, guess)
             answers.append(
-                _as_planned(plan, answer, lambda t, b=batch: plan.evaluate(device, b, t), verdicts)  # type: ignore[misc]
+                _as_planned(plan, device, answer, lambda length, batch=batch: (batch, length), verdicts)  # type: ignore[misc]
             )
             guess = max(1, answer.value)
         edges.append(Edge(batch, *answers))
@@ -104,9 +104,13 @@ def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds
 
 
 def _as_planned(
-    plan: CompiledPlan, answer: Answer, planned: Callable[[int], MemoryPlan], verdicts: Sequence[Verdict]
+    plan: CompiledPlan,
+    device: Device,
+    answer: Answer,
+    cell: Callable[[int], tuple[int, int]],
+    verdicts: Sequence[Verdict],
 ) -> Answer:
-    """Return a largest value as its plan has it, where that counts more than the peak."""
-    if not plan.setup.takes_beyond_peak:
+    """Return a largest value as its plan at that batch and length has it, where that counts more than the peak."""
+    if not beyond_peak(plan.setup, device):
         return answer
-    return settled(answer, lambda value: planned(value).verdict in verdicts)
+    return settled(answer, lambda value: plan.evaluate(device, *cell(value)).verdict in verdicts)

@@ -17,6 +17,7 @@ from memplan.solver.largest_value import (
     MOST_LAYERS,
     MOST_RANK,
     Answer,
+    beyond_peak,
     gauge_of,
     largest,
     largest_batch,
@@ -176,9 +177,9 @@ def _on(
     gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0, least=True)
     evaluated: Callable[[int], MemoryPlan] = partial(_evaluated, what, plans, device)
     fits = _answer(what, setup, plans, gauge.most_requested_bytes())
-    fits = _as_planned(fits, setup, evaluated, ("fits",))
+    fits = _as_planned(fits, setup, device, evaluated, ("fits",))
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
-    tight = _as_planned(tight, setup, evaluated, ("fits", "tight"))
+    tight = _as_planned(tight, setup, device, evaluated, ("fits", "tight"))
     alone = gauge.without_reserve()
     most = _answer(what, setup, plans, alone.most_requested_bytes(tight=True))
     layers = most.value if what == "layers" else sum(run.count for run in plans[1].model.spec.runs)
@@ -211,11 +212,15 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
 
 
 def _as_planned(
-    result: Answer, setup: TrainingSetup, evaluated: Callable[[int], MemoryPlan], verdicts: Sequence[Verdict]
+    result: Answer,
+    setup: TrainingSetup,
+    device: Device,
+    evaluated: Callable[[int], MemoryPlan],
+    verdicts: Sequence[Verdict],
 ) -> Answer:
     """Return the largest value, up to one that bytes alone allow, whose plan has a verdict; it rests on more than these."""
     rollout = setup.config.method.rollout
-    if not setup.takes_beyond_peak and not (rollout and rollout.sleeps):
+    if not beyond_peak(setup, device) and not (rollout and rollout.sleeps):
         return result
     return settled(result, lambda value: evaluated(value).verdict in verdicts)
 

@@ -92,6 +92,11 @@ def largest_multiple(
     return Answer(result.value * apart, result.bounded, result.apart * apart)
 
 
+def beyond_peak(setup: TrainingSetup, device: Device) -> bool:
+    """Tell whether a verdict rests on more than the bytes of a peak, so that only a whole plan has it."""
+    return setup.takes_beyond_peak or device.host_memory_bytes is not None
+
+
 def settled(answer: Answer, holds: Callable[[int], bool]) -> Answer:
     """Return the largest value, up to one that the bytes of its peak allow, of which ``holds`` holds, as its plan does for sure."""
     own = largest_multiple(holds, answer.value, answer.value, answer.apart) if answer.value else answer

@@ -220,8 +220,9 @@ def _kept_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
     if setup.stack.model_code != "transformers":
         return 0
     part = spec.state_space
-    vectors = 0 if part is None or not part.multiplied else spec.num_hidden_layers * part.projected_size
-    return spec.buffer_bytes + vectors * FLOAT_BYTES[setup.loaded_float]
+    if part is None or not part.multiplied:
+        return spec.buffer_bytes
+    return spec.buffer_bytes + spec.num_hidden_layers * part.projected_size * FLOAT_BYTES[setup.loaded_float]
 
 
 def own_rows(setup: TrainingSetup) -> Form:

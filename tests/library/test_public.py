@@ -122,3 +122,11 @@ def test_a_shipped_config_takes_the_stacks_own_format() -> None:
     assert "nf4-torchao" in memplan.plan("llama-3.1-8b", **asked).to_dict()["training"]["weights"].values()
     with pytest.raises(memplan.CannotAnswerError, match="does not train over weights in nf4-dq"):
         memplan.plan("llama-3.1-8b", **asked, set={"weights.hidden_matrix": "nf4-dq"})
+
+
+@pytest.mark.parametrize("stack", ["trl", "plain-loop@4.51", "axolotl", "unsloth"])
+@pytest.mark.parametrize("role", ["embedding", "head", "expert_matrix", "router", "default"])
+def test_libraries_quantise_the_matrices_of_layers_alone(stack: str, role: str) -> None:
+    said = "quantises the matrices of layers alone.* set weights.hidden_matrix"
+    with pytest.raises(memplan.CannotAnswerError, match=said):
+        memplan.plan("llama-3.1-8b", gpu="h100", config="qlora", stack=stack, set={f"weights.{role}": "nf4-dq"})

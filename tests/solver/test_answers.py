@@ -163,3 +163,21 @@ def test_a_bad_price_file_is_refused(cli, write, text):
     ran = cli("where", "gpt2", "--price", write("p.yaml", text))
     assert (ran.exit_code, ran.out) == (2, "")
     assert "p.yaml:" in ran.err
+
+
+def test_every_answer_counts_what_a_host_has():
+    job = {"config": "bf16-adamw", "set": {"offload.optimizer_states": "cpu"}}
+    needs = memplan.plan("llama-3.2-1b", gpu="h100", **job).host_bytes
+    for host, fits in ((f"{needs} B", True), (f"{needs // 2} B", False)):
+        asked = {**job, "host_memory": host}
+        assert (memplan.plan("llama-3.2-1b", gpu="h100", **asked).verdict == "fits") == fits
+        assert bool(memplan.where("llama-3.2-1b", **asked).counts) == fits
+        for of in ("batch", "sequence"):
+            values = memplan.largest("llama-3.2-1b", of, gpu="h100", **asked).values
+            assert bool(max(values.values())) == fits, of
+        grid = memplan.frontier("llama-3.2-1b", gpu="h100", batches=[1], lengths=[512], **asked)
+        assert (set(grid.verdicts.values()) == {"fits"}) == bool(grid.largest_batches[512]) == fits
+        for gpu in ("h100", None):
+            largest = memplan.largest(gpu=gpu, **asked).rows[0].largest_fitting
+            assert largest is not None
+            assert not memplan.plan(largest, gpu="b300", **asked).memory.exceeds_host

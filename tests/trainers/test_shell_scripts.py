@@ -199,6 +199,7 @@ def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_
         ("cat <<EOF\nabc\n", "the here-document that 'EOF' ends does not end"),
         ("for x in 1; do\n" * 60, "nested too deeply"),
         ("x=" + "$(" * 60 + "\n", "nested too deeply|does not end"),
+        ("a=(" * 5000, "an array in an array"),
         ("f() { f; f; }\nf\n" + "python a.py\n" * 6000, "more than 5,000 commands"),
         ("# nothing\n", "starts no trainer"),
         ("trl sft --a 1 \\\n  # --b 2 \\\n  --c 3\n", r"run\.sh:3: --c is a command of its own here: a comment"),

@@ -56,6 +56,7 @@ class _Reader:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
         self.line = 1
+        self.in_array = False  # None of which holds another
         self.resume = 0  # Where the line behind the here-documents that begin on this line starts; 0 where none do
 
     def all(self) -> list[Token]:
@@ -106,8 +107,13 @@ class _Reader:
                     self.resume = 0
                 return Token(operator, line, operator=True)
         if array := _ARRAY.match(self.text, self.at):
-            self.at = array.end()
+            if self.in_array:
+                raise InvalidFileError(
+                    [f"{self.name}:{line}: not a shell script that can be read: an array in an array"]
+                )
+            self.at, self.in_array = array.end(), True
             words = tuple(token for token in self.until(")") if not token.operator and token.document is None)
+            self.in_array = False
             return Token(f"{array[1]}{array[2]}", line, words=words)
         start = self.at
         self._pass_word()

@@ -122,11 +122,11 @@ class _Planned:
 
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
-        plan = self._planned
-        if isinstance(plan, MemplanError) or not room.holds(plan.least_bytes(*self._job)):
+        planned = self._planned
+        if isinstance(planned, MemplanError) or not room.holds(planned.least_bytes(*self._job)):
             return False
         try:
-            own = plan.on(room.device.gpu)
+            own = planned.on(room.device.gpu)
             key = id(own)
             if key not in self._saved:
                 self._saved[key] = own.saved_bytes(*self._job)
@@ -134,9 +134,14 @@ class _Planned:
                 return False
             if key not in self._needed:
                 self._needed[key] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
-            if simulate is None or not room.holds(*self._needed[key]):
-                return room.holds(*self._needed[key])
-            self.played = simulate(own.evaluate(room.device))
+            if not room.holds(*self._needed[key]):
+                return False
+            if simulate is None and room.device.host_memory_bytes is None:
+                return True
+            plan = own.evaluate(room.device)
+            if simulate is None or plan.exceeds_host:
+                return not plan.exceeds_host
+            self.played = simulate(plan)
         except MemplanError:
             return False
         return self.played.verdict == "fits"
@@ -151,6 +156,8 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     plan = plan.on(device.gpu)
     setup = plan.setup
     refuse_parallel(setup)
+    if device.host_memory_bytes is not None and plan.evaluate(device).exceeds_host:
+        return None  # more GPUs leave the host what it is
     requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
 
     def fits(count: int) -> bool:

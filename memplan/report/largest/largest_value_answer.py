@@ -111,6 +111,8 @@ def _sentence(what: Quantity, model: Model, setup: TrainingSetup, rows: Sequence
             return f"TIGHT: {WORDS[what]} {tight.tight.value} may just fit on {of_each(tight.device, setup)}; none FITS for sure."
         if best.fits.bounded:
             return f"NO: {model.spec.name} fits with no {WORDS[what]} in which completions leave room for a prompt."
-        return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1."
+        host = best.device.host_memory_bytes
+        beside = "" if host is None else f" and {format_bytes(host)} of host memory"
+        return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1{beside}."
     ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + best.fits.apart} does not"
     return f"FITS: {WORDS[what]} {best.fits.value} fits on {of_each(best.device, setup)}, and {ending}."

@@ -200,6 +200,16 @@ def kernel_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path
             yield ("kernels", key), text
 
 
+def _left_in_floats(stack: Stack) -> tuple[Role, ...]:
+    """Return what libraries quantise nothing of: they replace linear layers, and of these all but the head.
+
+    Source: ``get_keys_to_not_convert`` and ``replace_with_bnb_linear`` in transformers (5.23.0); ``BitsandbytesPrecision`` of
+    lightning/fabric/plugins/precision/bitsandbytes.py (2.6), which LitGPT takes, replaces heads too.
+    """
+    experts: tuple[Role, ...] = () if stack.own_models else ("expert_matrix", "router")
+    return ("embedding", *experts) if stack.kbit_floats == "stable-embedding" else ("embedding", "head", *experts)
+
+
 def unmodelled(
     stack: Stack, profile: KernelProfile, formats: Mapping[Role, str], catalog: Catalog
 ) -> Iterator[tuple[Path, str]]:
@@ -218,6 +228,10 @@ def unmodelled(
         if resident is not None and own not in (*FLOATS, *resident):
             able = f"use one of {', '.join(resident)} there" if resident else "it has none but floats"
             yield ("weights", role), f"{name} does not train over weights in {own}; {able}, or stack: bundled"
+            break
+        if resident is not None and own not in FLOATS and role in _left_in_floats(stack):
+            text = f"{name} quantises the matrices of layers alone, so that nothing else is in {own}; set weights.hidden_matrix"
+            yield ("weights", role), text
             break
     if profile.loss == "in-place":
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; leave it out"
