@@ -62,6 +62,15 @@ def test_a_stack_without_a_program_is_refused():
         trace_stack("megatron", None)
 
 
+def test_code_of_another_version_than_the_formulas_is_said(traced, make_setup):
+    said = "the formula is that of transformers 4.51;"
+    assert not any(said in note for note in traced().notes)
+    setup = make_setup(stack="plain-loop@4.51", sequence_length=TOKENS)
+    model = Model.from_spec(model_spec(KEYS, "test", "test"), "test")
+    other, _ = trace_stack("plain-loop", StackInputs(model, KEYS, setup, "8.0"))
+    assert any(said in note for note in other.notes)
+
+
 def test_a_plain_loop_has_a_name_for_the_last_steps_logits(traced):
     trace = traced()
     logits = [s for s in trace.storages if s.component == "logits" and s.shape[-1] == KEYS["vocab_size"]]

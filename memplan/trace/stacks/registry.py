@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from memplan.catalog.stacks import Stack
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.model import Model
 from memplan.step.states.parallel_shards import is_sharded
@@ -135,8 +136,18 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
     recorder = _recorder(inputs.setup)("meta", _own_files(), cublas_bytes=cublas)
     with _explained(name):
         run = program.run(inputs, recorder)
-    packages = ", ".join(f"{package} {number}" for package, number in versions(name).items())
-    return assembled(recorder, run.vocab_size, run.notes), f"{run.title} ({packages})"
+    ran = versions(name)
+    packages = ", ".join(f"{package} {number}" for package, number in ran.items())
+    notes = (*run.notes, *_other_versions(inputs.setup.stack, ran))
+    return assembled(recorder, run.vocab_size, notes), f"{run.title} ({packages})"
+
+
+def _other_versions(stack: Stack, ran: Mapping[str, str]) -> Iterator[str]:
+    """Yield that what ran is not what a stack describes: its library, or transformers, of another version."""
+    for package in dict.fromkeys((next(iter(stack.versions)), "transformers")):
+        read, there = stack.versions.get(package, ""), ran.get(package, "")
+        if read and there and _numbers(read)[:2] != _numbers(there)[:2]:
+            yield f"{package} {there} ran here, and the formula is that of {package} {read}; differences may be theirs"
 
 
 def _recorder(setup: TrainingSetup) -> type[Recorder]:
