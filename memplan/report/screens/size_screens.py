@@ -150,7 +150,7 @@ def where_screen(
     more += notes_on_models([row.plan for row in rows[:1]])
     return (
         *_folded([head], canvas),
-        _aligned(list(zip(cells, gauges, strict=True))),
+        *([_aligned(list(zip(cells, gauges, strict=True)))] if rows else []),
         *_folded([*more, *words], canvas),
     )
 
