@@ -86,14 +86,19 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
         plugin.set_mixed_precision(state.mixed_precision)
     PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True
-    for number, parameter in enumerate(trainer.model.parameters()):
-        parameter.data_ptr = partial(int, number)
+    _tell_apart(trainer.model)
     shared = flat_shards(parallel, recorder) if flat else None
     degrees = fully_shard.mesh_degrees(parallel)
     host = host_tensors(recorder) if setup.offloads_weights else nullcontext()
     sharding = shared or fully_shard.sharding(torch.distributed.fsdp, degrees, recorder)
     with _distributed(DistributedType.FSDP), sharding, host:
         yield
+
+
+def _tell_apart(model: torch.nn.Module) -> None:
+    """Give each parameter an address of its own, by which accelerate knows it again when it is a shard; no name is left for one."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
 
 
 def _named_classes(model: torch.nn.Module, setup: TrainingSetup) -> list[str] | None:
