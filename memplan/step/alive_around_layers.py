@@ -84,6 +84,11 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     return ZERO if saved else tokens
 
 
+def enters_directly(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether the first layer is given the embedding's output itself, to which nothing is done before."""
+    return not taped.embedding.tape.nodes and not inputs.spec.learned_positions
+
+
 def names_given(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether what the first layer is given is what a model has a name for until its layers have run, and nothing else keeps."""
     return not _is_apart(inputs, taped) and named_embeddings(inputs, taped) is not ZERO

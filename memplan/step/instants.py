@@ -13,6 +13,7 @@ from memplan.model.model import Model
 from memplan.step.alive_around_layers import (
     called_again,
     embedded_leaf,
+    enters_directly,
     escaped_form,
     handed_back,
     handed_instants,
@@ -179,8 +180,7 @@ def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
 
 def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether no layer is like the first, which is given the embedding's output itself."""
-    direct = not taped.embedding.tape.nodes and not inputs.spec.learned_positions
-    return direct and taped.counts()[taped.kinds[0]] == 1
+    return enters_directly(inputs, taped) and taped.counts()[taped.kinds[0]] == 1
 
 
 def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:

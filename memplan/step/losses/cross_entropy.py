@@ -162,11 +162,13 @@ def tiled_cross_entropy(
             _tile(x, weights[0], compute, vocab_size, several=several, backward=backward) for backward in (False, True)
         )
         wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
+        again, gone = _when_cast(again, vocab_size, x.width * compute) if wide else (again, [])
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
             workspace=[*wide, *_wide_weight(weights[0]), *again],
             custom=True,
             forms_last=bool(wide),
+            gone=gone,
         )
         logs = tape.value(tokens, 0, 4, part=Part.LOGITS)
         logs.gradient_coefficient = 4
@@ -202,6 +204,15 @@ def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, *, several: b
         return [*sizes, (Quantity.NEXT_TILE_TOKENS, row), (ONE, vocab_size * row), (ONE, more * row)]
     starts = range(0, min((1 + backward) * TILE_COLUMNS, vocab_size), TILE_COLUMNS)
     return [*sizes, *((ONE, min(TILE_COLUMNS, vocab_size - start) * row) for start in starts)]
+
+
+def _when_cast(sizes: Sizes, vocab_size: int, row: int) -> tuple[Sizes, Sizes]:
+    """Return what of a backward's copies is there when it casts gradients, and what has gone: of stretches the last has a name still."""
+    stretches = sum(size for quantity, size in sizes if quantity is ONE)
+    last = min(stretches, ((vocab_size - 1) % TILE_COLUMNS + 1) * row)
+    if last == stretches:
+        return sizes, []
+    return [*(item for item in sizes if item[0] is not ONE), (ONE, last)], [(ONE, stretches - last)]
 
 
 def _wide_weight(weight: Weight) -> Sizes:

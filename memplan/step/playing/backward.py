@@ -99,6 +99,8 @@ class _Backward:
             self._cast_wide(self.live, node, node.traits.reduces, arrived)
             return
         early = self._taken(node) if node.traits.forms_last else []
+        if node.traits.gone:
+            self.player.with_scratch(node.instant, node.name, temporaries(node.traits.gone))
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
             self.live.multiply()

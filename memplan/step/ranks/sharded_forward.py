@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.step.alive_around_layers import embedded_leaf, named_embeddings, saves_leaf
+from memplan.step.alive_around_layers import embedded_leaf, enters_directly, named_embeddings, saves_leaf
 from memplan.step.chunks_at_once import chunked_logits_forward, logits_of_model
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.divided.shared_ends_and_rows import FORWARD_BYTES
@@ -81,7 +81,10 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
     x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
     around = base + arguments_of(step)
     first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
-    yield with_gathered("forward", "copy of the first layer", around + x, first)
+    entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
+    given = entered if enters_directly(step.inputs, step.taped) else ZERO
+    form = around + x + played.embedding.saved + entered - given
+    yield with_gathered("forward", "copy of the first layer", form, first)
     if step.flat:
         yield with_gathered("forward", "gather of the root", base, step.first.copied_bytes)
     if step.rest:  # whose buffer is there until the embedding, or both ends, have been copied out of theirs
@@ -90,12 +93,11 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
         yield with_gathered("forward", "copy of the embedding", around, step.first.copied_bytes)
         for moment in played.embedding.forward:
             yield with_gathered("forward", moment.operation, around + moment.form, step.first.copied_bytes)
-    entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
     around += entered
     if step.apart and not step.head_by_hand:
         ends = step.tail.copied_bytes + step.last.buffer_bytes + step.below_head
         yield with_gathered("forward", "copy of norm and head", around + played.saved + x, ends)
-    yield from _layers(step, around + played.embedding.saved, entered)
+    yield from _layers(step, around + played.embedding.saved, given)
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
@@ -183,12 +185,12 @@ def _copies(unit: Unit, waiting: int) -> Iterator[int]:
         waiting = group.buffer_bytes
 
 
-def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]:
+def _layers(step: ShardedStep, around: Form, given: Form) -> Iterator[Instant]:
     """Yield the forward of the first and of the last layer of each run, whose buffer is still there.
 
     Args:
         around: What lies around the first.
-        entered: What of that the first layer is given.
+        given: What of that the first layer is given.
     """
     for index, (run, kind, own) in enumerate(zip(step.taped.runs, step.taped.kinds, step.units, strict=True)):
         part = step.played.layers[kind]
@@ -196,7 +198,7 @@ def _layers(step: ShardedStep, around: Form, entered: Form) -> Iterator[Instant]
         for position in dict.fromkeys((0, run.count - 1)):
             below = around + part.saved * position
             if run is step.taped.runs[0] and position == 0:
-                below -= entered
+                below -= given
             if step.flat:
                 before = step.root_weight_bytes + step.staying(index, position + 1)
                 yield with_gathered("forward", "gather of a layer", below + entry_of(step), before + own.copied_bytes)

@@ -1,7 +1,7 @@
 """The units that one rank gathers weights in, around the tapes of whole weights."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 
 from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.documents.frozen_values import dataclass
@@ -37,6 +37,7 @@ class ShardedStep:
     rest: Unit | None  # The root's own unit besides those of the ends, where there is one
     head: Unit | None  # What the head alone is in the unit of norm and head, where that is one
     reduced_width: int  # Bytes of an element of a gradient as it is reduced
+    head_by_hand: bool  # Whether the loss gathers a unit that is the head alone itself, whose module it does not call
     flat: FlatShards | None = None  # What FullyShardedDataParallel is told, where units are its flat tensors
     # The units of adapters there, each matrix one alone, by name.
     adapters: Mapping[str, Unit] = field(default_factory=dict)
@@ -96,11 +97,6 @@ class ShardedStep:
             ``apply_fsdp_to_decoder`` in torchtitan/distributed/fsdp.py (0.3.0), whose unit has the hooks of the head's module.
         """
         return self.inputs.setup.stack.model_code == "torchtitan" or self.apart or self.loss_inside
-
-    @property
-    def head_by_hand(self) -> bool:
-        """Whether the loss gathers a unit that is the head alone itself, whose module it does not call."""
-        return self.loss_inside and self.inputs.setup.config.adapter is not None and self.taped.head.logits is None
 
     @property
     def chunked(self) -> bool:
@@ -247,7 +243,7 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
     refuse_unread_code(model, setup)
-    whole = gathered_setup(setup)
+    whole = _with_stored_head(setup) if gathers_head_by_hand(model.spec, setup) else gathered_setup(setup)
     optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
     if setup.steps_on_host:
         optimizer, clipping = ON_HOST, 0
@@ -279,8 +275,30 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         rest=rest,
         head=alone,
         reduced_width=reduced_width(setup),
+        head_by_hand=gathers_head_by_hand(model.spec, setup),
         flat=flat,
         adapters=own,
+    )
+
+
+def gathers_head_by_hand(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether a loss gathers the head itself, as it is stored: one that is a unit alone, as accelerate finds no norm beside adapters.
+
+    Source:
+        ``_fused_forward`` in trl/trainer/utils.py (1.16.0), which asks a sharded weight for its ``full_tensor``.
+    """
+    alone = setup.config.adapter is not None and not spec.tie_word_embeddings
+    engine = setup.config.parallel.engine
+    return alone and setup.profile.loss == "fused-head" and is_accelerated(setup) and engine == "torch"
+
+
+def _with_stored_head(setup: TrainingSetup) -> TrainingSetup:
+    """Return the setup of gathered weights, of which the head is in the dtype that it is stored in."""
+    whole, role = gathered_setup(setup), "head"
+    return replace(
+        whole,
+        format_names={**whole.format_names, role: setup.format_names[role]},
+        formats={**whole.formats, role: setup.formats[role]},
     )
 
 
@@ -317,4 +335,6 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         root = unit(ends, setup)
         return root, root, rest
     embeddings = [tensor for tensor in ends if tensor.role == "embedding"]
-    return unit(embeddings, setup), unit([tensor for tensor in ends if tensor.role != "embedding"], setup), rest
+    others = [tensor for tensor in ends if tensor.role != "embedding"]
+    as_stored = replace(setup, config=replace(setup.config, autocast=False))
+    return unit(embeddings, setup), unit(others, as_stored if gathers_head_by_hand(spec, setup) else setup), rest

@@ -229,6 +229,7 @@ class Traits(NamedTuple):
     stores_weights_first: bool = False
     batched: bool = False  # Whether it is products of stacked matrices (``aten.bmm``)
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
+    gone: Sizes = ()  # What that backward takes besides, and has let go of when it forms them
     # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     made: tuple[Value, ...] = ()
     own_workspace: bool = (
