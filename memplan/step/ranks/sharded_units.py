@@ -281,13 +281,24 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     )
 
 
+def finds_norm(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether accelerate finds a model's final norm: a child of its base model, where PEFT has not wrapped what goes by that name.
+
+    Source:
+        ``_find_final_norm`` in accelerate/utils/fsdp_utils.py (1.15.0), which asks PEFT's model for ``base_model_prefix``:
+        for ``model`` that is the whole model inside, for ``transformer`` it is the base model.
+    """
+    base, *path = spec.names.final_norm.split(".")
+    return len(path) == 1 and not (setup.config.adapter is not None and base == "model")
+
+
 def gathers_head_by_hand(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether a loss gathers the head itself, as it is stored: one that is a unit alone, as accelerate finds no norm beside adapters.
+    """Tell whether a loss gathers the head itself, as it is stored: one that is a unit alone, whose module it does not call.
 
     Source:
         ``_fused_forward`` in trl/trainer/utils.py (1.16.0), which asks a sharded weight for its ``full_tensor``.
     """
-    alone = setup.config.adapter is not None and not spec.tie_word_embeddings
+    alone = setup.config.adapter is not None and not spec.tie_word_embeddings and not finds_norm(spec, setup)
     engine = setup.config.parallel.engine
     return alone and setup.profile.loss == "fused-head" and is_accelerated(setup) and engine == "torch"
 
@@ -307,13 +318,9 @@ def _is_of_tower(tensor: ParameterTensor, spec: ModelSpec) -> bool:
 
 
 def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:
-    """Return the units of the embedding, of final norm and head, and of what else the root has; the first two may be one.
-
-    accelerate finds no final norm in a model that PEFT has wrapped.
-    """
-    # Source: torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` and
-    # ``_find_final_norm`` in accelerate/utils/fsdp_utils.py (1.15.0), and the former in
-    # axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
+    """Return the units of the embedding, of final norm and head, and of what else the root has; the first two may be one."""
+    # Source: torchtitan/distributed/fsdp.py, ``apply_fsdp_to_decoder`` (0.3.0); ``fsdp2_prepare_model`` in
+    # accelerate/utils/fsdp_utils.py (1.15.0), and in axolotl/monkeypatch/accelerate/fsdp2.py (0.21.0).
     blocks, layout = wraps_blocks(spec, setup.config.parallel), setup.stack.sharded_units
     ends = [
         tensor for tensor in inventory for _ in range(tensor.count) if is_in_root(tensor, spec.tower, blocks=blocks)
@@ -321,14 +328,9 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
     layout = "root" if setup.config.parallel.engine == "fsdp1" else layout
     others: list[ParameterTensor] = []
     if layout == "accelerate":
-        wrapped = setup.config.adapter is not None
-        others = [
-            t
-            for t in ends
-            if _is_of_tower(t, spec)
-            or t.name.startswith(f"{spec.names.positions}.")
-            or (wrapped and t.role in ("norm", "bias"))
-        ]
+        names = spec.names
+        own = (names.embedding, names.head, *((names.final_norm,) if finds_norm(spec, setup) else ()))
+        others = [t for t in ends if not t.name.startswith(tuple(f"{name}." for name in own))]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None
     if layout in ("root", "root-again", "axolotl", "own-root") or spec.tie_word_embeddings:
