@@ -17,7 +17,7 @@ from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import head_backward, tied_sum
 from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.reduced_pass import Pass
-from memplan.step.ranks.sharded_forward import instant_with, leaf_output, rows_of_head, with_gathered
+from memplan.step.ranks.sharded_forward import instant_with, leaf_output, saved_below_logits, with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep, positions
 from memplan.step.step_inputs import tables_of_graph
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
@@ -78,7 +78,7 @@ def _behind_loss(step: ShardedStep, around: Form, saved: Form) -> Iterator[Insta
     gradient = single_form(Part.LOGITS, logits.quantity, settings.vocab_size * step.inputs.setup.compute_bytes)
     name, root = "gather of the last layer", step.first.gathered_bytes
     if not settings.bounded_logits:
-        yield with_gathered("head backward", name, around + rows_of_head(step) + gradient, root + last.copied_bytes)
+        yield with_gathered("head backward", name, around + saved_below_logits(step) + gradient, root + last.copied_bytes)
         return
     left = around + saved - single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
     yield with_gathered("loss backward", name, left + gradient, root + last.copied_bytes)

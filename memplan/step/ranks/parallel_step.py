@@ -42,7 +42,7 @@ from memplan.step.ranks.sharded_forward import (
     leaf_of,
     leaf_output,
     named_labels,
-    rows_of_head,
+    saved_below_logits,
     with_gathered,
 )
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
@@ -162,7 +162,7 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         assert head.logits is not None
         logits = single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
-        form = around + rows_of_head(step) + logits
+        form = around + saved_below_logits(step) + logits
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
     elif step.gathers_before_head and not step.stays:
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
@@ -202,7 +202,7 @@ def _root_behind_loss(step: ShardedStep, around: Form, played: PlayedModel) -> I
         yield with_gathered("loss backward", "copy of the root", form, size)
         yield from _logits_behind_loss(step, form, logits)
     if not step.widens_logits:
-        rows = rows_of_head(step) if head.chunk is None else played.head.saved + saved_rows(head)
+        rows = saved_below_logits(step) if head.chunk is None else played.head.saved + saved_rows(head)
         yield with_gathered("head backward", "copy of the root", around + rows + logits, step.tail.copied_bytes)
     for instant in head_backward(step.inputs, head, played.head, around, "first"):
         inside = instant.name != "loss backward"

@@ -35,6 +35,14 @@ def rows_of_head(step: ShardedStep) -> Form:
     return sum((single_form(Part.ACTIVATIONS, value.quantity, value.coefficient) for value in values), ZERO)
 
 
+def saved_below_logits(step: ShardedStep) -> Form:
+    """Return what final norm and head have saved, which is there when the gradient of the logits is, and the loss has let go of its own."""
+    tape = step.taped.head.section.tape
+    last = max(place for place, node in enumerate(tape.nodes) if node.name == "head")
+    saved = dict.fromkeys(storage for node in tape.nodes[: last + 1] for storage in node.retained)
+    return sum((single_form(*tape.storages[storage]) for storage in saved), ZERO)
+
+
 def named_labels(step: ShardedStep) -> Form:
     """Return the labels of a micro-batch that a loop over ranks has a name for until the next one's: torchtune's recipe.
 
