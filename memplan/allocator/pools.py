@@ -106,7 +106,7 @@ class Pool:
 
     def first_fit(self, stream: int, size_bytes: int) -> int | None:
         """Return the place of the smallest free block of the stream that is large enough."""
-        index = bisect_left(self.order, (stream, size_bytes, -1))
+        index = bisect_left(self.order, (stream, size_bytes))
         return index if index < len(self.order) and self.order[index][0] == stream else None
 
     def free_blocks(self) -> list[Block]:
@@ -126,7 +126,7 @@ class Pool:
 
     def unmapped_blocks(self, stream: int) -> list[Block]:
         """Return the ranges of a stream that no memory backs, lowest address first."""
-        start = bisect_left(self.unmapped_order, (stream, -1))
+        start = bisect_left(self.unmapped_order, (stream,))
         return [self._unmapped[place] for place in self.unmapped_order[start:] if place[0] == stream]
 
     def split(self, block: Block, size_bytes: int) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.allocator.caching_allocator import CachingAllocator, replay
-from memplan.allocator.results import AllocationError
+from memplan.allocator.results import AllocationError, AllocatorResult
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import GIB, MIB
 
@@ -127,6 +127,11 @@ def test_no_card_smaller_than_what_is_requested_is_survived(events, expandable):
         result = replay(events, configuration, peak - 1)
         assert (result.survives, result.oom is None) == (False, False)
         assert result.retries >= 1
+
+
+def test_what_asks_for_nothing_takes_nothing():
+    for events in ([], [(1, 0, 0), (-1, 0, 0)]):
+        assert replay(events) == AllocatorResult(0, 0, 0, segments=0, retries=0, survives=True, oom=None)
 
 
 def mebibytes(*events):

@@ -106,6 +106,20 @@ def test_the_memory_fraction_limits_what_is_reserved():
     assert (result.survives, result.oom.free_bytes) == (False, 50 * MIB)
 
 
+def test_what_is_allowed_may_change_as_a_program_runs():
+    """setMemoryFraction of the device's allocator; without a limit the card has no end either."""
+    allocator = filled(30, capacity_bytes=100 * MIB)
+    allocator.allow(60 * MIB)
+    with pytest.raises(AllocationError):
+        allocator.malloc("beyond the share", 40 * MIB)
+    allocator.allow(200 * MIB)
+    with pytest.raises(AllocationError):
+        allocator.malloc("beyond the card", 80 * MIB)
+    allocator.allow(None)
+    allocator.malloc("beyond both", 300 * MIB)
+    assert allocator.driver.reserved_bytes == 330 * MIB
+
+
 def test_garbage_collection_releases_the_blocks_that_were_free_longest():
     """garbage_collect_cached_blocks: above threshold * allowed, unsplit large blocks of average age or more."""
     settings = parse_alloc_conf("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9")
@@ -128,3 +142,10 @@ def test_garbage_collection_needs_a_memory_fraction():
     assert replay(events, settings, 200 * MIB).reserved_peak_bytes == 150 * MIB
     limited = replace(settings, per_process_memory_fraction=Fraction(9, 10))
     assert replay(events, limited, 200 * MIB).reserved_peak_bytes == 90 * MIB
+    never = parse_alloc_conf("per_process_memory_fraction:0.9")
+    assert replay(events, never, 200 * MIB).reserved_peak_bytes == 150 * MIB
+
+
+def test_a_card_that_is_full_to_the_last_byte_has_none_free():
+    result = replay([(1, 0, 60 * MIB), (1, 1, 512)], capacity_bytes=60 * MIB)
+    assert (result.survives, result.oom.free_bytes, result.oom.largest_free_block_bytes) == (False, 0, 0)

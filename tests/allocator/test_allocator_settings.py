@@ -156,4 +156,8 @@ def test_torch_reads_the_same_divisions(torch_settings):
     divisions_of.restype, divisions_of.argtypes = ctypes.c_size_t, [ctypes.c_size_t]
     for text in DIVISIONS:
         torch_settings(text)
-        assert parse_alloc_conf(text).roundup_power2_divisions == tuple(divisions_of(MIB << i) for i in range(16)), text
+        settings = parse_alloc_conf(text)
+        assert settings.roundup_power2_divisions == tuple(divisions_of(MIB << i) for i in range(16)), text
+        for size in (600, 5_000, *(MIB * 2**doubled // 2 + more for doubled in range(20) for more in (-1, 0, 1, 999))):
+            alone = AllocatorSettings(roundup_power2_divisions=(divisions_of(size),) * 16)
+            assert settings.rounded_bytes(size) == alone.rounded_bytes(size), (text, size)

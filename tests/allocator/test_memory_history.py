@@ -2,6 +2,7 @@
 
 import json
 import sys
+from random import Random
 from textwrap import dedent
 from types import SimpleNamespace
 
@@ -32,14 +33,18 @@ def entry(action, address, size, stream=0):
 def recorded(events, settings=None, capacity_bytes=None, step=2**36):
     """The trace that a run of (sign, storage, bytes) would have left, in the format of ``_snapshot()``.
 
-    Segments lie ``step`` bytes apart; a driver may well hand them out from high to low.
+    Segments lie ``step`` bytes apart, or end to end without one; a driver may well hand them out from high to low. A sign
+    of 0 empties the cache.
     """
-    places = iter(BASE + index * step for index in range(1000))
-    allocator = CachingAllocator(settings, capacity_bytes, lambda size: next(places))
+    taken = []
+    allocator = CachingAllocator(settings, capacity_bytes, lambda size: place_of(taken, size, step))
     trace, blocks = [], {}
     for sign, storage, size in events:
         before = len(allocator.driver.calls)
-        if sign > 0:
+        if not sign:
+            allocator.release_cached()
+            trace += [entry(*call) for call in allocator.driver.calls[before:]]
+        elif sign > 0:
             blocks[storage] = allocator.malloc(storage, size)
             trace += [entry(*call) for call in allocator.driver.calls[before:]]
             trace.append(entry("alloc", blocks[storage].address, size))
@@ -48,6 +53,12 @@ def recorded(events, settings=None, capacity_bytes=None, step=2**36):
             trace += [entry(action, block.address, size) for action in ("free_requested", "free_completed")]
             allocator.free(storage)
     return {"device_traces": [[], trace], "segments": segments_of(allocator)}
+
+
+def place_of(taken, size, step):
+    """The address of a new segment, behind those that were taken before."""
+    taken.append(size if step is None else step)
+    return BASE + sum(taken[:-1])
 
 
 def segments_of(allocator):
@@ -94,6 +105,36 @@ def test_a_run_of_the_same_rules_agrees_event_by_event(configuration, capacity, 
     assert comparison.simulated.reserved_peak_bytes == comparison.measured_reserved_peak_bytes
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_any_run_of_the_same_rules_agrees_wherever_its_segments_lie(seed):
+    rng = Random(f"history {seed}")
+    conf = rng.choice(["", "large_segment_size_mb:40", "max_split_size_mb:30", "roundup_power2_divisions:4"])
+    events, alive = [], {}
+    for storage in range(60):
+        if alive and rng.random() < 0.5:
+            gone = rng.choice([*alive])
+            events.append((-1, gone, alive.pop(gone)))
+        elif rng.random() < 0.1:
+            events.append((0, 0, 0))
+        else:
+            alive[storage] = rng.choice([1, 512, MIB, MIB + 1, 3 * MIB, 10 * MIB, 31 * MIB, 70 * MIB])
+            events.append((1, storage, alive[storage]))
+    data = recorded(events, parse_alloc_conf(conf), step=None)
+    data["segments"].reverse()
+    comparison = compare_history(history_of(data), parse_alloc_conf(conf))
+    assert (comparison.first_difference, comparison.differences) == (None, 0)
+    assert comparison.simulated_reserved_bytes == comparison.measured_reserved_bytes
+    assert comparison.simulated.reserved_peak_bytes == comparison.measured_reserved_peak_bytes
+
+
+def test_without_streams_all_is_of_one():
+    data = recorded(RUN)
+    whole = history_of(data)
+    for one in (*data["device_traces"][1], *data["segments"]):
+        del one["stream"]
+    assert history_of(data) == whole
+
+
 def test_the_first_difference_is_named():
     """The run was made with other settings than it is compared with."""
     history = history_of(recorded(RUN, parse_alloc_conf("large_segment_size_mb:40")))
@@ -105,6 +146,15 @@ def test_the_first_difference_is_named():
     assert first.simulated.startswith("segment_alloc 20971520 at ")
     assert history.events[3].action == "alloc"
     assert first.index == 3
+
+
+@pytest.mark.parametrize(("segments", "rest"), [(4, ""), (5, ", ...")])
+def test_no_more_than_four_segments_of_a_difference_are_named(segments, rest):
+    taken = [entry("segment_alloc", BASE + number * 2 * MIB, 2 * MIB) for number in range(segments)]
+    first = compare_history(history_of({"device_traces": [[*taken, entry("alloc", BASE, 512)]]})).first_difference
+    assert first.measured == ", ".join(f"segment_alloc 2097152 at {one['addr']:#x}" for one in taken[:4]) + rest
+    none = compare_history(history_of({"device_traces": [[entry("alloc", BASE, 512)]]})).first_difference
+    assert none.measured == "no new segment"
 
 
 def test_a_block_at_another_place_is_a_difference():
@@ -154,6 +204,12 @@ def test_blocks_older_than_the_history_are_counted_and_take_their_room():
     assert comparison.older_segment_bytes == 52 * MIB
     assert comparison.simulated.requested_peak_bytes == replay(RUN).requested_peak_bytes
     assert comparison.simulated_allocated_bytes == comparison.measured_allocated_bytes
+
+
+def test_an_older_block_is_no_difference_wherever_it_was():
+    trace = [entry("free_completed", BASE + 512 * block, 512) for block in (4, 2)]
+    comparison = compare_history(history_of({"device_traces": [trace]}))
+    assert (comparison.older_blocks, comparison.allocations, comparison.differences) == (2, 0, 0)
 
 
 def test_without_completed_frees_the_requests_end_a_life():
@@ -218,7 +274,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
         ({"device_traces": [[entry("alloc", BASE, -5)]]}, r"\[0\]\.size: expected an integer from 1 to .*, got -5"),
         ({"device_traces": [[entry("alloc", BASE, 2.5)]]}, "got 2.5"),
         ({"device_traces": [[entry("alloc", BASE, True)]]}, "got True"),
-        ({"device_traces": [[entry("alloc", 2**70, 512)]]}, r"\[0\]\.addr: expected"),
+        ({"device_traces": [[entry("alloc", 2**62, 512)]]}, rf"\[0\]\.addr: expected an integer from 0 to {2**62 - 1}"),
         ({"device_traces": [[entry("alloc", BASE, 512)]], "segments": 3}, "segments: expected a list"),
         ({"device_traces": [[entry("alloc", BASE, 512)]], "segments": [3]}, r"segments\[0\]: expected a segment"),
         ({"device_traces": [[1], [1]]}, "events of devices 0, 1: choose one"),
@@ -227,6 +283,34 @@ def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
 def test_what_is_wrong_is_named(data, problem):
     with pytest.raises(InvalidFileError, match=problem):
         history_of(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "least", "most"),
+    [
+        (("device_traces", 0, 0), "addr", 0, 2**62 - 1),
+        (("device_traces", 0, 0), "size", 1, 2**50 - 1),
+        (("device_traces", 0, 0), "stream", 0, 2**64 - 1),
+        (("segments", 0), "address", 0, 2**62 - 1),
+        (("segments", 0), "total_size", 1, 2**50 - 1),
+        (("segments", 0), "stream", 0, 2**64 - 1),
+        (("segments", 0, "blocks", 0), "size", 1, 2**50 - 1),
+        (("segments", 0, "blocks", 0), "requested_size", 0, 2**50 - 1),
+    ],
+)
+def test_a_number_is_taken_from_the_least_to_the_most_that_makes_sense(path, key, least, most):
+    segment = {"device": 0, "address": BASE, "total_size": 1024, "blocks": [{"size": 1024, "state": "inactive"}]}
+    data = {"device_traces": [[entry("alloc", BASE, 512)]], "segments": [segment]}
+    part = data
+    for step in path:
+        part = part[step]
+    for number in (least, most):
+        part[key] = number
+        assert history_of(data).events
+    for number in (least - 1, most + 1):
+        part[key] = number
+        with pytest.raises(InvalidFileError, match=rf"{key}: expected an integer from {least} to {most}, got {number}"):
+            history_of(data)
 
 
 def test_one_of_several_devices_is_chosen():

@@ -5,16 +5,20 @@
 Works on a copy of the tracked files, so that the working tree is never touched. Which tests run for a
 folder or module, and which of cosmic-ray's operators mutate it, stands in ``[tool.memplan-mutation]`` of
 pyproject.toml; without a name, all that stands there is mutated. A sample of each module is drawn with a
-seed, the same one every time. Each mutant is tried in a forked process, in which third-party packages and
-the catalog are loaded already. ``--again results.json`` tries those that survived an earlier run. A survivor that changed
-what ``explained`` there names is told apart, with the reason. The exit code is 1 where another mutant survived, 3 where
-not all could be tried in time.
+seed, the same one every time. Each mutant is tried in a forked process, in which all modules and the catalog are loaded
+already, and gets the changed code in place of a function's; what is changed outside of functions, or in what reads the
+catalog, is tried first, before anything is loaded. The test that notices a mutant has to pass without it. ``--again
+results.json`` tries those that survived an earlier run. A survivor that changed what ``explained`` there names is told
+apart, with the reason. The exit code is 1 where another mutant survived, 3 where not all could be tried in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import gc
+import importlib
+import inspect
 import json
 import os
 import py_compile
@@ -29,12 +33,15 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS_PER_MUTANT, TIMES_UNCHANGED = 300, 5
-"""A mutant's tests end after so many seconds, or times as long as without it, whichever is more: it loops."""
+SECONDS_PER_TEST = 600
+"""A test that takes longer is ended: the mutant loops."""
 MEMORY_BYTES = 8 * 2**30
+WITH_TORCH = "memplan/dryrun", "memplan/lab", "memplan/measure", "memplan/muon", "memplan/trace"
+READ_THE_CATALOG = "memplan/catalog", "memplan/documents", "memplan/errors", "memplan/units"
 Mutant = tuple[int, str, int]
 """Line, operator, and which of its occurrences in the module."""
 
@@ -44,28 +51,21 @@ def main() -> int:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["memplan-mutation"]
     given = _arguments()
     until = time.monotonic() + 60 * given.minutes
-    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="memplan-mutation-") as name:
         _copy_into(Path(name))
         os.chdir(name)
-        _load(name, list(settings["tests"]))
         if given.again is not None:
             drawn = _again(json.loads(given.again.read_text(encoding="utf-8")))
         else:
             drawn = _drawn(_modules(given.names or list(settings["tests"])), settings["operators"], given)
-        taken: dict[str, float] = {}
-        for module, mutants in drawn.items():
-            tests = settings["tests"][max((p for p in settings["tests"] if module.startswith(p)), key=len)]
-            for path in set(tests) - set(taken):  # each once: many modules have some in common
-                began = time.monotonic()
-                if not _passes([path], 0):
-                    raise SystemExit(f"{module}: its tests fail before anything is mutated: {path}")
-                taken[path] = time.monotonic() - began
-            limit = max(SECONDS_PER_MUTANT, TIMES_UNCHANGED * int(sum(taken[path] for path in tests)))
-            results.append(_mutated(module, mutants, (tests, limit), until, settings["explained"]))
-            if given.json is not None:
-                given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    total = sum((Counter(result["outcomes"]) for result in results), Counter())
+        trial = _Trial(settings["tests"], settings["explained"], until, given.json)
+        _prepare(name)
+        waiting = [(module, mutant) for module, mutant in drawn if not trial.try_one(module, mutant)]
+        _load()
+        trial.functions = _functions()
+        for module, mutant in waiting:
+            trial.try_one(module, mutant)
+    total = sum((Counter(result["outcomes"]) for result in trial.results.values()), Counter())
     tried = total["killed"] + total["survived"] + total["explained"]
     share, (least, most) = total["killed"] / max(1, tried), interval(total["killed"], tried)
     sys.stdout.write(
@@ -113,22 +113,43 @@ def _copy_into(folder: Path) -> None:
     compileall.compile_dir(folder / "memplan", quiet=2, invalidation_mode=mode)
 
 
-def _load(folder: str, mutated: Sequence[str]) -> None:
-    """Import what no mutant can change: packages of others, and the catalog and models under the formula."""
+def _prepare(folder: str) -> None:
+    """Find modules in the copy, and import packages of others."""
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
     os.environ.update(PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    import pydantic
     import pytest
     import typer
+    import yaml
 
+    assert all((pydantic, pytest, typer, yaml))
+    loaded = [name for name in sys.modules if name.partition(".")[0] in ("memplan", "tests")]
+    assert not loaded, f"loaded before they are mutated: {loaded}"
+
+
+def _load() -> None:
+    """Import every module that needs no torch, and read the catalog; nothing else runs before a mutant does."""
+    for path in _modules(["memplan"]):
+        if not path.startswith(WITH_TORCH) and not path.endswith("__main__.py"):
+            importlib.import_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     from tests.jobs import shipped_catalog
 
     catalog = shipped_catalog()
     kinds = (catalog.gpus, catalog.formats, catalog.gradients, catalog.optimizers, catalog.configs, catalog.stacks)
-    assert all((pytest, typer, *(kind.entries for kind in kinds)))
-    prefixes = tuple(name.removesuffix(".py").replace("/", ".") for name in mutated)
-    loaded = [name for name in sys.modules if name.startswith(prefixes)]
-    assert not loaded, f"loaded before they are mutated: {loaded}"
+    assert all(kind.entries for kind in kinds)
+
+
+def _functions() -> Mapping[tuple[str, str, int], Sequence[FunctionType]]:
+    """Return the functions that are loaded, by module, name and first line."""
+    found: dict[tuple[str, str, int], list[FunctionType]] = {}
+    for function in (one for one in gc.get_objects() if type(one) is FunctionType):
+        code = function.__code__
+        _, inside, module = code.co_filename.rpartition("/memplan/")
+        if inside:
+            found.setdefault((f"memplan/{module}", code.co_qualname, code.co_firstlineno), []).append(function)
+    gc.freeze()
+    return found
 
 
 def _modules(names: Sequence[str]) -> list[str]:
@@ -139,8 +160,8 @@ def _modules(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(str(path) for path in found))
 
 
-def _drawn(modules: Sequence[str], operators: list[str], given: argparse.Namespace) -> dict[str, list[Mutant]]:
-    """Return the mutants to try of each module, a sample where one is asked for."""
+def _drawn(modules: Sequence[str], operators: list[str], given: argparse.Namespace) -> list[tuple[str, Mutant]]:
+    """Return the mutants to try, each with its module: a sample where one is asked for."""
     found = {module: list(_mutants(Path(module).read_text(encoding="utf-8"), operators)) for module in modules}
     for module, mutants in found.items():
         if 0 < given.sample < len(mutants):
@@ -149,9 +170,7 @@ def _drawn(modules: Sequence[str], operators: list[str], given: argparse.Namespa
     sys.stdout.write(f"{len(pairs)} mutants of {len(modules)} modules\n")
     if 0 < given.total < len(pairs):  # in the order drawn, so that those that time is left for are a sample too
         pairs = random.Random(given.seed).sample(pairs, given.total)
-    return {
-        module: [mutant for owner, mutant in pairs if owner == module] for module in dict.fromkeys(m for m, _ in pairs)
-    }
+    return pairs
 
 
 def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
@@ -167,9 +186,9 @@ def _mutants(source: str, operators: list[str]) -> Iterator[Mutant]:
                 yield start[0], name, occurrence
 
 
-def _again(results: Sequence[dict[str, Any]]) -> dict[str, list[Mutant]]:
+def _again(results: Sequence[dict[str, Any]]) -> list[tuple[str, Mutant]]:
     """Return the mutants that survived an earlier run, by what they change; their lines may have moved, or be gone."""
-    found: dict[str, list[Mutant]] = {}
+    found: list[tuple[str, Mutant]] = []
     for result in results:
         module, survivors = Path(result["module"]), {(one["operator"], one["change"]) for one in result["survivors"]}
         source = module.read_text(encoding="utf-8") if module.is_file() else ""
@@ -177,8 +196,8 @@ def _again(results: Sequence[dict[str, Any]]) -> dict[str, list[Mutant]]:
         there = {(mutant[1], _changed(source, mutant)[1]): mutant for mutant in mutants}
         for operator, change in sorted(survivors - set(there)):
             sys.stdout.write(f"{module}: gone: {operator}: {change}\n")
-        found |= {str(module): [there[one] for one in there if one in survivors]}
-    return {module: mutants for module, mutants in found.items() if mutants}
+        found += [(str(module), there[one]) for one in there if one in survivors]
+    return found
 
 
 def _changed(source: str, mutant: Mutant) -> tuple[str, str]:
@@ -192,72 +211,139 @@ def _changed(source: str, mutant: Mutant) -> tuple[str, str]:
     return changed, f"{before}  ->  {after}"
 
 
-def _mutated(
-    module: str,
-    mutants: Sequence[Mutant],
-    tests: tuple[Sequence[str], int],
-    until: float,
-    explained: Mapping[str, str],
-) -> dict[str, Any]:
-    """Run mutants of a module, each under tests for so many seconds at most, until time is up, and say how they fared.
+class _Trial:
+    """Tries mutants one by one, and says how they fared.
 
     Args:
+        tests: Folder or module -> its tests.
         explained: Code whose change no test can notice -> why that is so.
+        until: When no further mutant is begun.
+        file: Gets the results after each mutant.
+
+    Attributes:
+        functions: Those that are loaded; none as long as nothing is.
     """
-    path, outcomes, survivors = Path(module), Counter[str](), []
-    source = path.read_text(encoding="utf-8")
-    for mutant in mutants:
-        if time.monotonic() > until:
-            outcomes["untried"] += 1
-            continue
+
+    def __init__(
+        self, tests: Mapping[str, list[str]], explained: Mapping[str, str], until: float, file: Path | None
+    ) -> None:
+        self.tests, self.explained, self.until, self.file = tests, explained, until, file
+        self.functions: Mapping[tuple[str, str, int], Sequence[FunctionType]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        self._pass: dict[str, bool] = {}
+
+    def try_one(self, module: str, mutant: Mutant) -> bool:
+        """Try a mutant; return whether it was: one that a loaded function can take waits until all are."""
+        path = Path(module)
+        source = path.read_text(encoding="utf-8")
         text, change = _changed(source, mutant)
-        path.write_text(text, encoding="utf-8")
-        survived = _passes(*tests)
+        try:
+            bodies = None if module.startswith(READ_THE_CATALOG) else _changed_bodies(source, text)
+        except SyntaxError:  # a star in a signature is no product
+            self._note(module, "no program")
+            return True
+        if bodies is not None and not self.functions:
+            return False
+        swaps = [(one, code) for key, code in (bodies or {}).items() for one in self.functions.get((module, *key), ())]
+        if time.monotonic() > self.until or (bodies and not swaps):
+            self._note(module, "untried")
+            return True
+        tests = [module, *self.tests[max((name for name in self.tests if module.startswith(name)), key=len)]]
+        path.write_text(text, encoding="utf-8")  # for processes that tests start
+        failed = _first_failure(tests, swaps)
         path.write_text(source, encoding="utf-8")
+        if failed and not self._passes(failed):
+            raise SystemExit(f"{module}: fails before anything is mutated: {failed}")
         before, _, after = change.partition("  ->  ")
-        why = next((why for part, why in explained.items() if survived and before.count(part) > after.count(part)), "")
-        outcomes["explained" if why else "survived" if survived else "killed"] += 1
-        if survived:
-            survivors.append({"line": mutant[0], "operator": mutant[1], "change": change, "explained": why})
-    sys.stdout.write(f"{module}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(outcomes.items()))}\n")
-    for one in survivors:
-        sys.stdout.write(f"  {module}:{one['line']}: {one['operator']}: {one['change']}  {one['explained']}\n")
-    sys.stdout.flush()
-    return {"module": module, "outcomes": dict(outcomes), "survivors": survivors}
+        why = next((why for part, why in self.explained.items() if before.count(part) > after.count(part)), "")
+        survivor = {"line": mutant[0], "operator": mutant[1], "change": change, "explained": why}
+        self._note(module, "killed" if failed else "explained" if why else "survived", {} if failed else survivor)
+        return True
+
+    def _passes(self, test: str) -> bool:
+        if test not in self._pass:
+            self._pass[test] = not _first_failure([test], [])
+        return self._pass[test]
+
+    def _note(self, module: str, outcome: str, survivor: Mapping[str, Any] | None = None) -> None:
+        result = self.results.setdefault(module, {"module": module, "outcomes": {}, "survivors": []})
+        result["outcomes"][outcome] = result["outcomes"].get(outcome, 0) + 1
+        if survivor:
+            result["survivors"].append(survivor)
+            at = f"{module}:{survivor['line']}: {survivor['operator']}"
+            sys.stdout.write(f"{outcome}: {at}: {survivor['change']}  {survivor['explained']}\n")
+            sys.stdout.flush()
+        if self.file is not None:
+            self.file.write_text(json.dumps([*self.results.values()], indent=1) + "\n", encoding="utf-8")
 
 
-def _passes(tests: Sequence[str], seconds: int) -> bool:
-    """Tell whether tests pass, in a process of their own; the first that fails ends it, and so does the time limit, if not 0."""
+def _changed_bodies(source: str, text: str) -> dict[tuple[str, int], CodeType] | None:
+    """Return the functions that a mutated module has other code of, by name and first line; None where more is changed."""
+    before, after = (_bodies(compile(one, "mutated", "exec")) for one in (source, text))
+    if before[0] != after[0]:
+        return None
+    return {key: code for key, code in after[1].items() if code != before[1][key]}
+
+
+def _bodies(code: CodeType) -> tuple[list[object], dict[tuple[str, int], CodeType]]:
+    """Return what of a module runs as it is imported, and the bodies of its functions and methods."""
+    run: list[object] = [code.co_code, code.co_names]
+    bodies: dict[tuple[str, int], CodeType] = {}
+    for part in code.co_consts:
+        if not isinstance(part, CodeType):
+            run.append(repr(part))
+        elif part.co_flags & inspect.CO_OPTIMIZED and (part.co_name == "<lambda>" or part.co_name[0] != "<"):
+            bodies[part.co_qualname, part.co_firstlineno] = part
+        else:  # the body of a class, or what goes through a sequence
+            inner, others = _bodies(part)
+            run.append(inner)
+            bodies |= others
+    return run, bodies
+
+
+def _first_failure(tests: Sequence[str], swaps: Sequence[tuple[FunctionType, CodeType]]) -> str:
+    """Return the first test that fails, or takes too long, in a process of its own; nothing where all pass.
+
+    Args:
+        swaps: Functions, and the code that they have there.
+    """
+    read, write = os.pipe()
     process = os.fork()
     if not process:
         code = 70
         try:
-            signal.alarm(seconds)
+            for function, body in swaps:
+                function.__code__ = body
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             import pytest
 
-            code = int(
-                pytest.main(
-                    [
-                        "-q",
-                        "-x",
-                        "--tb=no",
-                        "-p",
-                        "no:cacheprovider",
-                        "-p",
-                        "no:xdist",
-                        "-m",
-                        "not slow and not benchmark",
-                        *tests,
-                    ]
-                )
-            )
+            given = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            code = int(pytest.main([*given, "-m", "not slow and not benchmark", *tests], [_Told(write)]))
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as told:
+        last = told.read().strip().rpartition("\n")[-1]
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return "" if status in (0, 5) else last or tests[-1]  # 5: a module without an example
+
+
+class _Told:
+    """Says which test runs, or failed to be found."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.alarm(SECONDS_PER_TEST)
+        os.write(self._to, f"{nodeid}\n".encode())
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self._to, f"{report.nodeid}\n".encode())
 
 
 if __name__ == "__main__":
