@@ -48,13 +48,9 @@ def is_settable(stack: Stack, settings: Iterable[tuple[str, Any]]) -> bool:
 
 
 def _in_own_words(stack: Stack, key: str, value: Any) -> Iterator[OwnSetting]:
-    setting = f"{key}={setting_text(value)}"
+    text = setting_text(value)
+    own: Mapping[Any, str] = {stack.keys[key]: text} if key in stack.keys else {}
     if key in stack.values:
-        own = stack.values[key].get(setting_text(value), {})
-        yield from (OwnSetting(setting, own_key, own_value) for own_key, own_value in own.items())
-        if not own:
-            yield OwnSetting(setting, None, None)
-    elif key in stack.keys:
-        yield OwnSetting(setting, stack.keys[key], setting_text(value))
-    else:
-        yield OwnSetting(setting, None, None)
+        own = stack.values[key].get(text, {})
+    for own_key, own_value in own.items() if own else ((None, None),):
+        yield OwnSetting(f"{key}={text}", own_key, own_value)

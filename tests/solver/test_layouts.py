@@ -14,7 +14,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError
 from memplan.report.json_schemas import schema_of
 from memplan.solver.layouts import layout_search
-from memplan.solver.layouts.degrees import LayoutSpace, layouts, share
+from memplan.solver.layouts.degrees import LayoutSpace, layouts
 from memplan.solver.layouts.layout_search import NOTABLE
 from memplan.solver.search.cluster import Cluster
 
@@ -88,7 +88,7 @@ def test_every_layout_uses_all_gpus_and_shares_matrices_within_a_node(catalog, g
     stack = catalog.stack("torchtitan")
     for config in layouts(TrainingConfig(""), stack, LayoutSpace(gpus, per_node)):
         parallel = config.parallel
-        assert parallel.data * share(parallel) == gpus
+        assert parallel.data * parallel.tensor == gpus
         assert per_node % parallel.tensor == 0
 
 

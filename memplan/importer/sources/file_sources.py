@@ -176,7 +176,7 @@ def _toml(text: str, name: str) -> GivenKeys:
     import tomllib
 
     if result := _DEEP_KEY.search(text):
-        raise InvalidFileError([f"{name}:{text.count(chr(10), 0, result.start()) + 1}: nested too deeply"])
+        raise InvalidFileError([f"{name}:{text[: result.start()].count(chr(10)) + 1}: nested too deeply"])
     try:
         data = _plain(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:

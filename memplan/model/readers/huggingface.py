@@ -87,7 +87,7 @@ def _locator(text: str, source: str) -> Callable[[str], str]:
 
     def locate(key: str) -> str:
         position = text.rfind(f'"{key}"')
-        return f"{source}: {key}" if position < 0 else f"{source}:{text.count(chr(10), 0, position) + 1}: {key}"
+        return f"{source}: {key}" if position < 0 else f"{source}:{text[:position].count(chr(10)) + 1}: {key}"
 
     return locate
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.frozen_values import dataclass
@@ -41,11 +40,6 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // n for n in low)}))
 
 
-def share(parallel: Parallel) -> int:
-    """Return how many GPUs hold one copy of what data parallel ranks share, themselves not counted."""
-    return parallel.tensor * parallel.pipeline * parallel.context
-
-
 def _tensor(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Iterator[TrainingConfig]:
     """Yield every number of GPUs of a node that may share each layer's matrices."""
     for degree in divisors(requested.gpus) if "tensor" in stack.divides else (1,):
@@ -77,7 +71,7 @@ def _groups(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Ite
     yield config
     parallel = config.parallel
     if "replicate" in stack.divides and parallel.engine == "torch" and parallel.zero_stage == FULLY_SHARDED:
-        for number in divisors(requested.gpus // share(parallel))[1:-1]:
+        for number in divisors(requested.gpus // parallel.tensor)[1:-1]:
             yield _with(config, replicate=number)
 
 
@@ -85,9 +79,9 @@ def _experts(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> It
     """Yield how many GPUs may share the experts, which torchtitan gives its parts of the sequence where GPUs share matrices too."""
     yield config
     parallel = config.parallel
-    if not requested.experts or "routing" not in stack.divides or parallel.tensor > 1 > parallel.sequence:
+    if not requested.experts or "routing" not in stack.divides or (parallel.tensor > 1 and not parallel.sequence):
         return
-    sharing = requested.gpus // (share(parallel) * parallel.replicate) * parallel.tensor
+    sharing = requested.gpus // (parallel.tensor * parallel.replicate) * parallel.tensor
     for degree in divisors(requested.experts)[1:]:
         if sharing % degree == 0:
             yield _with(config, expert=degree)
@@ -120,11 +114,11 @@ def layouts(config: TrainingConfig, stack: Stack, requested: LayoutSpace) -> Ite
     for key, axis in AXES.items():
         if key not in requested.fixed:
             result = [wider for one in result for wider in axis(one, stack, requested)]
-    whole = [one for one in result if requested.gpus % share(one.parallel) == 0]
+    whole = [one for one in result if requested.gpus % one.parallel.tensor == 0]
     if not whole:
         grid_of(replace(result[0].parallel, data=1, expert_tensor=1), requested.gpus)
     for one in whole:
-        yield _with(one, data=requested.gpus // share(one.parallel))
+        yield _with(one, data=requested.gpus // one.parallel.tensor)
 
 
 def _with(config: TrainingConfig, **degrees: Any) -> TrainingConfig:

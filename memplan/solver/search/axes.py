@@ -85,7 +85,7 @@ def full_space(base: TrainingConfig, catalog: Catalog, batches: Sequence[int], s
 
 def _able(stack: Stack, key: str, chosen: T, others: Sequence[T]) -> tuple[T, ...]:
     """Return what is chosen, and those of the others that the stack has words for."""
-    return _first(chosen, tuple(other for other in others if is_settable(stack, [(key, other)])))
+    return (chosen, *(other for other in others if other != chosen and is_settable(stack, [(key, other)])))
 
 
 def _holds(stack: Stack, choice: WeightChoice, base: TrainingConfig) -> bool:
@@ -97,10 +97,6 @@ def _holds(stack: Stack, choice: WeightChoice, base: TrainingConfig) -> bool:
         return False
     key = next((key for key in ("weights.hidden_matrix", "weights.default") if key in stack.keys), None)
     return choice.dtype in FLOAT_BYTES if stack.keys and key is None else is_settable(stack, [(str(key), choice.dtype)])
-
-
-def _first(chosen: T, others: tuple[T, ...]) -> tuple[T, ...]:
-    return (chosen, *(other for other in others if other != chosen))
 
 
 def _weight_choices(catalog: Catalog, base: TrainingConfig) -> tuple[WeightChoice, ...]:

@@ -4,7 +4,7 @@ No number here is invented: a part of a combination (how weights are stored, how
 which optimizers step) stands as high as the statuses in ``configs/`` say.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
@@ -100,10 +100,7 @@ class Evidence:
             gradients = formed
         stored = "fp32" if master == "fp32" and weights in FLOAT_BYTES else weights
         far = self._verdicts.get(stored) == {FAR_BEHIND}
-        return Standing(self._rank(self._weights, stored), self._rank(self._gradients, gradients), optimizer, far)
-
-    def _rank(self, known: Mapping[str, int], name: str) -> int:
-        return known.get(name, UNKNOWN)
+        return Standing(self._weights.get(stored, UNKNOWN), self._gradients.get(gradients, UNKNOWN), optimizer, far)
 
 
 def _ordinal(status: Status) -> int:

@@ -162,7 +162,7 @@ def _when_adapters_are_units(config: TrainingConfig, formats: Mapping[Role, str]
     """Return what FullyShardedDataParallel is not modelled with where PEFT has each matrix of an adapter wrapped, or nothing."""
     assert config.adapter is not None
     coded, compute = formats["hidden_matrix"] not in FLOATS, config.compute_dtype
-    if config.adapter.kind == "dora" or stack.sharded_units not in ("accelerate", "axolotl"):
+    if config.adapter.kind == "dora":
         return (
             "with adapters is modelled for lora under transformers' Trainer, TRL and axolotl; use engine: torch (FSDP2)"
         )
