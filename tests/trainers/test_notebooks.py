@@ -125,6 +125,7 @@ def test_what_only_a_run_would_tell_is_asked_for(tmp_path, cell, asked):
 
 def test_a_variable_of_the_environment_sets_the_allocator(tmp_path):
     cell = 'import os\nos.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"'
+    cell += '\nos.environ["RUN"] = str(1)\nos.environ[name] = "expandable_segments:False"\nother["PYTORCH_CUDA_ALLOC_CONF"] = ""'
     training = memplan.import_file(notebook(tmp_path, cell, *UNSLOTH)).to_dict()["training"]
     assert training["allocator"] == "expandable"
 

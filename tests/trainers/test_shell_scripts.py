@@ -184,7 +184,7 @@ def test_as_many_processes_as_a_machine_has_gpus_are_one_where_nothing_says_how_
 
 
 def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_path):
-    path = written(tmp_path, "python prepare.py\ntrl sft --model_name_or_path a/b --packing true\n\ntrl dpo --model_name_or_path a/c --beta 0.1\n")  # fmt: skip
+    path = written(tmp_path, "python prepare.py\ntrl sft --model_name_or_path a/b --packing true\n\nRUN=2 trl dpo --model_name_or_path a/c --beta 0.1\n")  # fmt: skip
     answer = memplan.import_file(path).to_dict()
     assert answer["model"]["given"] == "a/b"
     assert next(one["why"] for one in answer["assumed"] if one["key"] == "command").endswith("begin at lines 4")

@@ -52,23 +52,21 @@ def _calls(tree: ast.Module) -> Iterator[ast.Call]:
         node = nodes.pop()
         if isinstance(node, ast.Call):
             yield node
-        never = isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
-        nodes += node.orelse if never and isinstance(node, ast.If) else ast.iter_child_nodes(node)
+        match node:
+            case ast.If(ast.Constant(value), _, otherwise) if not value:
+                nodes += otherwise
+            case _:
+                nodes += ast.iter_child_nodes(node)
 
 
 def _environment(tree: ast.Module) -> dict[str, str]:
     """Return the variables that a file sets as ``os.environ["NAME"] = "..."``."""
     variables: dict[str, str] = {}
     for node in ast.walk(tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        if (
-            isinstance(target, ast.Subscript)
-            and ast.unparse(target.value) == "os.environ"
-            and isinstance(node, ast.Assign)
-        ):
-            name, value = target.slice, node.value
-            if isinstance(name, ast.Constant) and isinstance(value, ast.Constant):
-                variables[str(name.value)] = str(value.value)
+        match node:
+            case ast.Assign([ast.Subscript(of, ast.Constant(name))], ast.Constant(value)):
+                if ast.unparse(of) == "os.environ":
+                    variables[str(name)] = str(value)
     return variables
 
 
