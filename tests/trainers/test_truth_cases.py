@@ -1,7 +1,11 @@
-"""Files of every trainer against what they say, read by hand: fields of the answer of ``memplan import``."""
+"""Files of every trainer against what they say, read by hand: fields of the answer of ``memplan import``.
+
+Of the rest of each answer there is a digest, which ``pytest tests/trainers --update-golden`` rewrites.
+"""
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -9,8 +13,12 @@ import pytest
 import yaml
 
 import memplan
+from memplan.documents.escaping import json_text
+from tests.golden.test_golden import settled
+from tests.golden.test_recorded_jobs import digest
 
 CASES = yaml.safe_load((Path(__file__).parent / "truth_cases.yaml").read_text())
+DIGESTS = Path(__file__).with_name("truth_digests.json")
 TOP = ("trainer", "role", "model", "method", "packing", "keys")
 """Parts of an answer; other fields are those of its training config."""
 
@@ -34,9 +42,16 @@ def field(answer, path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_is_read_as_its_trainer_would(name, tmp_path, monkeypatch):
+def test_a_file_is_read_as_its_trainer_would(name, tmp_path, monkeypatch, request):
     case = CASES[name]
     answer = imported(case, tmp_path, monkeypatch)
+    known, whole = (
+        json.loads(DIGESTS.read_text(encoding="utf-8")),
+        settled(json.dumps(answer)).replace(str(tmp_path), ""),
+    )
+    if request.config.getoption("--update-golden"):
+        known = {one: known.get(one) for one in CASES} | {name: digest(whole)}
+        DIGESTS.write_text(json_text(known, indent=0), encoding="utf-8")
     truth = case.get("truth", {})
     assert {path: field(answer, path) for path in truth} == truth
     refused = {one["key"] for one in answer["keys"]["not_modelled"]}
@@ -44,3 +59,4 @@ def test_a_file_is_read_as_its_trainer_would(name, tmp_path, monkeypatch):
     assert [one["key"] for one in answer["keys"]["unknown"]] == case.get("unknown", [])
     assert bool(answer["needs"]) == ("needs" in case or answer["role"] == "launcher")
     assert case.get("needs", "") in "".join(answer["needs"])
+    assert digest(whole) == known.get(name)
