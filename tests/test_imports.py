@@ -130,7 +130,8 @@ def test_every_module_of_the_formula_has_tests_for_its_mutants():
     settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["memplan-mutation"]
     named = {*settings["tests"], *(path for paths in settings["tests"].values() for path in paths)}
     assert not {path for path in named if not (ROOT.parent / path).exists()}
-    formula = [path for path in FILES if part_of(path) in {"step", "plan", "training", "solver", "allocator"}]
+    parts = {"allocator", "catalog", "importer", "model", "plan", "solver", "step", "training"}
+    formula = [path for path in FILES if part_of(path) in parts]
     mutated = [(ROOT.parent / name) for name in settings["tests"]]
     assert not [path for path in formula if not any(path.is_relative_to(name) for name in mutated)]
 
