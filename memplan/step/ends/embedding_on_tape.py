@@ -13,7 +13,7 @@ from memplan.step.ends.end_settings import EndSettings
 from memplan.step.ends.head_on_tape import MOST_ENDS, Named
 from memplan.step.kernels.layer_arguments import position_quantity
 from memplan.step.playing.section import Section
-from memplan.step.tapes.linear_forms import Quantity
+from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
 from memplan.units import ceil_div
 
@@ -40,7 +40,8 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
     x = tape.value(TOKENS, block.hidden_size, block.embedded_bytes)
     table, decoding = _looked_up(weight)
-    tape.apply("embedding", [], x, weights=[table], traits=Traits(scratch=decoding, workspace=sums))
+    with tape.alive(*_gathered_codes(builder, weight, TOKENS)):
+        tape.apply("embedding", [], x, weights=[table], traits=Traits(scratch=decoding, workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
     scales = settings.embedding_scale and not block.code.scales_embedded
     adapter = has_adapter(names.embedding, builder.weights)
@@ -69,13 +70,27 @@ def _looked_up(table: Weight) -> tuple[Weight, list[tuple[Quantity, int]]]:
     ), decoding
 
 
+def _gathered_codes(builder: Builder, table: Weight, places: Quantity) -> list[Value]:
+    """Gather the codes of the rows that are looked up; return them where decoding reads them, and they stay until it is done.
+
+    Source:
+        ``rows`` in memplan/muon/weights/quantised.py.
+    """
+    if not table.coded or table.own_bytes % table.rows:
+        return []
+    codes = builder.tape.value(places, table.own_bytes // table.rows, 1, Part.TEMPORARIES)
+    builder.tape.make("look-up", codes)
+    return [codes] if table.decoding_bytes else []
+
+
 def _with_positions(builder: Builder, x: Value) -> Value:
     """Return the embedding with that of learned positions added."""
     tape, block, places = builder.tape, builder.settings, position_quantity(builder.settings.code)
-    table, decoding = _looked_up(builder.weight(f"{block.names.positions}.weight"))
+    weight = builder.weight(f"{block.names.positions}.weight")
+    table, decoding = _looked_up(weight)
     rows = tape.value(places, block.hidden_size, block.residual_bytes)
     ids = [tape.value(places, 1, 8)] if block.code.forms_tables else []
-    with tape.alive(x):
+    with tape.alive(x, *_gathered_codes(builder, weight, places)):
         sums = _position_sums(block, 0 if places is Quantity.POSITIONS else table.rows)
         traits = Traits(scratch=decoding, workspace=sums)
         tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)

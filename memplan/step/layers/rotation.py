@@ -128,14 +128,15 @@ def turned_halves(builder: Builder, query: Value, key: Value, head_dim: int) -> 
         wide_query = builder.cast(query, 4)
         with tape.alive(wide_query):
             wide_key = builder.cast(key, 4)
-        with tape.alive(wide_query, wide_key):
-            first = turned_whole(builder, wide_query, (rows, rows), cosines_first=True)
-            with tape.alive(first):
-                second = turned_whole(builder, wide_key, (rows, rows), cosines_first=True)
-                with tape.alive(second):
+            with tape.alive(wide_key):
+                first = turned_whole(builder, wide_query, (rows, rows), cosines_first=True)
+                with tape.alive(first):
+                    second = turned_whole(builder, wide_key, (rows, rows), cosines_first=True)
                     narrow = builder.cast(first, query.element_bytes)
                     with tape.alive(narrow):
-                        return narrow, builder.cast(second, key.element_bytes)
+                        last = builder.cast(second, key.element_bytes)
+        tape.touch(wide_query, wide_key, first, second)
+        return narrow, last
 
 
 def rotary(builder: Builder, x: Value, head_dim: int, rotary_dim: int) -> Value:

@@ -143,14 +143,19 @@ def _weight_sizes(entry: TensorStates, k: int) -> list[int]:
 
 
 def _coding_sizes(entry: TensorStates, k: int) -> tuple[int, ...]:
-    """Return what coding k elements again takes: two tables as wide as powers of two, and what is narrow beside them."""
+    """Return what coding k elements again takes: two tables as wide as powers of two, and what is narrow beside them.
+
+    What a grid's codes are sought with has an fp32 number of each element at most, and is cut into such tensors.
+    """
     # Source: ``TEMPORARIES`` in memplan/muon/weights/weight_formats.py, with stochastic rounding.
     if entry.coded_as is None:
         return ()
     scratch = codec_scratch(entry.coded_as)
     blocks = min(min(k, entry.tensor.elements) // entry.coded_as.block_elements, scratch.blocks_at_once)
     table = (1 << scratch.coding_bytes.bit_length()) >> 2
-    return (table * blocks, table * blocks, (scratch.coding_bytes - 2 * table) * blocks)
+    values = 4 * entry.coded_as.block_elements
+    pieces, rest = divmod(scratch.coding_bytes - 2 * table, values)
+    return (table * blocks, table * blocks, *[values * blocks] * pieces, rest * blocks)
 
 
 def _staged_sizes(setup: TrainingSetup, entry: TensorStates, k: int) -> list[int]:

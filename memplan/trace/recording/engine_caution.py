@@ -3,6 +3,7 @@
 They take every tensor for a subclass then, which could not be written over, and form a new one.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 broadcast_shapes: Any = torch.broadcast_shapes
-_TORCH = torch.__path__[0]
+_TORCH = os.path.join(torch.__path__[0], "")  # torchtitan's and torchtune's code is none of torch's
 _CHOOSES = frozenset({"Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk", "Cummax", "Cummin"})
 _INTO_ZEROS: Mapping[Any, frozenset[str]] = {
     aten.index_put.default: frozenset({"Index", "UnsafeIndex"}),
