@@ -40,8 +40,15 @@ class StackCheckpointing:
     replicas_reentrant: bool | None = None  # What ``reentrant`` is for replicas, if it is another
     # Whether it runs a layer again through the unit that wraps it, whose hooks are then set again, and not inside of that.
     calls_units: bool = False
-    # Whether inputs of layers may wait in host memory, but for the last layer's, as they do by default.
-    offloads: bool = False
+    # How what full checkpointing saves may wait in host memory: in ``buffers``, but for the last layer's input, as it does by
+    # default; as ``copies`` of each input; or as what autograd's ``hooks`` copy of it, of the model alone or, each storage once,
+    # of the loss too (``hooks-once``).
+    offloads: Literal["none", "buffers", "copies", "hooks", "hooks-once"] = "none"
+
+    @property
+    def hooked(self) -> bool:
+        """Whether autograd's hooks copy what is saved into host memory."""
+        return self.offloads in ("hooks", "hooks-once")
 
 
 @dataclass(frozen=True, slots=True)

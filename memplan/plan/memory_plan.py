@@ -13,7 +13,7 @@ from memplan.plan.assumptions import assumptions, not_modelled
 from memplan.plan.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from memplan.plan.components import Component, InstantForm, SavedTensor, components, instant_forms, saved_tensors
 from memplan.step.kernels.family_code import dropouts
-from memplan.step.units.host_memory import HostMemory, waiting_inputs
+from memplan.step.units.host_memory import HostMemory
 from memplan.training.own_settings import OwnSetting
 from memplan.training.resolved import TrainingSetup, resolved_keys
 
@@ -190,7 +190,7 @@ class MemoryPlan:
     @property
     def host(self) -> HostMemory:
         """What one rank keeps in host memory, where an engine of several GPUs or a trainer of one keeps it there."""
-        waiting = waiting_inputs(self.model.spec, self.setup, self.micro_batch_size * self.sequence_length)
+        waiting = (tensors for part in self.forms.waiting for tensors in part.on_host(self.values))
         return HostMemory((*self.states.host.tensors, *waiting))
 
     @property

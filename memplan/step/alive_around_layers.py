@@ -7,6 +7,7 @@ from memplan.step.kernels.image_rows import named_features
 from memplan.step.kernels.layer_arguments import other_mask, other_tables, position_quantity
 from memplan.step.losses.token_chunk_loss import EMPTY
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.offloaded_inputs import STASH, behind_first, gone_in_loss, inputs_left, norm_nodes
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Instant
@@ -47,6 +48,45 @@ def stream_form(inputs: StepInputs) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, inputs.spec.hidden_size * inputs.setup.residual_bytes)
 
 
+def stashed_inputs(inputs: StepInputs, taped: ModelOnTape, before: int) -> Form:
+    """Return inputs of layers that hooks still keep on the device, which they have copied into host memory.
+
+    Args:
+        before: Layers that have run before the one that runs; all of them where the head runs.
+    """
+    if not _is_hooked(inputs, taped):
+        return ZERO
+    widths = taped.staged_widths
+    count = inputs_left(inputs, taped.head, before) if before == len(widths) else STASH - 1
+    named = (
+        taped.leaf is not None or named_embeddings(inputs, taped) is not ZERO
+    )  # the first one, which is there anyway
+    kept = widths[max(int(named), before - count) : before]
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, sum(kept))
+
+
+def stashed_in_loss(inputs: StepInputs, taped: ModelOnTape) -> tuple[Form, set[str]]:
+    """Return what hooks keep on the device as the loss runs backward, less what they do not, and the norm's nodes that run behind that."""
+    if not _is_hooked(inputs, taped):
+        return ZERO, set()
+    if inputs.setup.stack.checkpointing.offloads == "hooks":
+        return stashed_inputs(inputs, taped, len(taped.staged_widths)), behind_first(taped.head)
+    norm = {node.name for node in norm_nodes(taped.head)}
+    return ZERO - gone_in_loss(inputs, taped.head), {*behind_first(taped.head), *norm}
+
+
+def _is_hooked(inputs: StepInputs, taped: ModelOnTape) -> bool:
+    """Tell whether hooks copy inputs of layers into host memory."""
+    return any(taped.staged) and inputs.setup.stack.checkpointing.hooked
+
+
+def lingering_input(inputs: StepInputs, taped: ModelOnTape) -> Form:
+    """Return the first layer's input where hooks that have copied it back keep it to the end of backward."""
+    first = taped.layer_of(0)
+    hooked = first.tape.lingers is not None and first.entry.storage not in first.tape.saved_storages()
+    return stream_form(inputs) if hooked else ZERO
+
+
 def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the layer that is given a leaf saves it, and that is the embedding's output, or a layer's, itself."""
     first = taped.layer_of(taped.leaf or 0)
@@ -70,7 +110,8 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if spec.embedding_norm is not None and FIRST_RESULT in taped.embedding.tape.saved_storages():
         return ZERO
     apart = _is_apart(inputs, taped)
-    if taped.again[taped.kinds[0]] and first.tape.nodes and not apart:
+    staged = taped.staged[taped.kinds[0]]
+    if taped.again[taped.kinds[0]] and first.tape.nodes and not apart and not staged:
         return ZERO
     row = spec.hidden_size * setup.embedded_bytes
     leaf = taped.leaf == 0 and not taped.scattered  # counted already
@@ -81,7 +122,7 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if apart:
         return tokens
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
-    return ZERO if saved else tokens
+    return ZERO if saved and not staged else tokens
 
 
 def enters_directly(inputs: StepInputs, taped: ModelOnTape) -> bool:
@@ -145,7 +186,11 @@ def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> For
 
 def retained_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has that a loop still holds after backward: a leaf with its gradient, and arguments."""
-    return graph_of_loss(inputs, taped) if inputs.setup.stack.loop.holds else ZERO
+    if inputs.setup.stack.loop.holds:
+        return graph_of_loss(inputs, taped)
+    return (
+        embedded_leaf(inputs, taped) * 2 if _is_hooked(inputs, taped) else ZERO
+    )  # of the node that asked for a tensor last
 
 
 def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:

@@ -20,6 +20,7 @@ from memplan.step.alive_around_layers import (
     leaf_apart,
     left_stretch,
     let_go,
+    lingering_input,
     logits_of_loop,
     named_cache,
     named_embeddings,
@@ -29,6 +30,8 @@ from memplan.step.alive_around_layers import (
     passed_on,
     retained_graph,
     returned_before,
+    stashed_in_loss,
+    stashed_inputs,
     stream_form,
 )
 from memplan.step.blocks.block_settings import Regime
@@ -54,6 +57,7 @@ from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS, pieces_of
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
 from memplan.step.no_grad_instants import forward_only_instants
+from memplan.step.offloaded_inputs import Waiting, waiting_inputs
 from memplan.step.playing.peak_layers import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
 from memplan.step.states.model_states import ModelStates
@@ -71,7 +75,7 @@ from memplan.step.tapes.linear_forms import (
 )
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Mode
-from memplan.step.units.host_memory import waits_on_host
+from memplan.step.units.host_memory import copied_width, waits_on_host
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -95,6 +99,7 @@ class StepForms:
     stream_bytes: int = 0
     # Sizes of the tensors that hold a rank's gradients, where they are held unit by unit.
     unit_gradients: tuple[int, ...] = ()
+    waiting: tuple[Waiting, ...] = ()  # Activations in host memory when forward has run
 
 
 MASK_COLUMNS = 16
@@ -140,7 +145,10 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         and (length != spec.max_position_embeddings or setup.stable_embedding),
         sorts_positions=learned and (tokens if code.counts_positions else length) > EMBEDDING_DIRECT_INDICES,
         all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
-        staged=waits_on_host(spec, setup, tokens),
+        staged=(staged := waits_on_host(spec, setup, tokens)),
+        copied_widths=(copied_width(tokens), copied_width(tokens - batch))
+        if staged and setup.stack.checkpointing.hooked
+        else (0, 0),
         delta_chunks=min(ceil_div(length, CHUNK_TOKENS), LATE_CHUNKS + 2) if delta else 0,
         pads_delta=delta and length % CHUNK_TOKENS > 0,
         pads_scan=scanned > 0 and length % scanned > 0,
@@ -172,7 +180,20 @@ def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     resident = logits_of_loop(setup, taped)
     passes = partial(_one_pass, inputs, taped)
     candidates = tuple(i.around(resident) for i in step_instants(inputs, taped, passes, retained_graph(inputs, taped)))
-    return StepForms(candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula)
+    return StepForms(
+        candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula, waiting=_waiting(inputs, taped)
+    )
+
+
+def _waiting(inputs: StepInputs, taped: ModelOnTape) -> tuple[Waiting, ...]:
+    """Return the activations that are in host memory when forward has run."""
+    setup = inputs.setup
+    if setup.config.offload.activations != "cpu":
+        return ()
+    sizes: dict[int, int] = {}
+    for size in taped.staged_widths:
+        sizes[size] = sizes.get(size, 0) + 1
+    return waiting_inputs(inputs, taped.head, sizes, gathers=bool(taped.embedding.tape.nodes))
 
 
 # -------------------------------------------------------------------- what lies around
@@ -231,7 +252,9 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
     compared = ZERO if inputs.setup.compares_pairs else played.head.saved  # its loss is formed of the copy
     yield from copied_outputs(inputs, taped.head, base + played.saved + compared)
     base += root_form(inputs, taped.settings)
-    yield from head_backward(inputs, taped.head, played.head, base + played.saved, mode)
+    stashed, behind = stashed_in_loss(inputs, taped)
+    for instant in head_backward(inputs, taped.head, played.head, base + played.saved, mode):
+        yield instant.around(ZERO if instant.operation in behind else stashed)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     waiting = waiting_form(inputs, taped, mode)
     bare = base + played.embedded + left_stretch(inputs, taped) + waiting
@@ -250,7 +273,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         for moment in played.layers[place.kind[0]].backward:
             yield moment.around(around, name)
     around = bare_base + escaped + constant_form(Part.GRADIENTS, formed) + waiting
-    around += root_form(inputs, taped.settings)
+    around += root_form(inputs, taped.settings) + lingering_input(inputs, taped)
     if taped.tower is not None and played.tower is not None:
         for moment in played.tower.backward(around + played.embedding.saved):
             yield moment.around(ZERO, "end of backward")
@@ -314,7 +337,11 @@ def _forward(
     for kind, below in places:
         entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         if taped.staged[kind]:
-            entered -= stream_form(inputs)
+            entered -= stream_form(inputs) if inputs.setup.stack.checkpointing.offloads == "buffers" else ZERO
+            last = next(
+                run for own, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True) if own == kind
+            )
+            entered -= stashed_inputs(inputs, taped, last.first + last.count - 1)
         entered -= named_output(inputs, taped, kind) + returned_before(taped, kind)
         for moment in played.layers[kind].forward:
             yield moment.around(below - entered, "forward")
@@ -322,6 +349,7 @@ def _forward(
     called = is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
     around += retained_arguments(inputs) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
+    around += stashed_inputs(inputs, taped, len(taped.staged_widths))
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     yield from widened_outputs(inputs, taped, around + played.head.saved, cast)
     around -= named if called else ZERO

@@ -14,7 +14,8 @@ from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.kernels.image_rows import attends_jointly, has_images
-from memplan.step.layers.decoder_layer import layer_section
+from memplan.step.layers.decoder_layer import Staged, layer_section
+from memplan.step.offloaded_inputs import left_behind
 from memplan.step.playing.peak_layers import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
@@ -22,7 +23,7 @@ from memplan.step.states.model_states import CastBias
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Played
-from memplan.step.tapes.taped_operations import Mode, Weight
+from memplan.step.tapes.taped_operations import Mode, Sizes, Weight
 from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_tape
 from memplan.step.tower.tower_settings import is_of_tower, tower_settings
 from memplan.training.adapters import REFERENCE
@@ -106,6 +107,12 @@ class ModelOnTape:
         """Return how many layers there are of each kind."""
         return layer_counts(zip(self.kinds, self.runs, strict=True))
 
+    @property
+    def staged_widths(self) -> tuple[int, ...]:
+        """Of each layer whose input waits in host memory, in order, the bytes of that for a token."""
+        counts = ((kind, run.count) for kind, run in zip(self.kinds, self.runs, strict=True) if self.staged[kind])
+        return tuple([self.layers[kind].entry.coefficient for kind, count in counts for _ in range(count)])
+
     def cast_biases(self) -> Iterator[CastBias]:
         """Yield the biases that layers cast for good, run by run."""
         for index, run in enumerate(self.runs):
@@ -150,7 +157,10 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     needs = reads if tower is None else tower.closing.output.needs_gradient
     leaf = needs and not embedding.tape.nodes and tower is None and spec.runs[0].layer.placement == "post"
     stream = (needs, block.residual_bytes, leaf)
-    kinds = _Kinds(inputs, block, weights, prefix)
+    behind: Sizes = ()
+    if inputs.regime.staged and inputs.setup.stack.checkpointing.hooked:
+        behind = left_behind(head_on_tape(settings, root, needs_gradient=True, element_bytes=block.residual_bytes))
+    kinds = _Kinds(inputs, block, weights, prefix, behind)
     runs: list[tuple[LayerRun, int]] = []
     given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in known
     if not settings.table_gradients and (f"{spec.names.embedding}.lora_embedding_A.weight", True) in known:
@@ -224,6 +234,7 @@ class _Kinds:
     Args:
         weights: Of all parameters.
         prefix: What names of layers' parameters begin with.
+        behind: What hooks keep of the final norm until the last layer is computed again.
 
     Attributes:
         trained_alone: Whether the library asks for gradients of inputs, and checkpoints, where layers train.
@@ -233,7 +244,12 @@ class _Kinds:
     """
 
     def __init__(
-        self, inputs: StepInputs, block: BlockSettings, weights: Mapping[Parameter, Weight], prefix: str
+        self,
+        inputs: StepInputs,
+        block: BlockSettings,
+        weights: Mapping[Parameter, Weight],
+        prefix: str,
+        behind: Sizes,
     ) -> None:
         regime = replace(inputs.regime, stretches=1, empty_stretch=False)  # of the head alone
         self._inputs, self._block, self._weights, self._prefix = inputs, replace(block, regime=regime), weights, prefix
@@ -245,7 +261,8 @@ class _Kinds:
                 )
         self._names = {first: tuple(own) for first, own in names.items()}
         self._unmasked = block_settings(inputs.spec, inputs.setup, replace(regime, masked=False, pads_mask=False))
-        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, bool], int] = {}
+        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, Staged | None], int] = {}
+        self._behind = behind
         setup = inputs.setup
         self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers
         self.trained_alone = setup.stack.input_gradients == "trained-layers" and (
@@ -264,16 +281,23 @@ class _Kinds:
         inputs, own = self._inputs, self._own(run)
         unmasked = inputs.regime.masked and run.first in self._unmasked_layers
         again = inputs.setup.computes_again(run.first) and (self.trains(run) or not self.trained_alone)
-        staged = again and inputs.regime.staged and not inputs.is_last(run.first)
+        staged = self._staged(run.first) if again and inputs.regime.staged else None
         key = (run.layer, own, stream, unmasked, again, staged)
         if key not in self._known:
             self.again.append(again)
-            self.staged.append(staged)
+            self.staged.append(staged is not None)
             self._known[key] = len(self.sections)
             weights = tuple((name[0].removeprefix(self._prefix), self._weights[name]) for name in own)
             settings = self._unmasked if unmasked else self._block
             self.sections.append(layer_section(settings, run.layer, weights, *stream, staged=staged))
         return self._known[key]
+
+    def _staged(self, number: int) -> Staged | None:
+        """Return how the input of a layer, numbered from 0, waits in host memory."""
+        way, is_last = self._inputs.setup.stack.checkpointing.offloads, self._inputs.is_last(number)
+        if self._inputs.setup.stack.checkpointing.hooked:
+            return Staged(is_view=False, hooked=True, behind=self._behind if is_last else None)
+        return None if way == "buffers" and is_last else Staged(is_view=way == "buffers")
 
     def after(self, kind: int) -> Stream:
         """Return the stream behind a layer of a kind."""

@@ -63,13 +63,14 @@ class StepInputs:
 
     @property
     def staged_bytes(self) -> int:
-        """Of a token: two buffers by turns for inputs that come back from host memory, where they wait there.
+        """Of a token: two buffers by turns for inputs that come back from host memory, where they wait in buffers there.
 
         Source:
             ``UnslothCheckpointFunction`` in unsloth_zoo/gradient_checkpointing.py (2026.10.9): the second is there while
             more than 512 MiB of the card are free.
         """
-        return 2 * self.spec.hidden_size * self.setup.residual_bytes if self.regime.staged else 0
+        buffered = self.regime.staged and self.setup.stack.checkpointing.offloads == "buffers"
+        return 2 * self.spec.hidden_size * self.setup.residual_bytes if buffered else 0
 
     @property
     def decoder_bytes(self) -> int:

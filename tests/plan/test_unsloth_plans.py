@@ -58,10 +58,13 @@ def test_only_a_stack_that_keeps_inputs_of_layers_on_the_host_is_told_to():
         name: {
             one.change for one in memplan.plan("llama-3.1-8b", gpu="rtx3060-12gb", config="lora", set=keys).suggestions
         }
-        for name, keys in (("trl", {}), ("unsloth", {"stack": "unsloth", "activation_checkpointing": "full"}))
+        for name, keys in (
+            ("transformers", {"stack": "transformers"}),
+            ("unsloth", {"stack": "unsloth", "activation_checkpointing": "full"}),
+        )
     }
     assert "offload.activations=cpu" in told["unsloth"]
-    assert "offload.activations=cpu" not in told["trl"]
+    assert "offload.activations=cpu" not in told["transformers"]
 
 
 def test_events_of_a_run_add_up_to_the_peak_with_inputs_in_host_memory():

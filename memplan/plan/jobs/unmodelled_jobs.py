@@ -3,6 +3,7 @@
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
+from memplan.model.spec import MixtureOfExperts
 from memplan.step.kernels.family_code import family_code
 from memplan.step.states.parallel_shards import gathered_setup, is_partitioned, is_sharded, shards_codes
 from memplan.training.adapters import adapts_experts
@@ -24,6 +25,7 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
     _refuse_fused_adapters(gathered_setup(setup) if is_sharded(setup.config.parallel) else setup)
     _refuse_clipped_projections(model, setup)
     _refuse_sharded_mixtures(model, setup)
+    _refuse_hooked_routers(model, setup)
     if setup.generates:
         from memplan.step.generated_completions import refuse_generation
 
@@ -32,6 +34,20 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
         from memplan.step.compiled.compiled_model import refuse_compiled
 
         refuse_compiled(model.spec, setup)
+
+
+def _refuse_hooked_routers(model: Model, setup: TrainingSetup) -> None:
+    """Raise for a loss of unbalanced experts whose tensors hooks copy into host memory beside those of cross-entropy."""
+    hooked = setup.config.offload.activations == "cpu" and setup.stack.checkpointing.offloads == "hooks-once"
+    if (
+        hooked
+        and setup.balances
+        and any(isinstance(run.layer.feed_forward, MixtureOfExperts) for run in model.spec.runs)
+    ):
+        raise CannotAnswerError(
+            f"{setup.name}: offload.activations: cpu is not supported beside a loss of unbalanced experts, whose tensors are copied too; "
+            "method.balances: false has none"
+        )
 
 
 def _refuse_wide_tables(model: Model, setup: TrainingSetup) -> None:

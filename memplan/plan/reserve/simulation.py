@@ -126,7 +126,9 @@ def shares_reason(plan: MemoryPlan) -> str:
         return (
             "a loss whose chunks run backward one by one is not told as events over a tied head, or with updates inside"
         )
-    if plan.setup.config.images.per_row:
+    if config.offload.activations != "none" and plan.setup.stack.checkpointing.hooked:
+        return "what comes back from host memory on a CUDA stream of its own is not told as events"
+    if config.images.per_row:
         return "what images pass through is not told as events"
     if plan.setup.scores:
         return "a head that yields scores is not told as events"

@@ -83,7 +83,8 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change(cost, (("activation_checkpointing", "full"),))
     elif settings := of_every_layer(config):
         yield Change("the forward of the other layers is recomputed in backward too", settings)
-    yield from _costly_changes(config, offloads=setup.stack.checkpointing.offloads)
+    offloads = setup.stack.checkpointing.offloads != "none" and config.parallel.gpus == 1
+    yield from _costly_changes(config, offloads=offloads)
 
 
 def of_every_layer(config: TrainingConfig) -> tuple[Setting, ...]:

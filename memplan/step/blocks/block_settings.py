@@ -32,6 +32,9 @@ class Regime:
     # There are so many positions that the gradient of their learned embedding is formed by sorting.
     sorts_positions: bool = False
     staged: bool = False  # Inputs of layers are so large that they wait in host memory, where a stack keeps them there
+    # Bytes for each token, and for each that another follows, from which hooks copy a tensor there: 1 to 8, and 9 where more
+    # are needed; 0 where there are no hooks.
+    copied_widths: tuple[int, int] = (0, 0)
     all_words: bool = False  # Pieces of logits are of the whole vocabulary
     masked: bool = False  # Scaled-dot-product attention is given a mask, and not only told that it is causal
     pads_mask: bool = False  # Rows of that mask are no multiple of what its kernel reads at once

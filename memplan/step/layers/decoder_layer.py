@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from memplan.model.gated_delta_net import PREFIX, GatedDeltaNet
 from memplan.model.parameter_tensors import norm_names
@@ -27,7 +28,16 @@ from memplan.step.layers.attention import attention
 from memplan.step.layers.scaled_dot_product import latent_attention
 from memplan.step.layers.stepwise_attention import window_masks
 from memplan.step.playing.section import Section
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Value, Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Value, Weight
+
+
+class Staged(NamedTuple):
+    """How a layer's input waits in host memory."""
+
+    is_view: bool  # Whether backward, and forward, have a view of a buffer for it
+    hooked: bool = False  # Whether autograd's hooks copy it
+    behind: Sizes | None = None  # What these keep of the part behind; None for a layer that is like this one
+
 
 MOST_LAYERS = 128
 """Kinds of layers that are remembered: a search plans some dozens of them, each hundreds of times."""
@@ -42,7 +52,7 @@ def layer_section(
     element_bytes: int,
     leaf: bool = False,
     *,
-    staged: bool = False,
+    staged: Staged | None = None,
 ) -> Section:
     """Return a layer on tape, the same one each time.
 
@@ -52,17 +62,27 @@ def layer_section(
         needs_gradient: Whether its input needs a gradient.
         element_bytes: Bytes of an element of its input.
         leaf: Whether its input is a leaf of autograd's graph.
-        staged: Whether its input waits in host memory, and is then a view of a buffer that is there all the time.
+        staged: How its input waits in host memory, if it does.
     """
     if settings.wide_attention and is_wide(layer.attention):
         settings = replace(settings, profile=replace(settings.profile, attention=settings.wide_attention))
     builder = Builder(settings, dict(weights))
-    builder.tape.instant, builder.tape.waits = "layer", staged
-    given = builder.tape.part_of if staged else builder.tape.given
+    builder.tape.instant, builder.tape.waits = "layer", staged is not None
+    given = builder.tape.part_of if staged is not None and staged.is_view else builder.tape.given
     entry = given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     entry.leaf = leaf
     output = layer_output(builder, entry, layer)
     builder.tape.touch(*builder.named_values)
+    builder.tape.region_stays = staged is not None and not staged.is_view and not staged.hooked
+    if staged is not None and staged.hooked:
+        builder.tape.lingers = staged.behind
+        if staged.behind is None:  # a layer like this one, which is given what this one gives
+            width = output.element_bytes if settings.code.promotes else settings.residual_bytes
+            own = needs_gradient and element_bytes == width
+            after = None if own else layer_section(settings, layer, weights, True, width, staged=staged)
+            behind, given = (builder.tape, entry) if after is None else (after.tape, after.entry)
+            unsaved = given.storage not in behind.saved_storages()
+            builder.tape.lingers = ((given.quantity, given.coefficient),) if unsaved else ()
     return Section(builder.tape, entry, output)
 
 

@@ -12,6 +12,8 @@ TILE_COLUMNS = 32_768
 Source: ``_CHUNKED_LOGPROB_CHUNK_SIZE`` in trl/trainer/utils.py (1.16.0).
 """
 
+TILES = "tiles of logits"
+"""What the function is called that forms logits tile by tile, with the loss."""
 STATISTICS_BYTES, RESULTS_BYTES = 7 * 4, 4 + 4 + 1
 """Of a token: what the tiles are folded into, and log-probability, entropy and whether the target came first."""
 
@@ -174,7 +176,7 @@ def tiled_cross_entropy(
         logs.gradient_coefficient = 4
         own = [summed_as_stored(weight) for weight in weights]
         results = tape.value(tokens, RESULTS_BYTES, 1, part=Part.TEMPORARIES)
-        tape.apply("tiles of logits", [(rows, NEW)], (logs, results), [rows, labels, sums], own, traits)
+        tape.apply(TILES, [(rows, NEW)], (logs, results), [rows, labels, sums], own, traits)
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("mean", [(logs, NEW)], loss, traits=SAVES_NOTHING)
 

@@ -44,6 +44,8 @@ class _Backward:
         """Begin backward with the gradient of ``output``; return its storage."""
         arriving = self.live.arrive(self.gradient_part(output), output.quantity, output.coefficient)
         self.player.gradients[id(output)] = arriving
+        if self.player.to_recompute:
+            self.player.lingering = self.live.take(temporaries(self.player.tape.lingers or ()))
         self.player.note("", "start")
         if self.player.visits:
             self.player.mark("backward", "", self.player.tape.nodes[-1].instant)
@@ -66,6 +68,9 @@ class _Backward:
                 self.player.mark("backward", name, node.instant)
             self.player.between = node.between
             self.form(node, arrived)
+            if not self.player.to_recompute:
+                self.live.give_back(self.player.lingering)
+                self.player.lingering = ()
             if node.inputs:
                 self.player.end(node, "backward")
         else:
@@ -86,7 +91,7 @@ class _Backward:
             return
         self.live.release_all(self.player.cache)
         self.player.cache = set()
-        if self.player.entry is not None:
+        if self.player.entry is not None and self.player.tape.lingers is None:
             self.live.release(self.player.entry.storage)
 
     def form(self, node: Node, arrived: list[int]) -> None:
@@ -192,7 +197,11 @@ class _Backward:
     def recompute_for(self, node: Node) -> None:
         """Compute again what was not saved, where a node is the first to need any of it."""
         if node.packs and self.player.to_recompute:
+            hooked = self.player.entry if self.player.tape.lingers is not None else None
+            self.live.retain_all(() if hooked is None else (hooked.storage,))
             self.player.recompute(node.instant)
+            if hooked is not None and hooked.storage in self.player.tape.saved_storages():
+                self.live.release(hooked.storage)  # its hook sees that what was computed again has it
             self.player.to_recompute = False
 
     def finish(

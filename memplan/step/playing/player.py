@@ -53,6 +53,8 @@ class Player:
         self.entry = entry if self.to_recompute else None
         self.escaping = recomputation.kind == "none" or not recomputation.reentrant
         self.escaped: dict[int, int] = {}
+        self.lingering: Sequence[Storage] = ()
+        self.staying: tuple[int, ...] = ()
 
     # ---------------------------------------------------------------- forward
     def forward(self, *, saves: bool) -> None:
@@ -144,7 +146,8 @@ class Player:
             self._mark_saved(last)
         for index in sorted(unnamed_after):  # frames go from the innermost on, as though all had returned
             self._forget(named, unnamed_after[index])
-        self.live.release_all(sorted(named))
+        self.staying = tuple(sorted(named & self.tape.regional)) if self.tape.region_stays else ()
+        self.live.release_all(sorted(named.difference(self.staying)))
         self.live.release_all(again)
 
     def _begin(self, index: int, way: Way, instant: str) -> None:
@@ -208,7 +211,7 @@ class Player:
         self.live.retain_all(named[:2])
         self.recompute(self.tape.nodes[-1].instant)
         self.live.retain_all(formed)
-        return named
+        return (*named, *self.staying)
 
     def _zeros(self) -> tuple[int, ...]:
         """Make the gradient of zeros that a function is given for what it returns besides its output; nothing where it returns nothing."""

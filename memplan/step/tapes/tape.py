@@ -58,8 +58,13 @@ class Tape:
     between: bool = (
         False  # Whether moments of operations added from now on lie between those of others (``Operation.between``)
     )
-    # Whether what it is given lies in host memory between forward and backward, which has a view of a buffer for it.
+    # Whether what it is given lies in host memory between forward and backward, which has a copy of it or a view of a buffer.
     waits: bool = False
+    # What hooks have copied back for the part behind, and keep until backward has run the first node that needs what is
+    # computed again; None where what is given is not in host memory by hooks.
+    lingers: Sizes | None = None
+    # Whether what autocast casts as it is computed again stays until its backward is done, which is in the same region.
+    region_stays: bool = False
 
     def value(self, quantity: Quantity, width: int, element_bytes: int, part: Part = Part.ACTIVATIONS) -> Value:
         """Return a new tensor of ``width`` elements per unit of ``quantity``, with a storage of its own.

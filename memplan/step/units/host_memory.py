@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import TrainingSetup
-from memplan.units import format_bytes
+from memplan.units import ceil_div, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,38 +93,33 @@ def host_memory(parts: Iterable[HostTensors]) -> HostMemory:
     return HostMemory(tuple([HostTensors(name, size, n, pinned) for (name, size, pinned), n in counts.items()]))
 
 
-WAITING_BUFFERS, WAITING_BUFFER_BYTES = 200, 256 * 1024
-"""Buffers that unsloth pins before the first step, and their size: each layer's grows with the first input that it is given."""
 SMALL_INPUT_BYTES = 2 * 1024 * 1024
-"""Up to so many, an input of a layer stays on the device."""
+"""Up to so many, an input of a layer stays on the device under unsloth."""
+HOOKED_BYTES = 1024
+"""Below so many, a saved tensor stays there under torchtune's and TRL's hooks (``min_offload_size``)."""
 
 
 def waits_on_host(spec: ModelSpec, setup: TrainingSetup, tokens: int) -> bool:
     """Tell whether inputs of layers wait in host memory, given the tokens of a micro-batch.
 
     Source:
-        ``UnslothCheckpointFunction`` in unsloth_zoo/gradient_checkpointing.py (2026.10.9).
+        ``UnslothCheckpointFunction`` in unsloth_zoo/gradient_checkpointing.py (2026.10.9); ``pack_tensor`` in
+        torchtune/training/_activation_offloading.py (0.6.1).
     """
+    least = {"buffers": SMALL_INPUT_BYTES + 1, "copies": 0}
     offloaded = setup.config.offload.activations == "cpu"
-    return offloaded and tokens * spec.hidden_size * setup.residual_bytes > SMALL_INPUT_BYTES
-
-
-def waiting_inputs(spec: ModelSpec, setup: TrainingSetup, tokens: int) -> tuple[HostTensors, ...]:
-    """Return inputs of all layers but the last that wait in host memory, and what is pinned for them beside.
-
-    torch keeps the pinned memory of a buffer that has grown.
-
-    Source:
-        ``initialize_unsloth_gradient_checkpointing`` and ``_grow_host_buffer`` in unsloth_zoo/gradient_checkpointing.py
-        (2026.10.9).
-    """
-    if setup.config.offload.activations != "cpu":
-        return ()
-    pinned = HostTensors("activations", WAITING_BUFFER_BYTES, WAITING_BUFFERS, pinned=True)
-    if not waits_on_host(spec, setup, tokens):
-        return (pinned,)
     size = tokens * spec.hidden_size * setup.residual_bytes
-    return HostTensors("activations", size, spec.num_hidden_layers - 1, pinned=True), pinned
+    return offloaded and size >= least.get(setup.stack.checkpointing.offloads, HOOKED_BYTES)
+
+
+def copied_width(tokens: int) -> int:
+    """Return the bytes for each token from which hooks copy a tensor, and 9 where that is more than 8.
+
+    Example:
+        >>> copied_width(1_024), copied_width(300), copied_width(64)
+        (1, 4, 9)
+    """
+    return min(9, ceil_div(HOOKED_BYTES, max(1, tokens)))
 
 
 MOMENTS = 2

@@ -67,6 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._user_code: dict[CodeType, bool] = {}
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage], int]] = {}
         self._host: dict[int, torch.UntypedStorage] = {}
+        self._copied = self._most_copied = 0
         self._spans: list[int] = []
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
         self._backward = False
@@ -144,8 +145,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of optimizer states in host memory."""
-        return sum(storage.nbytes() for storage in self._host.values())
+        """Bytes of optimizer states in host memory, and of the most activations that were there at a time."""
+        return sum(storage.nbytes() for storage in self._host.values()) + self._most_copied
+
+    def copied_out(self, size: int) -> None:
+        """Note that so many bytes of activations come into host memory; less than none leave it."""
+        self._copied += size
+        self._most_copied = max(self._most_copied, self._copied)
 
     # Results of operators.
 

@@ -5,7 +5,6 @@ What is called on a stand-in for the recipe is its class's ``train`` itself.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
-from torchtune.training import _distributed
+from torchtune.training import _activation_offloading, _distributed
 
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
@@ -30,6 +29,7 @@ from memplan.step.kernels.family_code import UNSCALED_POSITIONS
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
+from memplan.trace.recording.host_copies import host_copies
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
@@ -150,6 +150,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             conditions = [training.get_shard_conditions]
             training.shard_model(model, conditions, cpu_offload=False, reshard_after_forward=again, dp_mesh=mesh)
             around.enter_context(mock.patch.object(torch.distributed, "all_reduce", _nothing))
+        around.enter_context(host_copies(_activation_offloading, recorder))
         loop = (_Ranks if sharded else _Loop)(recipe, getattr(recipe, recipe_class), model, setup, recorder)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             loop.train()
@@ -175,6 +176,8 @@ class _Loop:
         self.recipe, self.own, self.model, self.setup, self.recorder = recipe, own, model, setup, recorder
         self.micro_step = 0
         self.loss: Any = _loss(model, setup)
+        offloads = setup.config.offload.activations == "cpu"
+        self.offloading = training.get_act_offloading_ctx_manager(model, offloads)
         options: dict[str, Any] = {"fused": True} if setup.profile.optimizer == "fused" else {}
         if setup.profile.optimizer == "for-loop":
             options["foreach"] = False
@@ -230,7 +233,7 @@ class _Loop:
 
     def _loss_step(self, batch: dict[str, Tensor]) -> Tensor:
         stand_in = SimpleNamespace(
-            activations_handling_ctx=contextlib.nullcontext(),
+            activations_handling_ctx=self.offloading,
             _model=self.model,
             _loss_fn=self.loss,
             ignore_labels_cache=self.ignored,
@@ -272,7 +275,7 @@ class _Ranks(_Loop):
         stand_in = self._stand_in()
         vars(stand_in).update(
             _is_rank_zero=False,
-            activations_handling_ctx=contextlib.nullcontext(),
+            activations_handling_ctx=self.offloading,
             _loss_fn=self.loss,
             ignore_labels_cache=self.ignored,
             world_size=self.setup.config.parallel.shards,

@@ -77,7 +77,7 @@ def number_problems(config: TrainingConfig) -> Iterator[tuple[Path, str]]:
         yield ("reserve",), str(error)
 
 
-def refuse_unmodelled(config: TrainingConfig, stack: Stack, place: Where) -> None:
+def refuse_unmodelled(config: TrainingConfig, place: Where) -> None:
     """Refuse keys whose effect is not modelled.
 
     Args:
@@ -92,8 +92,8 @@ def refuse_unmodelled(config: TrainingConfig, stack: Stack, place: Where) -> Non
         beside: tuple[str, ...] = (
             ("optimizer_states", "weights") if steps_beside(config.parallel) else ("optimizer_states",)
         )
-        if stack.checkpointing.offloads and config.activation_checkpointing == "full" and config.parallel.gpus == 1:
-            beside += ("activations",)
+        if name == "activations":
+            continue
         if given != getattr(Offload(), name) and (name not in beside or given != "cpu"):
             path = ("offload", name)
             able = "; shards of several GPUs are (--gpus, parallel.zero_stage: 3)" if name == "weights" else ""

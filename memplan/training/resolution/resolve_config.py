@@ -27,7 +27,13 @@ from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.frozen_rules import freeze_refusals
 from memplan.training.rules.method_rules import method_refusals, with_checkpointing, with_method, with_method_rules
 from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name
-from memplan.training.rules.stack_rules import kbit_formats, kernel_refusals, unmodelled, with_adapters
+from memplan.training.rules.stack_rules import (
+    activation_refusals,
+    kbit_formats,
+    kernel_refusals,
+    unmodelled,
+    with_adapters,
+)
 from memplan.units import parse_bytes
 
 Where = Callable[[Path], str]
@@ -49,7 +55,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
     if problems := [f"{place(path)}: {text}" for path, text in config_problems(config, catalog)]:
         raise InvalidFileError(problems)
     config, stack, profile = _filled(config, catalog)
-    refuse_unmodelled(config, stack, place)
+    refuse_unmodelled(config, place)
+    _refuse_first(activation_refusals(config, stack, profile), place)
     _refuse_first([*kernel_refusals(config, stack), *freeze_refusals(config, stack)], place)
     _refuse_first(method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")), place)
     format_names = {role: format_name(config, role) for role in ROLES}

@@ -62,7 +62,7 @@ def _captured(config: TrainingConfig, stack: Stack) -> bool:
 def _offload(config: TrainingConfig, stack: Stack, hidden: str) -> Offload:
     """Return what a config keeps in host memory: with its stack's own checkpointing, inputs of layers too."""
     own = config.activation_checkpointing is None and default_checkpointing(config, stack, hidden) == "full"
-    waits = own and stack.checkpointing.offloads and config.parallel.gpus == 1
+    waits = own and stack.checkpointing.offloads == "buffers" and config.parallel.gpus == 1
     return replace(config.offload, activations="cpu") if waits else config.offload
 
 

@@ -55,6 +55,16 @@ def _rollout(rng: Random, training: dict[str, Any], own: str) -> dict[str, Any]:
     return {"rollout": rollout, "reference_model": rng.choice((own, "none"))}
 
 
+def hosted_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job whose layers are checkpointed with what they are given in host memory, and how many there are drawn."""
+    rng, model = Random(f"memplan hosted {seed} {number}"), dict(job.job.model)
+    name = next((key for key in ("num_hidden_layers", "n_layer", "num_layers") if key in model), "num_hidden_layers")
+    if "layer_types" not in model:
+        model[name] = rng.choice((1, 2, 3, 6, 8))
+    offload = {"activation_checkpointing": "full", "offload": {"activations": "cpu"}}
+    return replace(job, job=Job(model, {**job.job.training, **offload}), reentrant=job.stack == "llama-factory")
+
+
 MODULES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 """Families whose experts were modules of their own before transformers 5.0."""
 

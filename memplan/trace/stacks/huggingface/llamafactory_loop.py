@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ import transformers
 from memplan.catalog.training_config import ALL_TRAIN, Freeze
 from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.chosen_rows import AllDesirable
+from memplan.trace.recording.host_copies import copied_inputs
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import loaded_model, made_on, with_adapters
@@ -37,7 +39,8 @@ PACKAGES = ("llamafactory", "transformers", "peft", "accelerate", "bitsandbytes"
 def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     """Run Trainer on the model as ``prepare_model_for_training`` and ``init_adapter`` leave it."""
     setup = inputs.setup
-    with pretended_machine(inputs), tempfile.TemporaryDirectory() as folder:
+    copied = copied_inputs(recorder) if setup.config.offload.activations == "cpu" else nullcontext()
+    with pretended_machine(inputs), copied, tempfile.TemporaryDirectory() as folder:
         model = loaded_model(inputs)
         if inputs.model.spec.tower is not None and setup.config.adapter is None and setup.config.freeze == ALL_TRAIN:
             _train_whole(model, inputs)
@@ -45,7 +48,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
             upcast_layernorm=False,
             upcast_lmhead_output=False,
             disable_gradient_checkpointing=setup.checkpointing == "none",
-            use_unsloth_gc=False,
+            use_unsloth_gc=setup.config.offload.activations == "cpu",
             use_reentrant_gc=inputs.details.reentrant,
         )
         _checkpointing().prepare_model_for_training(model, options)

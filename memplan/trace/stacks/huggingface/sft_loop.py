@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -24,6 +24,7 @@ from memplan.errors import CannotAnswerError
 from memplan.trace.pretended_cuda.chosen_rows import AllDesirable, ChosenRows
 from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
+from memplan.trace.recording.host_copies import host_copies
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import loaded_model, lora_config, made_on
@@ -72,6 +73,7 @@ def run_on(
     trainer_class, arguments_class = trainer_of(stage)
     with (
         deepspeed_ranks(inputs.setup, inputs.details.rank),
+        _host_copies(inputs.setup, recorder),
         _pretended_kernels(inputs) if inputs.is_traced else nullcontext(),
         tempfile.TemporaryDirectory() as folder,
     ):
@@ -108,6 +110,13 @@ def run_on(
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
 
 
+def _host_copies(setup: TrainingSetup, recorder: Recorder) -> AbstractContextManager[None]:
+    """Return what counts the activations that TRL keeps in host memory, where the setup asks for it."""
+    if setup.config.offload.activations == "none":
+        return nullcontext()
+    return host_copies(import_module("trl.models.activation_offloading"), recorder)
+
+
 def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, Any]:
     """Return what a stage's trainer is told beyond Trainer's arguments."""
     method = setup.config.method
@@ -120,6 +129,8 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
     if method.reference_model == "precomputed" and method.stage not in GENERATING:
         more["precompute_ref_log_probs"] = True
+    if setup.config.offload.activations != "none":
+        more["activation_offloading"] = True
     if method.balances is False:
         more["router_aux_loss_coef"] = 0.0
     return more
