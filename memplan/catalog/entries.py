@@ -15,7 +15,9 @@ Kind = Literal["exact", "derived", "stated", "measured"]
 Status = Literal["proven", "works", "experimental", "untried", "diverges"]
 """How training learns, as the evidence says; ``untried`` where none speaks for it."""
 
-Form = Literal["adafactor", "adam-mini", "adamw", "chunks", "copies", "in-place", "lion", "torch-muon", "untraced"]
+Form = Literal[
+    "adafactor", "adam-mini", "adamw", "chunks", "copies", "in-place", "lion", "stacked", "torch-muon", "untraced"
+]
 """Scratch memory of an update by the way in which it arises (memplan/step/states/update_algorithms.py)."""
 
 
@@ -219,8 +221,8 @@ class StateSlot:
 
     Attributes:
         name: Its key in ``optimizer.state``.
-        layout: ``elementwise``: one number per parameter; ``rows``: one per row and leading
-            dimension; ``columns``: one per column and leading dimension; ``scalar``: one per tensor.
+        layout: ``elementwise``: one number per parameter; ``rows``, ``columns``: one per row, or column, and leading
+            dimension; ``longer``: the one of these of which there are more; ``scalar``: one per tensor.
         block_elements: Numbers per block, for elementwise slots.
         block_bytes: Bytes per block; of one number where blocks have one element.
         tensor_bytes: Bytes once per tensor, such as a lookup table.
@@ -228,14 +230,13 @@ class StateSlot:
         as_parameter: Numbers are stored as the parameter's own are; ``block_bytes`` is ignored.
         dimensions: Whether only tensors of one dimension hold it, or only those of more.
         scale_bytes: Of a block, bytes that are its scale: a tensor of its own.
-        codebook_bytes: Bytes of the table that codes point into and of the boundaries between its levels; 0 where codes
-            are evenly spaced. Such codes are looked up by 32-bit numbers.
+        codebook_bytes: Of the table that codes, in 32 bits then, point into, and of its levels' bounds; 0 where they are even.
     """
 
     name: str
     block_elements: int = 1
     block_bytes: int = 4
-    layout: Literal["elementwise", "rows", "columns", "scalar"] = "elementwise"
+    layout: Literal["elementwise", "rows", "columns", "longer", "scalar"] = "elementwise"
     tensor_bytes: int = 0
     device: Literal["device", "host", "device-if-fused"] = "device"
     as_parameter: bool = False

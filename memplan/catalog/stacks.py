@@ -64,6 +64,9 @@ class StackModels:
     # Whether attention is within the window that a model was ``released`` with, or only where other layers of it are
     # within none, which then make masks of their own: ``mixed``.
     windows: Literal["released", "mixed"] = "released"
+    # Compute capabilities on which a kernel of its own is told of a window, which others are given a mask for that is not
+    # modelled; nothing where it is everywhere the same.
+    windowed_on: tuple[str, ...] = ()
     adapted: bool = False  # Whether its own adapters on these models are modelled
     dora: bool = True  # Whether DoRA among these is: PEFT 0.11 forms its norms and products otherwise
     dropout: bool = True  # Whether its models have the dropout that a model or a config says
@@ -323,6 +326,9 @@ class Stack:
     # Kernels that it lets torch's attention choose among, the one that comes first first, where its ``attention`` is
     # ``auto``; nothing is all of them in torch's own order.
     attention_order: tuple[AttentionKernel, ...] = ()
+    shares_states: bool = (
+        False  # Whether its own optimizer shares out states among GPUs (``zero_stage: 1``), which have all else
+    )
     shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one, and replicas are so
     # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
     # which all that trains is cast to.

@@ -13,6 +13,7 @@ from memplan.errors import match_hint, nearest_match
 BUNDLED = "memplan.muon.Muon"
 TORCH_ADAMW = "torch.optim.AdamW"
 TORCH_MUON = "torch.optim.Muon"
+STACKED = "nanochat.optim.MuonAdamW"
 NO_UPDATE = "none"
 UNTRACED = "untraced"
 
@@ -45,6 +46,10 @@ UPDATE_CLASSES: Mapping[str, UpdateClass] = {
         "adamw",
         fused=True,
         needs={"max_exp_avg_sq": "amsgrad"},
+    ),
+    STACKED: UpdateClass(
+        frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "second_momentum_buffer")),
+        "stacked",
     ),
     TORCH_MUON: UpdateClass(frozenset(("momentum_buffer",)), "torch-muon"),
     "torch.optim.SGD": UpdateClass(

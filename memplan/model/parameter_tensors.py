@@ -44,6 +44,7 @@ def inventory_of(spec: ModelSpec) -> Inventory:
         tensors.append(ParameterTensor(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size), "head"))
     if spec.head_bias:
         tensors.append(ParameterTensor(f"{names.head}.bias", (spec.vocab_size,), "bias"))
+    tensors += [ParameterTensor(tensor.name, tensor.shape, tensor.role, tensor.count) for tensor in spec.beside]
     return tuple(tensors)
 
 

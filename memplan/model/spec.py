@@ -13,7 +13,7 @@ from memplan.errors import CannotAnswerError
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.short_convolution import ShortConvolution
 from memplan.model.state_space import StateSpace
-from memplan.model.tower import Tower
+from memplan.model.tower import Tower, TowerTensor
 
 Activation = Literal[
     "silu",
@@ -297,6 +297,7 @@ class ModelSpec:
     embedding_norm: Norm | None = None  # Norm behind the embedding (BLOOM); None for none
     tie_word_embeddings: bool = False  # Head and embedding are one tensor
     head_bias: bool = False  # Bias on the head
+    cut_words: int = 0  # Rows of the head that stand for no word, whose logits are cut off (nanochat)
     learned_positions: int = 0  # Positions that a learned embedding has rows for; 0 for none
     reserved_positions: int = 0  # Rows of it that stand for no position (OPT)
     max_position_embeddings: int = 0  # Longest sequence the model is made for; 0 if unknown
@@ -313,6 +314,7 @@ class ModelSpec:
     attention_dropout: float = 0.0  # The same, of attention's weights
     use_cache: bool = True  # Whether a forward returns keys and values where nothing is said
     tower: Tower | None = None  # Vision tower and projector; None for a text model
+    beside: tuple[TowerTensor, ...] = ()  # Parameters of no part above: embeddings of values, gates, scalars (nanochat)
     source: str = ""  # Where the shapes were read
 
     @property

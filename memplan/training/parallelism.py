@@ -157,7 +157,7 @@ def parallel_refusals(
         yield from deepspeed_problems(config, formats, optimizers)
     elif parallel.engine == "fsdp1" and parallel.gpus > 1 and (refused := flat_refusal(config, formats, stack)):
         yield ("parallel", "engine"), f"fsdp1 {refused}"
-    elif parallel.zero_stage in (1, 2):
+    elif parallel.zero_stage == 2 or (parallel.zero_stage == 1 and not stack.shares_states):
         yield ("parallel", "zero_stage"), f"{parallel.zero_stage} is not supported; {POSSIBLE}"
     elif parallel.zero_stage == 3 and parallel.gpus == 1:
         text = "3 is not supported with one GPU, which has nothing to share; --gpus N, or parallel.data, says of how many it is one"

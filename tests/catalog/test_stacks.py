@@ -25,7 +25,7 @@ CATALOG = Catalog(data_directory())
 NAMES = list(CATALOG.stacks)
 KNOWN = (
     "bundled", "plain-loop", "transformers", "trl", "axolotl", "llama-factory", "unsloth", "torchtune", "torchtitan",
-    "litgpt", "nanogpt", "megatron", "deepspeed",
+    "litgpt", "nanochat", "nanogpt", "megatron", "deepspeed",
 )  # fmt: skip
 SECTIONS_OF_A_CONFIG = ("weights", "optimizer")
 """Keys of a training config whose own keys are roles."""

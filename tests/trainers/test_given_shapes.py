@@ -102,11 +102,13 @@ def test_nanogpts_flags_are_a_model(tmp_path):
     assert (own.verdict, own.to_dict()["stack"]["name"]) == ("fits", "nanogpt")
 
 
-def test_a_model_whose_parts_are_not_modelled_is_not_built_of_others(tmp_path):
+def test_nanochats_own_model_is_built_of_its_flags(tmp_path):
     path = command(tmp_path, "--depth=6 --device-batch-size=32 --total-batch-size=16384", "base_train.py")
-    for shapes in ({}, {"vocab": 1000}):
-        with pytest.raises(CannotAnswerError, match="depth: not modelled"):
-            model(path, **shapes)
+    for shapes, words, cut in (({}, 32768, 0), ({"vocab": 1000}, 1024, 24)):
+        spec = model(path, **shapes).spec
+        assert (spec.architecture, spec.hidden_size, spec.vocab_size, spec.cut_words) == ("nanochat", 384, words, cut)
+    with pytest.raises(CannotAnswerError, match="fp8: not modelled"):
+        model(command(tmp_path, "--depth=6 --device-batch-size=32 --total-batch-size=16384 --fp8", "base_train.py"))
     squared = model(command(tmp_path, f"{GPT3} --squared-relu"))
     assert squared.spec.runs[0].layer.feed_forward.activation == "relu-squared"
 

@@ -10,6 +10,7 @@ from memplan.errors import InvalidFileError
 from memplan.model.families import read_config
 from memplan.model.families.common_parts import Shape, attention, experts, model, shape
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
+from memplan.model.families.nanochat_gpt import nanochat_gpt
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, Norm
 from memplan.units import ceil_div, round_up
@@ -114,7 +115,8 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
             ``query_key_norm``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
             ``expert_layers`` (:func:`memplan.model.readers.given_shapes.expert_layers`), ``shared_intermediate_size``,
             ``shared_gate``, ``score_correction``, ``kv_lora_rank``, ``q_lora_rank``, ``qk_head_dim``, ``qk_rope_head_dim``,
-            ``v_head_dim`` and ``dropout``. Or ``model_type``, with the keys of that family's ``config.json``.
+            ``v_head_dim`` and ``dropout``. Or ``window_pattern`` and
+            ``sequence_length``, which nanochat's own model has. Or ``model_type``, with the keys of that family's ``config.json``.
         source: The file of the flags, for messages.
 
     Raises:
@@ -125,6 +127,10 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
         spec, notes = read_config(flags, name, source)
         return replace(Model.from_spec(spec, source), notes=notes)
     values = ConfigValues(flags, name, source, ARCHITECTURE)
+    if values.has("window_pattern"):
+        spec = nanochat_gpt(values)
+        values.finish()
+        return replace(Model.from_spec(spec, source), notes=values.notes())
     common = shape(values)
     rows = values.integer("learned_positions", default=0, minimum=0, maximum=MAXIMUM_POSITIONS)
     kind = values.text("normalization", "layer")

@@ -30,7 +30,7 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
         from memplan.step.generated_completions import refuse_generation
 
         refuse_generation(model.spec, setup)
-    if setup.config.compile != "none":
+    if setup.config.compile != "none" or model.spec.beside:
         from memplan.step.compiled.compiled_model import refuse_compiled
 
         refuse_compiled(model.spec, setup)

@@ -16,6 +16,7 @@ from functools import cached_property
 from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.alive_around_layers import logits_of_loop
+from memplan.step.compiled.compiled_nanochat import CompiledNanochat, is_nanochat, refuse_other_jobs
 from memplan.step.compiled_layers.compiled_layer import refuse_compiled_layers
 from memplan.step.instants import StepForms, step_instants
 from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
@@ -62,6 +63,9 @@ def refuse_compiled(spec: ModelSpec, setup: TrainingSetup) -> None:
         CannotAnswerError: Another stack, family, dtype, kernel or layout.
     """
     compiled = setup.config.compile
+    if is_nanochat(spec):
+        refuse_other_jobs(setup)
+        return
     if compiled == "none":
         return
     if compiled == "layers":
@@ -235,6 +239,12 @@ class CompiledModel:
 
 def compile_compiled_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     """Return the closed forms of a training step whose model torch compiles."""
+    if is_nanochat(inputs.spec):
+        own = CompiledNanochat(inputs)
+        steps = tuple(step_instants(inputs, taped, own.one_pass))
+        return StepForms(
+            steps, buffers(inputs), ((f"{own.layers} x layer 1", own.layer_saved),), inputs.optimizer.formula
+        )
     model, resident = CompiledModel(inputs, taped), logits_of_loop(inputs.setup, taped)
     candidates = [i for i in step_instants(inputs, taped, model.one_pass) if i.name != EVALUATION]
     candidates += model.evaluation(resident) if inputs.setup.config.evaluation else ()

@@ -23,6 +23,7 @@ from memplan.step.kernels.attention_choice import (
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.image_rows import has_images
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
+from memplan.step.kernels.refused_code import refuse_masked_windows
 from memplan.training.resolved import TrainingSetup
 
 TORCH_CHOOSES = "auto"
@@ -57,6 +58,7 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
     if setup.config.allocator == "expandable" and (why := without_expandable(setup.stack, gpu, setup.hardware)):
         setup = replace(setup, config=replace(setup.config, allocator="native"))
         notes = (*notes, f"allocator: native on {card_label(gpu)}: {why}")
+    refuse_masked_windows(model.spec, setup, gpu)
     kernel, reason = _attention(setup, model, gpu)
     if (
         setup.stack.model_code == "unsloth"

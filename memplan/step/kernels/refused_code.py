@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memplan.catalog.entries import Gpu
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.routed_experts import experts_of
@@ -160,6 +161,8 @@ def refuse_foreign_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
     Raises:
         CannotAnswerError: They are not transformers' own.
     """
+    if spec.beside and spec.architecture not in setup.stack.models.families:
+        raise CannotAnswerError(f"{spec.name} is nanochat's own model, which stack nanochat alone trains")
     for what in _foreign_parts(spec) if setup.stack.model_code != "transformers" else ():
         raise CannotAnswerError(
             f"{spec.name} has {what}, as models of transformers have and those of stack {setup.stack.name} do not: "
@@ -186,6 +189,23 @@ def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
         yield "latent attention whose queries are scaled by their position"
     if getattr(parts[0], "query_key_norm_scope", "head") == "each":
         yield "a norm of each head by a scale of its own"
+
+
+def refuse_masked_windows(spec: ModelSpec, setup: TrainingSetup, gpu: Gpu) -> None:
+    """Raise for attention within a window that a stack gives a mask on this card.
+
+    Raises:
+        CannotAnswerError: With what to set instead.
+
+    Source:
+        ``_load_flash_attention_3`` and ``_sdpa_attention`` in nanochat/flash_attention.py (92d63d4e).
+    """
+    cards = setup.stack.models.windowed_on
+    if spec.window and cards and gpu.compute_capability not in cards:
+        raise CannotAnswerError(
+            f"model: attention within windows of {spec.window:,} tokens is given a mask of all pairs of tokens on {gpu.name}, "
+            f"as {setup.stack.name} has a kernel for them on compute capability {', '.join(cards)} alone, which is not modelled; use --window-pattern L"
+        )
 
 
 def refuse_liger(spec: ModelSpec, setup: TrainingSetup) -> None:

@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memplan.catalog.entries import Optimizer
+from memplan.catalog.update_classes import STACKED
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Inventory, Kind, ParameterTensor, merged
 from memplan.step.states.parallel_shards import ADAPTER, is_coded, is_sharded, is_whole, rank_tensors, shards_codes
+from memplan.step.states.stacked_updates import shared_state_bytes, shared_states
 from memplan.step.tensors.tensor_states import (
     TensorStates,
     adapter_states,
@@ -92,6 +94,9 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
         host_bytes=sum(t.host_bytes * t.tensor.count for t in kinds),
         average_bytes=sum(average * t.tensor.elements * t.tensor.count for t in kinds if t.trainable),
     )
+    if any(entry.stepper == STACKED for entry in states.tensors) and (ranks := setup.config.parallel.data) > 1:
+        shared = shared_states(states.tensors, ranks)
+        return replace(states, tensors=tuple(shared), state_bytes=shared_state_bytes(states.tensors, ranks))
     return _offloaded(setup, states) if is_sharded(setup.config.parallel) and setup.offloads_weights else states
 
 

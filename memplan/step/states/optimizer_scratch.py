@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from memplan.catalog.update_classes import BUNDLED, NO_UPDATE
+from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, STACKED
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
 from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches, round_phases
 from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, decoding_bytes, muon_phases
+from memplan.step.states.stacked_updates import stacked_scratch
 from memplan.step.states.update_algorithms import run_of, scratch_of
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -36,6 +37,9 @@ def step_temporaries(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> T
     """
     if setup.config.gradients.lifetime == "layer":
         return max((tensor_temporaries(setup, entry) for entry in trained_kinds(tensors)), key=_size)
+    tensors = tuple(tensors)
+    if any(entry.stepper == STACKED for entry in tensors):
+        return Temporaries(*stacked_scratch(tensors, setup.config.parallel.data))
     result, free = NOTHING, 0
     for group in sorted(_groups(tensors).values(), key=lambda group: group[0].optimizer.takes == "all"):
         stored = _stored(setup, group)

@@ -45,6 +45,10 @@ FULLY_SHARDED = 3
 """The ZeRO stage that shards weights, gradients and optimizer states (https://arxiv.org/abs/1910.02054)."""
 
 
+SHARED_STATES = 1
+"""The stage that shards optimizer states alone; without DeepSpeed it is an optimizer of a stack's own that does (``Stack.shares_states``)."""
+
+
 def is_sharded(parallel: Parallel) -> bool:
     """Tell whether ranks hold torch's shards, be it one in each group of those that divide a model; without, each holds everything."""
     several = parallel.gpus > 1
@@ -53,7 +57,12 @@ def is_sharded(parallel: Parallel) -> bool:
 
 def is_replicated(parallel: Parallel) -> bool:
     """Tell whether torch's DistributedDataParallel has the whole model on each rank."""
-    return parallel.data > 1 and not is_sharded(parallel) and not runs_engine(parallel)
+    return (
+        parallel.data > 1
+        and parallel.zero_stage != SHARED_STATES
+        and not is_sharded(parallel)
+        and not runs_engine(parallel)
+    )
 
 
 def is_accelerated(setup: TrainingSetup) -> bool:

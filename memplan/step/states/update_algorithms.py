@@ -240,7 +240,7 @@ RULES: Mapping[Form, Rule] = {
     "torch-muon": Rule(_torch_muon, _muon_text),
     "untraced": Rule(_in_place, lambda *_: "not counted: the update is not traced"),
 }
-"""Every form but ``copies``, and the bundled optimizer's ``chunks`` in :mod:`memplan.step.states.optimizer_scratch`."""
+"""Every form but ``copies``, ``stacked`` of all tensors together (:mod:`memplan.step.states.stacked_updates`), and the bundled optimizer's ``chunks`` in :mod:`memplan.step.states.optimizer_scratch`."""
 
 
 def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kernel: OptimizerKernel) -> Scratch:

@@ -268,6 +268,8 @@ def slot_bytes(slot: StateSlot, shape: tuple[int, ...], own_bytes: int) -> int:
         elements //= shape[-1]
     elif slot.layout == "columns":
         elements //= shape[-2] if len(shape) > 1 else 1
+    elif slot.layout == "longer":
+        elements //= min(shape)
     elif slot.layout == "scalar":
         elements = 1
     elif slot.layout != "elementwise":

@@ -70,6 +70,21 @@ def flash_backward_bytes(args: tuple[Any, ...]) -> list[int]:
     return sizes
 
 
+def flash_3_backward_bytes(args: tuple[Any, ...]) -> list[int]:
+    """Return what the backward kernel of FlashAttention-3 allocates besides its results.
+
+    Formula:
+        ``4bh * up(t, 128)`` for the statistics in another base, and that times the width, up to 64, 96, 128, 192 or 256, for
+        the query gradient in fp32.
+
+    Source:
+        hopper/flash_api.cpp of https://github.com/Dao-AILab/flash-attention, ``mha_bwd``: ``softmax_lse_log2``, ``dq_accum``.
+    """
+    batch, tokens, heads, width = args[1].shape
+    rows = 4 * batch * heads * round_up(tokens, 128)
+    return [rows, rows * next(size for size in (64, 96, 128, 192, 256) if width <= size)]
+
+
 def embedding_backward_bytes(args: tuple[Any, ...]) -> list[int]:
     """Return what the backward kernel of an embedding allocates besides the gradient.
 
@@ -172,6 +187,7 @@ def scatter_backward_bytes(args: tuple[Any, ...]) -> list[int]:
 
 _RULES: Mapping[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "_scaled_dot_product_flash_attention_backward.default": flash_backward_bytes,
+    "flash_3_backward.default": flash_3_backward_bytes,
     "embedding_dense_backward.default": embedding_backward_bytes,
     "_foreach_norm.Scalar": foreach_norm_bytes,
     "sum.dim_IntList": column_sum_blocks,

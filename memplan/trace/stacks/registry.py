@@ -106,6 +106,7 @@ PROGRAMS: Mapping[str, str] = {
     "llama-factory": "memplan.trace.stacks.huggingface.llamafactory_loop",
     "llama-factory-v1": "memplan.trace.stacks.own_trainers.v1_trainer",
     "ms-swift": "memplan.trace.stacks.own_trainers.swift_trainers",
+    "nanochat": "memplan.trace.stacks.nanochat_train",
     "nanogpt": "memplan.trace.stacks.nanogpt_train",
 }
 """Stack -> the module of its program (:class:`memplan.trace.stacks.registry.StackProgram`)."""
@@ -113,7 +114,16 @@ PROGRAMS: Mapping[str, str] = {
 OLDER: Mapping[str, tuple[str, str]] = {"torchtitan": ("0.3", "memplan.trace.stacks.titan.torchtitan_older")}
 """Stack -> the version from which on its program is the one above, and that of the versions before."""
 
-ON_SEVERAL_GPUS = ("transformers", "trl", "axolotl", "torchtitan", "torchtune", "litgpt", "llama-factory-v1")
+ON_SEVERAL_GPUS = (
+    "transformers",
+    "trl",
+    "axolotl",
+    "torchtitan",
+    "torchtune",
+    "litgpt",
+    "llama-factory-v1",
+    "nanochat",
+)
 """Stacks whose own code is traced as one rank of several."""
 
 IN_THE_EXTRA = ("plain-loop", "transformers", "trl")
