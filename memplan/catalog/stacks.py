@@ -308,13 +308,14 @@ class Stack:
     # Weight formats of shipped configs -> what it holds such weights in instead.
     own_formats: Mapping[str, str] = field(default_factory=dict)
     # What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head, or, where
-    # these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered; ``accelerate``
+    # these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered; ``root-and-last`` has
+    # the root, and the last layer stays gathered too until its backward has ended; ``accelerate``
     # has these too, casts trained weights to fp32 and reduces gradients in the compute dtype, only those of the last
     # micro-step; ``axolotl`` casts nothing, has a root and gathers it again for backward, as does ``root-again``, whose
     # loss is outside the root; ``lightning`` has flat tensors (FSDP1) alone, and a loss outside the root.
-    sharded_units: Literal["root", "root-again", "ends-apart", "accelerate", "axolotl", "own-root", "lightning"] = (
-        "root"
-    )
+    sharded_units: Literal[
+        "root", "root-again", "root-and-last", "ends-apart", "accelerate", "axolotl", "own-root", "lightning"
+    ] = "root"
     stages_codes: bool = False  # Whether what it shards may be codes of 4 bits that were staged on the CPU
     adapted_loss: LossKernel | None = None  # Its loss where there are adapters, if it is another
     # ``kbit_floats`` where pairs are compared without a reference model, if it is another.

@@ -211,7 +211,8 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
     parallel = config.parallel
     groups = f" in {parallel.replicate} groups that each divide everything (HSDP)" if parallel.replicate > 1 else ""
     stays = parallel.pipeline > 1 or not parallel.reshard_after_forward
-    retained = "not resharded after forward" if stays else "resharded after forward"
+    but = " but for the last" if units == "root-and-last" else ""
+    retained = "not resharded after forward" if stays else f"resharded after forward{but}"
     yield (
         f"parallel.data {parallel.data}{groups}, zero_stage 3: torch's fully_shard, one unit per layer, {retained}; {ends}; "
         "shards on dimension 0, padded to be equal"

@@ -213,7 +213,7 @@ def _last_elements(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> 
     formed = [tensor for tensor in tensors if tensor.used]
     matrices = [tensor.elements for tensor in formed if len(tensor.shape) > 1]
     layer = any("{}" in tensor.name for tensor in formed)
-    ends_with_vector = setup.stack.model_code == "transformers" or setup.stack.sharded_units == "ends-apart"
+    ends_with_vector = setup.stack.model_code in ("transformers", "torchtitan")
     ends_with_vector = ends_with_vector and len(matrices) < len(formed)  # a group of experts has matrices alone
     return matrices[-1] if matrices and not (layer and ends_with_vector) else 0
 

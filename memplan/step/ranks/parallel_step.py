@@ -152,7 +152,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
     head, tail, settings = step.taped.head, step.tail.gathered_bytes, step.taped.settings
-    at_once = (step.root_again and not step.root_behind_loss) or head.logits is None or step.stays
+    at_once = (step.root_again and not step.root_behind_loss) or head.logits is None or step.stays or step.last_stays
     if step.root_behind_loss:
         yield from _root_behind_loss(step, around, played)
         return
@@ -164,7 +164,7 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
         form = around + saved_below_logits(step) + logits
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
-    elif step.gathers_before_head and not step.stays:
+    elif step.gathers_before_head and not (step.stays or step.last_stays):
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
         yield with_gathered("loss backward", "gather of the last layer", around + played.head.saved, communication)
     elif not at_once and (settings.bounded_logits or settings.scaled_logits):
@@ -263,7 +263,8 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     next_gathered = under.buffer_bytes if under else 0
     ahead = next_gathered + (under.cast_bytes if under else 0)
     arrived = step.arrived
-    gathered = root + waiting + own.gathered_bytes + max(own.copying_bytes, ahead)
+    copying = 0 if top and step.last_stays else own.copying_bytes
+    gathered = root + waiting + own.gathered_bytes + max(copying, ahead)
     if step.stays:
         next_gathered = step.staying(index, position)
     else:

@@ -158,6 +158,15 @@ class ShardedStep:
         """
         return not self.inputs.setup.config.parallel.reshard_after_forward
 
+    @property
+    def last_stays(self) -> bool:
+        """Whether the last layer stays gathered from its forward to the end of its backward, if no other does.
+
+        Source:
+            ``apply_fsdp`` in torchtitan/models/llama3/infra/parallelize.py (0.1.0).
+        """
+        return self.inputs.setup.stack.sharded_units == "root-and-last" and not self.stays
+
     def staying(self, index: int, position: int) -> int:
         """Return whole weights of the layers that lie before one of a run, where these stay."""
         if not self.stays:
@@ -171,7 +180,7 @@ class ShardedStep:
     def below_head(self) -> int:
         """Whole weights that are there beside the head's from the last layer's forward on: all layers' and the embedding's, where they stay."""
         if not self.stays:
-            return 0
+            return self.last.gathered_bytes * self.last_stays
         last = self.staying(len(self.units) - 1, self.taped.runs[-1].count) + self.last.gathered_bytes
         return last + self.first.gathered_bytes * self.apart
 
@@ -221,7 +230,7 @@ class ShardedStep:
     @property
     def ahead_of_head(self) -> int:
         """What is there of layers, and an embedding apart, in the head's backward: the last layer is gathered then, or all have stayed."""
-        return self.below_head if self.stays else self.last.buffer_bytes
+        return self.below_head if self.stays or self.last_stays else self.last.buffer_bytes
 
     def neighbour(self, index: int, position: int, step: int) -> Unit | None:
         """Return the unit of the layer that comes after (1) or before (-1) one of a run, or None."""
@@ -333,7 +342,7 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
         others = [t for t in ends if not t.name.startswith(tuple(f"{name}." for name in own))]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None
-    if layout in ("root", "root-again", "axolotl", "own-root") or spec.tie_word_embeddings:
+    if layout in ("root", "root-again", "root-and-last", "axolotl", "own-root") or spec.tie_word_embeddings:
         root = unit(ends, setup)
         return root, root, rest
     embeddings = [tensor for tensor in ends if tensor.role == "embedding"]

@@ -122,7 +122,8 @@ class Units(WholeModel):
 
     def leave(self, place: int) -> None:
         """Let go of it, if it does not stay."""
-        if not self._is_root(place) and not self._step.stays and place < len(self._parts) - 1:
+        stays = self._step.stays or (self._step.last_stays and place == len(self._parts) - 2)
+        if not self._is_root(place) and not stays and place < len(self._parts) - 1:
             self._let_go(self._parts[place])
 
     def leave_head(self) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan 0.2.2, the last that reads TOML files: its Llama, its checkpointing, its sharding and its own step.
+"""torchtitan 0.2.2 and 0.1.0, which read TOML files: their Llama, checkpointing, sharding and their own step.
 
 What is called on a stand-in for the trainer are ``Trainer.train_step`` and ``Trainer.forward_backward_step`` themselves, and
 ``parallelize_llama`` on the model.
@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,11 @@ import torch
 from torch import Tensor
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config.job_config import ActivationCheckpoint
-from torchtitan.distributed import activation_checkpoint
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.models.llama3.infra import parallelize
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
+from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
 from memplan.errors import CannotAnswerError
@@ -41,7 +41,14 @@ from memplan.trace.stacks.titan.torchtitan_steps import run_steps
 from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 
+if FIRST := version("torchtitan").startswith("0.1."):  # with both in other places
+    from torchtitan.config_manager import ActivationCheckpoint
+else:
+    from torchtitan.config.job_config import ActivationCheckpoint
+    from torchtitan.distributed import activation_checkpoint
+
 PACKAGES = ("torchtitan",)
+VERSION = "0.1.0" if FIRST else "0.2.2"
 META = torch.device("meta")
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 """Dtypes as a TOML file says them."""
@@ -74,13 +81,15 @@ def _refuse_other(spec: ModelSpec, setup: TrainingSetup) -> None:
     whole = heads.num_heads * heads.head_dim == spec.hidden_size
     ranks = parallel.tensor * parallel.pipeline == 1
     own = setup.profile.loss == "fp32" and config.kernels.attention is None
-    if not (plain and whole and ranks and own and spec.architecture == "llama" and setup.stack.version == "0.2.2"):
+    if not (plain and whole and ranks and own and spec.architecture == "llama" and setup.stack.version == VERSION):
         raise CannotAnswerError(
-            "torchtitan 0.2.2 is traced with its own Llama, whose heads are as wide as the model, in fp32 or bf16, over shards "
-            "at most: --stack torchtitan@0.2.2"
+            f"torchtitan {VERSION} is traced with its own Llama, whose heads are as wide as the model, in fp32 or bf16, over "
+            f"shards at most: --stack torchtitan@{VERSION}"
         )
     if any(entry.orthogonalises for entry in setup.optimizers.values()):
-        raise CannotAnswerError("optimizer: torchtitan 0.2.2 is traced with its own AdamW alone; Muon is with 0.3.0")
+        raise CannotAnswerError(
+            f"optimizer: torchtitan {VERSION} is traced with its own AdamW alone; Muon is with 0.3.0"
+        )
 
 
 # -------------------------------------------------------------------- model
@@ -127,19 +136,60 @@ def _parallelized(model: Any, setup: TrainingSetup, recorder: Recorder, around: 
         dp_replicate_enabled=mesh is not None and parallel.replicate > 1,
         get_mesh=lambda _: mesh,
         get_optional_mesh=lambda _: None,
+        dp_shard_enabled=mesh is not None,
+        dp_cp_enabled=False,
     )
     reduced = TORCH_NAMES[setup.format_names["hidden_matrix"]]
-    training = {"mixed_precision_param": TORCH_NAMES[setup.config.compute_dtype], "mixed_precision_reduce": reduced}
+    training: dict[str, Any] = {
+        "mixed_precision_param": TORCH_NAMES[setup.config.compute_dtype],
+        "mixed_precision_reduce": reduced,
+    }
+    compiling = _compiling(setup)
+    training |= {"seq_len": setup.config.sequence_length, "enable_cpu_offload": False, "compile": compiling.enable}
     config = SimpleNamespace(
-        training=SimpleNamespace(seq_len=setup.config.sequence_length, enable_cpu_offload=False, **training),
-        compile=_compiling(setup),
+        training=SimpleNamespace(**training),
+        compile=compiling,
         activation_checkpoint=_checkpointing(setup),
         parallelism=SimpleNamespace(
             fsdp_reshard_after_forward="default" if parallel.reshard_after_forward else "never"
         ),
         job=SimpleNamespace(dump_folder=""),
     )
-    return parallelize.parallelize_llama(model, dims, config), dims
+    if not FIRST:
+        return parallelize.parallelize_llama(model, dims, config), dims
+    with _root_gathered(model):
+        return parallelize.parallelize_llama(model, _Meshes(mesh), dims, config), dims
+
+
+class _Meshes:
+    """What 0.1.0 asks for parts of a mesh."""
+
+    ndim = 1
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def __getitem__(self, names: object) -> Any:
+        return self._mesh
+
+
+@contextlib.contextmanager
+def _root_gathered(model: Any) -> Iterator[None]:
+    """Shard as torch up to 2.7, which leaves the root gathered after forward even where it is told to let go of it.
+
+    Source:
+        ``_lazy_init`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.7.1).
+    """
+    made = parallelize.fully_shard
+
+    def sharded(module: Any, **options: Any) -> Any:
+        return made(module, **(options | {"reshard_after_forward": None} if module is model else options))
+
+    parallelize.fully_shard = sharded
+    try:
+        yield
+    finally:
+        parallelize.fully_shard = made
 
 
 def _compiling(setup: TrainingSetup) -> Any:
@@ -151,9 +201,12 @@ def _checkpointing(setup: TrainingSetup) -> ActivationCheckpoint:
     """Return what a TOML file says of checkpointing."""
     layers = setup.config.checkpointed_layers
     if layers.first is not None or (layers.every > 1 and setup.checkpointing != "full"):
-        raise CannotAnswerError("checkpointed_layers: torchtitan 0.2.2 checkpoints every so many-th layer, whole")
+        raise CannotAnswerError(f"checkpointed_layers: torchtitan {VERSION} checkpoints every so many-th layer, whole")
     if layers.every > 1:
-        activation_checkpoint._layer_sac_count = 0
+        if FIRST:
+            parallelize.ptd_checkpoint_wrapper.__dict__["_count"] = 0
+        else:
+            activation_checkpoint._layer_sac_count = 0
         return ActivationCheckpoint(mode="selective", selective_ac_option=str(layers.every))
     return ActivationCheckpoint(mode=setup.checkpointing, selective_ac_option="op")
 
@@ -164,20 +217,36 @@ class _Trainer:
 
     def __init__(self, model: Any, setup: TrainingSetup, recorder: Recorder, dims: Any) -> None:
         self.model, self.setup, self.recorder, self.dims, self.done = model, setup, recorder, dims, 0
-        self.loss: Any = build_cross_entropy_loss(SimpleNamespace(compile=_compiling(setup)))
+        compiling = _compiling(setup)
+        told = SimpleNamespace(compile=compiling, training=SimpleNamespace(compile=compiling.enable))
+        self.loss: Any = build_cross_entropy_loss(told)
         kind = setup.profile.optimizer
         options = {"lr": 1e-4, "fused": kind == "fused", "foreach": kind == "foreach"}
         self.optimizers: Any = OptimizersContainer([model], torch.optim.AdamW, options)
+        self.batches = self._moved()
         watch_tensors(model, recorder)
         watch_layers(model.layers.values(), model.output, recorder)
 
     def step(self) -> None:
         """Run ``Trainer.train_step`` once."""
-        config = self.setup.config
-        self.done, shape = 0, (config.micro_batch_size, config.sequence_length)
-        rows = [torch.zeros(shape, dtype=torch.long) for _ in range(2)]
-        batches = [({"input": rows[0]}, rows[1]) for _ in range(config.gradient_accumulation_steps)]
-        Trainer.train_step(self._stand_in(), iter(batches))
+        self.done = 0
+        Trainer.train_step(self._stand_in(), self.batches)
+
+    def _rows(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Yield batches of the host."""
+        shape = self.setup.config.micro_batch_size, self.setup.config.sequence_length
+        while True:
+            rows = [torch.zeros(shape, dtype=torch.long) for _ in range(2)]
+            yield {"input": rows[0]}, rows[1]
+
+    def _moved(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Return batches as the trainer's generator yields them: 0.1.0 moves each when it is asked for."""
+        utils.device_type = "meta"
+        trainer = SimpleNamespace(
+            metrics_processor=SimpleNamespace(ntokens_since_last_log=0, data_loading_times=[]), ntokens_seen=0
+        )
+        moved: Iterator[tuple[dict[str, Tensor], Tensor]] = Trainer.batch_generator(trainer, self._rows())
+        return moved
 
     def _stand_in(self) -> Any:
         config, nothing = self.setup.config, (lambda *_, **__: None)
@@ -191,7 +260,8 @@ class _Trainer:
             model_parts=[self.model],
             parallel_dims=self.dims,
             loss_fn=self.loss,
-            train_context=contextlib.nullcontext,
+            train_context=lambda *_: contextlib.nullcontext(),
+            ft_manager=SimpleNamespace(enabled=False),
             maybe_enable_amp=self._amp(maybe_enable_amp(self.dims, dtype, "cuda")),
             optimizers=SimpleNamespace(zero_grad=self.optimizers.zero_grad, step=self._update),
             lr_schedulers=SimpleNamespace(schedulers=[SimpleNamespace(get_last_lr=lambda: [0.0])], step=nothing),
@@ -202,11 +272,11 @@ class _Trainer:
             post_dataloading_process=lambda rows, labels: (rows["input"], labels, {}, {}),
         )
 
-    def _forward_backward(self, **arguments: Any) -> Tensor:
+    def _forward_backward(self, *batch: Any, **arguments: Any) -> Tensor:
         """Run ``Trainer.forward_backward_step``."""
         self._mark("forward")
         self.recorder.forward_begins()
-        loss: Tensor = Trainer.forward_backward_step(self._stand_in(), **arguments)
+        loss: Tensor = Trainer.forward_backward_step(self._stand_in(), *batch, **arguments)
         self.done += 1
         if self.done == self.setup.config.gradient_accumulation_steps:
             self.recorder.instant("gradient clipping")
