@@ -78,7 +78,9 @@ def _behind_loss(step: ShardedStep, around: Form, saved: Form) -> Iterator[Insta
     gradient = single_form(Part.LOGITS, logits.quantity, settings.vocab_size * step.inputs.setup.compute_bytes)
     name, root = "gather of the last layer", step.first.gathered_bytes
     if not settings.bounded_logits:
-        yield with_gathered("head backward", name, around + saved_below_logits(step) + gradient, root + last.copied_bytes)
+        yield with_gathered(
+            "head backward", name, around + saved_below_logits(step) + gradient, root + last.copied_bytes
+        )
         return
     left = around + saved - single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, LOG_BYTES * settings.vocab_size)
     yield with_gathered("loss backward", name, left + gradient, root + last.copied_bytes)
