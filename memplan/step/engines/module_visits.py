@@ -21,8 +21,14 @@ DROPOUTS = {
     "stablelm": ("mlp.down_proj",),
     "phi": ("embed_tokens", "self_attn.dense", "mlp.fc2"),
     "phi3": ("self_attn.o_proj", "mlp.down_proj"),
+    "gptj": ("wte", "attn.out_proj", "mlp.fc_out"),
+    "gpt_neo": ("wpe", "attn.attention.out_proj", "mlp.c_proj"),
+    "gpt_bigcode": ("wpe", "attn.c_proj", "mlp.c_proj"),
 }
 """Families whose dropout is a module -> the modules that one stands behind (modeling files of transformers 5.23.0)."""
+
+SCORES_DROPOUTS = {"gptj": "attn.out_proj", "gpt_neo": "attn.attention.out_proj", "bloom": "self_attention.dense"}
+"""Families whose dropout of attention's probabilities is one -> the module that it stands before."""
 
 HEAD = "head"
 """Stands for a head whose parameter is the embedding's."""
@@ -66,6 +72,7 @@ class Modules:
         self._open: dict[str, set[str]] = {}
         self._way = self._last = ""
         self._tied, self._dropouts = tied, DROPOUTS.get(family, ())
+        self._scored = SCORES_DROPOUTS.get(family, "")
         self._embedded = False
         self._was_head = False
 
@@ -119,11 +126,15 @@ class Modules:
             yield Visit(f"{self._base(module)}.dropout", (), way)
         if way == "backward":
             yield from self._behind(way, module)
+        elif self._scored and module.endswith(self._scored):
+            yield Visit(f"{module}.scores", (), way)
         name = f"{module}.base" if module in self._adapted else module
         yield Visit(name, self.parameters(module), way)
 
     def follows(self, way: str, module: str) -> Iterator[Visit]:
-        """Yield what begins as a module has ended in forward: the dropout behind it, in backward before it."""
+        """Yield what begins as a module has ended: in forward the dropout behind it, in backward the one before it."""
+        if self._scored and way == "backward" and module.endswith(self._scored):
+            yield Visit(f"{module}.scores", (), way)
         if way != "backward" and self._last != HEAD:
             yield from self._behind(way, module)
 
