@@ -276,12 +276,17 @@ def _without(value: str, sign: str, pattern: str) -> str:
     return value
 
 
+def _quotient(left: int, right: int) -> int:
+    """Return a quotient of whole numbers as C has it: toward zero."""
+    return left // right if (left < 0) == (right < 0) else -(-left // right)
+
+
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Mod: operator.mod,
-    ast.Div: operator.floordiv,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Div: _quotient,
 }
 
 COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
@@ -324,9 +329,4 @@ def _evaluated(node: ast.expr, scope: Scope) -> int:
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
         left, right = _evaluated(node.left, scope), _evaluated(node.comparators[0], scope)
         return int(COMPARISONS[type(node.ops[0])](left, right))
-    raise ValueError(text_of_node(node))
-
-
-def text_of_node(node: ast.expr) -> str:
-    """Return an expression as it is written, for a message."""
-    return ast.unparse(node)
+    raise ValueError("no arithmetic of whole numbers")
