@@ -36,6 +36,11 @@ def known_of(setup):
             continue
 
 
+def anywhere(text: str) -> str:
+    """Return a text without the folder that the catalog lies in."""
+    return text.replace(f"{data_directory()}/", "")
+
+
 def answer_to(drawn, catalog) -> str:
     """Return why settings are refused, or a digest of what they are resolved to and of what trains."""
     released, count = catalog_model(drawn["model"], catalog), drawn["gpus"]
@@ -46,10 +51,10 @@ def answer_to(drawn, catalog) -> str:
         setup = with_model_built(setup, model, released)
         tensors = (*model.inventory, *adapter_tensors(model, setup))
     except MemplanError as error:
-        return f"refused: {error}".replace(f"{data_directory()}/", "")
+        return anywhere(f"refused: {error}")
     settings = [*fp16_settings(setup.config, catalog), ("micro_batch_size", 1), ("activation_checkpointing", "full")]
     said = resolved_keys(setup), setup.format_names, setup.optimizer_names, setup.unmodelled, model.notes
-    return digest(repr((said, [*known_of(setup)], tensors, own_settings(setup.stack, settings))))
+    return digest(anywhere(repr((said, [*known_of(setup)], tensors, own_settings(setup.stack, settings)))))
 
 
 @pytest.mark.parametrize("name", MODELS)
