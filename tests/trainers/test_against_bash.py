@@ -1,4 +1,4 @@
-"""Words and tests of shell scripts, drawn at random: what is told of them is what bash makes of them."""
+"""Words, tests and whole shell scripts, drawn at random: what is told of them is what bash makes of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from memplan.importer.shell.expansions import Scope, fields
+from memplan.importer.shell.shell_commands import shell_commands
 from memplan.importer.shell.shell_tests import outcome
 
 BASH = shutil.which("bash")
@@ -31,7 +32,8 @@ SCRIPT = "\n".join(
 
 def answers(lines):
     """What bash prints for each line."""
-    ran = subprocess.run([BASH or "", "-c", "\n".join((SCRIPT, *lines))], capture_output=True, text=True, check=False)
+    script = "\n".join((SCRIPT, *lines))
+    ran = subprocess.run([BASH or "", "-s"], input=script, capture_output=True, text=True, check=False)
     return ran.stdout.split("\n")[:-1]
 
 
@@ -105,3 +107,70 @@ def test_a_test_ends_as_in_bash():
         known += told is not None
         assert told is None or str(told) == expected, words
     assert known > 350
+
+
+SET_UP = 'N=4\nX=8\nY=b\nR=(--x "a b")\n'
+STARTED = 'set --\npython() { printf "[%s]" "$@"; echo; }\nexport -f python\n'
+
+
+def value(rng):
+    return rng.choice(("7", "8", "b", "$Y", '"$X $Y"', "a-$X", "$((N * 2))", "${Y%b}", "''"))
+
+
+def started(rng):
+    name = rng.choice("abc")
+    return rng.choice(
+        (
+            f'python {name}.py "$X" $Y "${{R[@]}}"',
+            f"python {name}.py \\\n  --x=$X  # {name}",
+            f"RUN={name} python {name}.py ${{1:-none}}",
+        )
+    )
+
+
+def held(rng):
+    own = rng.choice(('[ "$X" = 8 ]', "[[ $X == 8* ]]", '[[ -n "$Y" && $Y != b ]]', '[ ! -z "$X" ]', "true", "false"))
+    return rng.choice((own, own, f"! {own}", f"{own} && true", f"{own} || false"))
+
+
+def statement(rng, depth=0):
+    """A statement of a script, on a line or several."""
+    kind = rng.randrange(12 if depth < 3 else 6)
+    inner = "\n".join(statement(rng, depth + 1) for _ in range(rng.randrange(1, 3))) if kind > 6 else ""
+    if kind < 2:
+        return f"{rng.choice('XY')}{rng.choice(('', '', '+'))}={value(rng)}"
+    if kind == 2:
+        return f"R{rng.choice(('', '+'))}=({value(rng)} {value(rng)})"
+    if kind in (3, 4):
+        return started(rng)
+    if kind == 5:
+        return f"{held(rng)} {rng.choice(('&&', '||'))} {started(rng)}"
+    if kind == 6:
+        return rng.choice(
+            (
+                'eval "python e.py $X"',
+                'bash -c "python c.py $Y"',
+                "bash <<EOF\npython h.py $X\nEOF",
+                "bash <<'EOF'\npython h.py\nEOF",
+            )
+        )
+    if kind in (7, 8):
+        rest = f"elif {held(rng)}; then\n{inner}\n" if kind == 8 else ""
+        return f"if {held(rng)}; then\n{inner}\n{rest}else\n{statement(rng, depth + 1)}\nfi"
+    if kind == 9:
+        return f"case $Y in\n  8|{rng.choice('ab')}*) {inner}\n;;\n  *)\n{statement(rng, depth + 1)}\n;;\nesac"
+    if kind == 10:
+        return f"for one in {value(rng)}; do\n{inner}\npython f.py $one\ndone"
+    return f"work() {{\n{inner}\npython w.py $1 $#\n}}\nwork {value(rng)} 'q r'"
+
+
+def test_a_script_starts_what_it_starts_in_bash():
+    rng, known = Random("scripts"), 0
+    scripts = [SET_UP + "\n".join(statement(rng) for _ in range(rng.randrange(2, 7))) for _ in range(80)]
+    printed = "\n".join(answers(f"(\n{STARTED}{script}\n)\necho ==" for script in scripts)).split("==")
+    for script, expected in zip(scripts, printed[:-1], strict=True):
+        told = ["".join(f"[{word}]" for word in one.words[1:]) for one in shell_commands(script, "run.sh")]
+        if "$" not in "".join(told):
+            known += 1
+            assert told == [line for line in expected.split("\n") if line], script
+    assert known > 65
