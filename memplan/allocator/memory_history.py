@@ -61,8 +61,6 @@ class HistoryBlock(NamedTuple):
 class MemoryHistory:
     """What one device's allocator did, and how it stood at the end."""
 
-    name: str
-    device: int  # Index of the device
     events: tuple[HistoryEvent, ...]  # The entries that move memory, oldest first
     segments: tuple[tuple[int, int], ...]  # Address and bytes of each segment held at the end
     blocks: tuple[HistoryBlock, ...]  # The blocks of all these segments, in order of address
@@ -123,8 +121,6 @@ class _Reader:
         segments, blocks = self._segments(data.get("segments", []), index)
         ooms = sum(isinstance(entry, dict) and entry.get("action") == "oom" for entry in trace)
         return MemoryHistory(
-            name=self.name,
-            device=index,
             events=tuple(events),
             segments=tuple(segments),
             blocks=tuple(sorted(blocks)),
