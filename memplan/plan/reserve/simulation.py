@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
+from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
 from memplan.step.events.event_stream import RunEvents
 from memplan.step.events.ranks.around_parts import around_parts
+from memplan.step.events.ranks.pipeline_events import PipelinePlayer
 from memplan.step.events.step_events import STEPS, StepPlayer
 from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
+from memplan.step.pipelines.pipeline_schedules import layers_of_stages
+from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
@@ -140,9 +144,10 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "a reference model's forward is not told as events"
     if config.compile != "none":
         return "a compiled program's buffers are not told as events"
-    layers = sum(run.count * (1 + expert_modules_of(run)) for run in plan.model.spec.runs)
-    if layers * config.gradient_accumulation_steps > MOST_LAYERS:
-        experts = any(expert_modules_of(run) for run in plan.model.spec.runs)
+    layers = sum(run.count * (1 + expert_modules_of(run)) for run in plan.own.spec.runs)
+    together = config.parallel.together if config.parallel.pipeline > 1 else config.gradient_accumulation_steps
+    if layers * together > MOST_LAYERS:
+        experts = any(expert_modules_of(run) for run in plan.own.spec.runs)
         return f"layers{', their experts one by one,' if experts else ''} times micro-steps are too many to be played"
     return ""
 
@@ -150,8 +155,6 @@ def shares_reason(plan: MemoryPlan) -> str:
 def _untold_units(plan: MemoryPlan) -> str:
     """Return why the events of a job on several GPUs are not told, or nothing."""
     setup, config, parallel = plan.setup, plan.setup.config, plan.setup.config.parallel
-    if parallel.pipeline > 1:
-        return "the events of the stages of a pipeline are not told"
     if runs_engine(parallel):
         return _untold_engine(plan)
     if is_replicated(parallel):
@@ -189,11 +192,17 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     inputs = StepInputs(plan.own.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
     library_bytes = plan.allowances.library_bytes // HANDLES
     sizes = plan.values, plan.evaluated_values
-    sharded = sharded_step(plan.own, setup, states, regime) if is_sharded(setup.config.parallel) else None
+    parallel = setup.config.parallel
+    own = plan.own if parallel.pipeline == 1 else replace(plan.own, inventory=inventory_of(plan.own.spec))
+    sharded = sharded_step(own, setup, states, regime) if is_sharded(parallel) else None
     taped = sharded.taped if sharded else model_on_tape(inputs)
     around = around_parts(inputs, taped, plan.values, sharded)
     whole = sharded.inputs if sharded else None
-    return StepPlayer(inputs, taped, sizes, plan.forms.buffers, library_bytes, around, whole).run(steps)
+    given = inputs, taped, sizes, plan.forms.buffers, library_bytes
+    if sharded is not None and parallel.pipeline > 1:
+        sizes_of_stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel)
+        return PipelinePlayer(*given, RankMemory(sharded, setup, sizes_of_stages), whole).run(steps)
+    return StepPlayer(*given, around, whole).run(steps)
 
 
 class Runs:

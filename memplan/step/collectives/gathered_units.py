@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass as mutable
+from dataclasses import field
 from fractions import Fraction
 
 from memplan.documents.frozen_values import dataclass
@@ -77,6 +79,23 @@ class Unit:
     def copied_bytes(self) -> int:
         """What is there while they are copied out of their buffer."""
         return self.copying_bytes + self.gathered_bytes
+
+
+@mutable(slots=True)
+class UnitTensors:
+    """What there is of a unit."""
+
+    unit: Unit
+    whole: list[int] = field(default_factory=list)  # Its weights, gathered
+    buffer: list[int] = field(
+        default_factory=list
+    )  # What they have been gathered into, until they are copied out of it
+    flat: int = -1  # Its gradients in one tensor, which wait for those of later micro-steps; -1 for none
+    share: int = -1  # The rank's share of its gradients; -1 for none
+    groups: list[UnitTensors] = field(default_factory=list)  # Those that it is gathered and reduced in, if several
+
+    def __post_init__(self) -> None:
+        self.groups = [UnitTensors(group) for group in self.unit.groups] or [self]
 
 
 def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:

@@ -89,10 +89,12 @@ class ModelTensors:
         codecs = {
             e.coded_as.codec: codec_scratch(e.coded_as).table_bytes for _, e in self.all if e.coded_as is not None
         }
-        stack, spec = self._inputs.setup.stack, self._inputs.spec
-        batch = [part.element_bytes * values[Quantity.TOKENS] for part in stack.batch]
+        stack, spec, parallel = self._inputs.setup.stack, self._inputs.spec, self._inputs.setup.config.parallel
+        together = parallel.together if parallel.pipeline > 1 else 1
+        batch = [part.element_bytes * values[Quantity.TOKENS] for part in stack.batch] * together
         layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
-        tables = 2 * max(layers or spec.rotary_tables, 1)
+        apart = 1 if stack.model_code == "torchtitan" else 2  # ``RoPE`` has cosines and sines in one
+        tables = apart * max(layers or spec.rotary_tables, 1)
         rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs.values())
         whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
         return [*batch, *[positions // tables] * tables, *codecs.values(), *[rest // whole] * whole]

@@ -93,32 +93,32 @@ def _size(storage: Storage | Reduction, values: Sequence[int]) -> int:
 
 @lru_cache(maxsize=MOST_SECTIONS)
 def section_events(
-    section: Section, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False
+    section: Section,
+    mode: Mode,
+    recomputation: Recomputation = NOTHING_AGAIN,
+    *,
+    visits: bool = False,
+    received: bool = False,
 ) -> SectionEvents:
     """Return what a part allocates and frees in forward, and in backward from the gradient of its output.
 
     Args:
         mode: What becomes of weight gradients.
         recomputation: What forward saves, and what is computed again.
-        visits: Whether it is told where modules begin and end.
+        visits: Whether it is told where modules begin and end; ``received``: whether the gradient of its output stays.
     """
     tape, entry, output = section.tape, section.entry, section.output
-    recorder = EventRecorder(tape.storages, entry.storage, output.storage)
+    recorder = EventRecorder(tape.storages, entry.storage, output.storage, received=received)
     player = Player(tape, mode, entry, recomputation, recorder)
     player.visits, begun, ended = visits, _Placed(recorder), _Placed(recorder)
     player.marks = begun if visits else None
-    player.forward(saves=True)
-    recorder.end_of_forward()
-    forward, in_forward = recorder.cut()
+    forward, in_forward, region_end = _forward(player, recorder, saves=True)
     player.marks = ended if visits else None
-    player.region_ends()
-    region_end, _ = recorder.cut()
     arriving = play_backward(player, output) if tape.nodes else NO_STORAGE
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
-    escaped = player.escaping_storages()
+    escaped, leaf = player.escaping_storages(), _leaf(player)
     cached = () if tape.cache_stays else tuple(sorted(tape.cached - tape.saved_storages().keys()))
-    leaf = _leaf(player)
     backward += recorder.rest([leaving, *recorder.gradient_storages.values(), *escaped, *leaf])
     events = SectionEvents(
         storages=tuple(recorder.storages),
@@ -142,6 +142,15 @@ def section_events(
         visits=(begun.visits(), ended.visits()),
     )
     return _holding(events, {*leaf, *cached, *[value.storage for value in tape.named]})
+
+
+def _forward(player: Player, recorder: EventRecorder, *, saves: bool) -> tuple[Codes, Places, Codes]:
+    """Play forward; return its events, the places of its products, and the events at the end of the whole forward."""
+    player.forward(saves=saves)
+    recorder.end_of_forward()
+    forward, products = recorder.cut()
+    player.region_ends()
+    return forward, products, recorder.cut()[0]
 
 
 def _holding(events: SectionEvents, storages: Iterable[int]) -> SectionEvents:
@@ -171,11 +180,7 @@ def forward_events(section: Section) -> SectionEvents:
     tape, entry, output = section.tape, section.entry, section.output
     recorder = EventRecorder(tape.storages, entry.storage, output.storage)
     player = Player(tape, "first", None, NOTHING_AGAIN, recorder)
-    player.forward(saves=False)
-    recorder.end_of_forward()
-    forward, in_forward = recorder.cut()
-    player.region_ends()
-    region_end, _ = recorder.cut()
+    forward, in_forward, region_end = _forward(player, recorder, saves=False)
     return SectionEvents(
         storages=tuple(recorder.storages),
         forward=forward,

@@ -116,12 +116,10 @@ class StepPlayer:
 
     def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
         """Play a step; return where each micro-step but its first begins, and where the last ends."""
-        config, ends = self.config, []
+        config = self.config
         fills, leaves = config.zero_gradients == "fill", self.inputs.setup.leaves_gradients
         mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
-        for micro_step in self.around.micro_steps(config.gradient_accumulation_steps):
-            self._pass(self.around.mode(mode, micro_step), micro_step)
-            ends.append((len(self.stream.codes), len(self.stream.sizes)))
+        ends = self._passes(mode)
         if self.around.takes_gradients:
             self.stream.begin("optimizer step")
             self.around.update(first=first)
@@ -134,9 +132,9 @@ class StepPlayer:
             self.updates.step(self.gradients, first=first)
             if not fills:
                 left = {name: self.gradients[name] for name in self._untouched if name in self.gradients}
-                trained = [name for name, _ in self.tensors.trained]  # as an optimizer has parameters
-                order = [name for name in dict.fromkeys([*trained, *self.gradients]) if name in self.gradients]
-                self.stream.free_all(self.gradients[name] for name in order if name not in left)
+                order = dict.fromkeys(name for name, _ in self.tensors.trained)  # as an optimizer has parameters
+                going = [name for name in {**order, **self.gradients} if name in self.gradients and name not in left]
+                self.stream.free_all(self.gradients[name] for name in going)
                 self.gradients = left
             self.updates.average()
             self.around.stepped()
@@ -144,7 +142,14 @@ class StepPlayer:
             self._evaluate(EVALUATED if self._in_time else 1)
         return () if self.around.takes_gradients else tuple(ends)  # an engine's last is like no other
 
-    # ---------------------------------------------------------------- forward and backward
+    def _passes(self, mode: Mode) -> list[tuple[int, int]]:
+        """Play all micro-steps; return where each but the first begins, and where the last ends."""
+        ends = []
+        for micro_step in self.around.micro_steps(self.config.gradient_accumulation_steps):
+            self._pass(self.around.mode(mode, micro_step), micro_step)
+            ends.append((len(self.stream.codes), len(self.stream.sizes)))
+        return ends
+
     def _pass(self, mode: Mode, micro_step: int) -> None:
         """Play one forward and backward."""
         taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
@@ -163,8 +168,7 @@ class StepPlayer:
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
         several = self.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
-        losses = [loss_bytes] * (2 if several else 1)
-        roots = self.stream.allocate_all([*losses, loss_bytes])
+        roots = self.stream.allocate_all([loss_bytes] * (3 if several else 2))
         gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
         if chunks is not None:
             of_loss = gradient
@@ -322,13 +326,10 @@ class StepPlayer:
     @property
     def _tied(self) -> Weight | None:
         """The tensor that embedding and head share, where their gradients are added up."""
-        weight = self.taped.weight(self.inputs.spec.names.embedding)
+        settings, weight = self.taped.settings, self.taped.weight(self.inputs.spec.names.embedding)
         assert weight is not None
-        return (
-            weight
-            if self.taped.settings.tied and not self.taped.settings.value_head and weight.trainable and not weight.coded
-            else None
-        )
+        added = settings.tied and not settings.value_head and weight.trainable and not weight.coded
+        return weight if added else None
 
     def _evaluate(self, batches: int) -> None:
         """Write forwards without gradients, whose loss is over all logits at once."""

@@ -68,6 +68,12 @@ class Updates:
         self._known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
         self._sizes: dict[int, Sequence[int]] = {}
 
+    def divide(self, part: Callable[[str], int]) -> None:
+        """Step parts of the model one after the other, each by optimizers of its own; ``part`` says which one a weight is of."""
+        parts = sorted({part(name) for name in self._by_name})
+        groups = [[pair for pair in group if part(pair[0]) == own] for own in parts for group in self._groups]
+        self._groups = [group for group in groups if group]
+
     def make_early_states(self) -> None:
         """Allocate the states that an optimizer makes when it is made."""
         for group in self._groups:

@@ -27,12 +27,15 @@ class EventRecorder:
     Args:
         entry: One that is there before.
         output: One that is handed on when forward ends.
+        received: Whether others hold what arrives as well, so that it stays.
     """
 
     __slots__ = (
+        "_arrived",
         "_entry",
         "_output",
         "_products",
+        "_received",
         "_references",
         "_updates",
         "codes",
@@ -41,7 +44,7 @@ class EventRecorder:
         "storages",
     )
 
-    def __init__(self, storages: Iterable[Storage], entry: int, output: int) -> None:
+    def __init__(self, storages: Iterable[Storage], entry: int, output: int, *, received: bool = False) -> None:
         self.storages: list[Storage | Reduction] = list(storages)
         self.codes: list[int] = []
         self._references: dict[int, int] = {}
@@ -51,6 +54,7 @@ class EventRecorder:
         self.keeps_output = True
         self._output = output
         self._entry = entry
+        self._received, self._arrived = received, NO_STORAGE
 
     def form(self) -> Form:
         """Return nothing: no bytes are counted."""
@@ -118,7 +122,8 @@ class EventRecorder:
     def arrive(self, part: Part, quantity: Quantity, coefficient: int) -> int:
         """Return a storage that another part has allocated."""
         self.storages.append((part, quantity, coefficient))
-        self._references[len(self.storages) - 1] = 1
+        self._arrived = len(self.storages) - 1 if self._received else NO_STORAGE
+        self._references[len(self.storages) - 1] = 1 + self._received
         return len(self.storages) - 1
 
     def keep(self, name: str, storage: int) -> None:
@@ -177,6 +182,6 @@ class EventRecorder:
         self._output = NO_STORAGE
 
     def rest(self, others: Iterable[int]) -> Codes:
-        """Return events that free what is still there, but for ``others``."""
-        left = {storage for storage, count in self._references.items() if count > 0}
+        """Return events that free what is still there, but for ``others``, and for what others hold."""
+        left = {storage for storage, count in self._references.items() if count > (storage == self._arrived)}
         return tuple(2 * storage + 1 for storage in sorted(left.difference(others)))

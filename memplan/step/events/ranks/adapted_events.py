@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.step.collectives.gathered_units import UnitTensors
 from memplan.step.events.event_stream import EventStream
-from memplan.step.events.ranks.gathered_events import Units, UnitTensors
+from memplan.step.events.ranks.gathered_events import Units
 from memplan.step.ranks.flat_adapters import ROOT, FlatGathers, retained_by_hooks
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_units import ShardedStep

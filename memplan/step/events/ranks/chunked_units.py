@@ -7,12 +7,12 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.step.collectives.gathered_units import Unit
+from memplan.step.collectives.gathered_units import Unit, UnitTensors
 from memplan.step.events.event_stream import EventStream
-from memplan.step.events.ranks.gathered_events import Units, UnitTensors
+from memplan.step.events.ranks.gathered_events import Units
 from memplan.step.ranks.sharded_units import ShardedStep
 
 
@@ -65,8 +65,12 @@ class ChunkedUnits(Units):
                 self._sums[name] = stream.allocate(wide)
                 stream.free(gradient)
         if last:
-            self._reduce(self._head, [*self._sums.values()])
+            self._reduce_head([*self._sums.values()])
             self._sums = {}
+
+    def _reduce_head(self, gradients: Sequence[int]) -> None:
+        """Reduce the head's gradients."""
+        self._reduce(self._head, gradients)
 
     def leave_chunks(self) -> None:
         """Let go of norm and head, which later forwards do as soon as the norm has run (``set_reshard_after_forward``)."""

@@ -12,10 +12,9 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.step.collectives.gathered_units import Unit
+from memplan.step.collectives.gathered_units import Unit, UnitTensors
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.ranks.sharded_units import ShardedStep
@@ -28,23 +27,6 @@ COMPUTES, GATHERS, CASTS, REDUCES, AMONG_GROUPS = range(5)
 """Streams: that of all operators; of gathered weights, or the buffers they come in; of shards that are cast; of reductions; of those among groups."""
 
 
-@dataclass(slots=True)
-class UnitTensors:
-    """What there is of a unit."""
-
-    unit: Unit
-    whole: list[int] = field(default_factory=list)  # Its weights, gathered
-    buffer: list[int] = field(
-        default_factory=list
-    )  # What they have been gathered into, until they are copied out of it
-    flat: int = -1  # Its gradients in one tensor, which wait for those of later micro-steps; -1 for none
-    share: int = -1  # The rank's share of its gradients; -1 for none
-    groups: list[UnitTensors] = field(default_factory=list)  # Those that it is gathered and reduced in, if several
-
-    def __post_init__(self) -> None:
-        self.groups = [UnitTensors(group) for group in self.unit.groups] or [self]
-
-
 class Units(WholeModel):
     """Units of a rank's step.
 
@@ -55,6 +37,7 @@ class Units(WholeModel):
     """
 
     _comes_again = False  # Whether norm and head have gone behind forward, and are gathered again
+    _context = 0  # What the numbers of streams begin behind, where there are several roots
 
     def __init__(self, stream: EventStream, step: ShardedStep, parallel: Parallel) -> None:
         self._stream, self._step, self._flat = stream, step, step.flat is not None
@@ -258,18 +241,21 @@ class Units(WholeModel):
                 self._gather_group(group)
 
     def _gather_group(self, tensors: UnitTensors) -> None:
-        stream, unit = self._stream, tensors.unit
+        stream, unit, gathers = self._stream, tensors.unit, GATHERS + self._context
         if self._flat:
             cast = [stream.allocate(unit.copying_bytes, CASTS)] if unit.copying_bytes else []
-            tensors.whole = [stream.allocate(unit.gathered_bytes, GATHERS)]
+            tensors.whole = [stream.allocate(unit.gathered_bytes, gathers)]
         else:
-            cast = [stream.allocate(unit.cast_bytes, GATHERS)] if unit.cast_bytes else []
-            tensors.buffer = [stream.allocate(unit.buffer_bytes, GATHERS)]
+            cast = [stream.allocate(unit.cast_bytes, gathers)] if unit.cast_bytes and unit.buffer_bytes else []
+            tensors.buffer = [stream.allocate(unit.buffer_bytes, gathers)]
         stream.free_all(cast)
 
     def _copy_out(self, tensors: UnitTensors) -> None:
         """Copy a unit out of its buffers, tensor by tensor; pieces of some are put in order from copies."""
         for group in [] if self._flat else [group for group in tensors.groups if not group.whole]:
+            if group.unit.copying_bytes and not group.unit.buffer_bytes:
+                self._cast_alone(group)
+                continue
             times = 1 + bool(group.unit.reordered_bytes)
             made = self._stream.allocate_all(size for size in group.unit.tensor_bytes for _ in range(times))
             group.whole = made[::times]
@@ -280,6 +266,16 @@ class Units(WholeModel):
                 self._free_last_buffer()
                 self._last_buffer = group.buffer
             group.buffer = []
+
+    def _cast_alone(self, tensors: UnitTensors) -> None:
+        """Cast and copy a unit tensor by tensor, as one rank alone does: a cast goes when the next is there."""
+        stream, cast = self._stream, list[int]()
+        for size in tensors.unit.tensor_bytes:
+            last, cast = cast, [stream.allocate(size)]
+            stream.free_all(last)
+            tensors.whole.append(stream.allocate(size))
+        stream.free_all([*cast, *tensors.buffer])
+        tensors.buffer = []
 
     def _let_go(self, tensors: UnitTensors) -> None:
         for group in reversed(tensors.groups):
@@ -323,7 +319,7 @@ class Units(WholeModel):
         if unit.reordered_bytes:
             gradients, retained = self._in_order(gradients)
         if self._flat:
-            given = [stream.allocate(unit.narrow_bytes - unit.cast_bytes, REDUCES)] * (
+            given = [stream.allocate(unit.narrow_bytes - unit.cast_bytes, REDUCES + self._context)] * (
                 unit.narrow_bytes > unit.cast_bytes
             )
             reduced = unit.cast_bytes or unit.kept_bytes
@@ -333,12 +329,12 @@ class Units(WholeModel):
             stream.free_all(one for one in gradients if one not in given)
             reduced = unit.narrow_bytes or unit.kept_bytes
         stream.of("gradients")
-        shard = stream.allocate(reduced, REDUCES)
+        shard = stream.allocate(reduced, REDUCES + self._context)
         if self._divides and not unit.buffer_bytes:
-            stream.free(stream.allocate(unit.reduced_bytes, REDUCES))
+            stream.free(stream.allocate(unit.reduced_bytes, REDUCES + self._context))
         wait = self._waiting.append if unit.waiting_bytes(new=tensors.share < 0) else stream.free  # for other groups
         if reduced != unit.kept_bytes:
-            wide = stream.allocate(unit.kept_bytes, self._casts_on)
+            wide = stream.allocate(unit.kept_bytes, self._casts_on + self._context)
             wait(shard)
             shard, wait = wide, stream.free
         stream.free_all([*given, *retained, *(gradients if self._flat else ())])

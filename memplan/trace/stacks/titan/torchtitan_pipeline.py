@@ -126,6 +126,7 @@ def _alone(stage: PipelineStage, between: Tensor, recorder: Recorder) -> None:
         ("perform_reduce_grad", "reduce"),
     ):
         setattr(own, method, _telling(getattr(own, method), INSTANTS[instant], recorder))
+    own._compute_input_grads = _inferring(own._compute_input_grads, recorder)
 
 
 def _as_received(sent: Any, known: Any) -> None:
@@ -141,6 +142,18 @@ def _telling(method: Callable[..., Any], instant: str, recorder: Recorder) -> Ca
         return method(*args, **options)
 
     return telling
+
+
+def _inferring(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """Return what forms gradients of inputs to find out their shapes, told to be a backward."""
+
+    def inferring(*args: Any, **options: Any) -> Any:
+        recorder.instant("forward", backward=True)
+        result = method(*args, **options)
+        recorder.instant("forward")
+        return result
+
+    return inferring
 
 
 @contextlib.contextmanager
