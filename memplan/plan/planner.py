@@ -17,9 +17,10 @@ from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
 from memplan.step.divided.divided_model import divided
-from memplan.step.instants import StepForms, regime_of
+from memplan.step.instants import StepForms
 from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
+from memplan.step.regimes import regime_of
 from memplan.step.states.model_states import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import rank_model_states

@@ -61,8 +61,7 @@ def stashed_inputs(inputs: StepInputs, taped: ModelOnTape, before: int) -> Form:
     named = (
         taped.leaf is not None or named_embeddings(inputs, taped) is not ZERO
     )  # the first one, which is there anyway
-    kept = widths[max(int(named), before - count) : before]
-    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, sum(kept))
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, sum(widths[max(int(named), before - count) : before]))
 
 
 def stashed_in_loss(inputs: StepInputs, taped: ModelOnTape) -> tuple[Form, set[str]]:

@@ -157,10 +157,7 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     needs = reads if tower is None else tower.closing.output.needs_gradient
     leaf = needs and not embedding.tape.nodes and tower is None and spec.runs[0].layer.placement == "post"
     stream = (needs, block.residual_bytes, leaf)
-    behind: Sizes = ()
-    if inputs.regime.staged and inputs.setup.stack.checkpointing.hooked:
-        behind = left_behind(head_on_tape(settings, root, needs_gradient=True, element_bytes=block.residual_bytes))
-    kinds = _Kinds(inputs, block, weights, prefix, behind)
+    kinds = _Kinds(inputs, block, weights, prefix, _left_behind(inputs, settings, root))
     runs: list[tuple[LayerRun, int]] = []
     given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in known
     if not settings.table_gradients and (f"{spec.names.embedding}.lora_embedding_A.weight", True) in known:
@@ -187,6 +184,12 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     return ModelOnTape(
         settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled, balanced
     )
+
+
+def _left_behind(inputs: StepInputs, settings: EndSettings, root: Named) -> Sizes:
+    """Return what hooks that copy inputs of layers keep of the final norm until the last layer is computed again."""
+    hooked = inputs.regime.staged and inputs.setup.stack.checkpointing.hooked
+    return left_behind(head_on_tape(settings, root, True, inputs.setup.residual_bytes)) if hooked else ()
 
 
 def _router_logits(inputs: StepInputs, block: BlockSettings, runs: Iterable[tuple[int, LayerRun]]) -> dict[int, Form]:

@@ -34,14 +34,14 @@ class Waiting(NamedTuple):
 
     quantity: Quantity
     size: int  # Bytes for one of that
-    count: int
+    number: int  # How many there are
     pinned: bool = True
     least: int = 0  # Bytes below which each stays on the device
 
     def on_host(self, values: Sequence[int]) -> tuple[HostTensors, ...]:
         """Return the tensors, given the values of the quantities."""
         size = self.size * values[self.quantity]
-        return (HostTensors("activations", size, self.count, self.pinned),) if size >= self.least else ()
+        return (HostTensors("activations", size, self.number, self.pinned),) if size >= self.least else ()
 
 
 def waiting_inputs(inputs: StepInputs, head: Head, layers: Mapping[int, int], *, gathers: bool) -> tuple[Waiting, ...]:
@@ -130,14 +130,14 @@ def gone_in_loss(inputs: StepInputs, head: Head) -> Form:
     tape, packed = head.section.tape, packed_tensors(inputs, head, head.section.tape.nodes)
     last = max((number for number, own in enumerate(packed, 1) if own.copied), default=0)
     norm = {storage for node in norm_nodes(head) for storage in node.saved}
-    held = {own.storage for number, own in enumerate(packed, 1) if not own.copied or number > last - STASH}
-    return sum((single_form(*tape.storages[storage]) for storage in norm - held), ZERO)
+    left = {own.storage for number, own in enumerate(packed, 1) if not own.copied or number > last - STASH}
+    return sum((single_form(*tape.storages[storage]) for storage in norm - left), ZERO)
 
 
 def behind_first(head: Head) -> set[str]:
     """Return what nodes of the norm are called whose backward runs when the hooks have let go of what they had kept since forward."""
-    nodes, asked = head.section.tape.nodes, norm_nodes(head)
-    names = {node.name for node in nodes[: nodes.index(asked[-1])]} if asked else set()
+    nodes, own = head.section.tape.nodes, norm_nodes(head)
+    names = {node.name for node in nodes[: nodes.index(own[-1])]} if own else set()
     return names | {f"{name} sum" for name in names}
 
 

@@ -18,7 +18,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.axes import full_space
 from memplan.solver.search.best_first import Search
 from memplan.step.alive_around_layers import handed_back
-from memplan.step.instants import regime_of, step_on_tape
+from memplan.step.instants import step_on_tape
+from memplan.step.regimes import regime_of
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog

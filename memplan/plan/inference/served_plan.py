@@ -14,8 +14,8 @@ from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
 from memplan.plan.allowances import allowances_for
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
-from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
+from memplan.step.regimes import regime_of
 from memplan.step.states.model_states import model_states
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.step_inputs import StepInputs

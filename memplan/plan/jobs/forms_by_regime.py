@@ -9,7 +9,7 @@ from memplan.model.model import Model
 from memplan.model.routed_experts import routed_to
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
-from memplan.step.instants import StepForms, compile_step, regime_of, step_on_tape
+from memplan.step.instants import StepForms, compile_step, step_on_tape
 from memplan.step.kernels.image_rows import image_sizes
 from memplan.step.kernels.layer_arguments import grown_rows
 from memplan.step.kernels.loss_pieces import TILED, has_all_words, next_rows, piece_rows
@@ -18,6 +18,7 @@ from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION
+from memplan.step.regimes import regime_of
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states

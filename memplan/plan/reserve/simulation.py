@@ -18,11 +18,11 @@ from memplan.step.events.event_stream import RunEvents
 from memplan.step.events.ranks.around_parts import around_parts
 from memplan.step.events.ranks.pipeline_events import PipelinePlayer
 from memplan.step.events.step_events import STEPS, StepPlayer
-from memplan.step.instants import regime_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.pipelines.pipeline_schedules import layers_of_stages
 from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.ranks.sharded_units import sharded_step
+from memplan.step.regimes import regime_of
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
 from memplan.step.step_inputs import StepInputs

@@ -80,9 +80,9 @@ def layer_section(
             width = output.element_bytes if settings.code.promotes else settings.residual_bytes
             own = needs_gradient and element_bytes == width
             after = None if own else layer_section(settings, layer, weights, True, width, staged=staged)
-            behind, given = (builder.tape, entry) if after is None else (after.tape, after.entry)
-            unsaved = given.storage not in behind.saved_storages()
-            builder.tape.lingers = ((given.quantity, given.coefficient),) if unsaved else ()
+            behind, above = (builder.tape, entry) if after is None else (after.tape, after.entry)
+            unsaved = above.storage not in behind.saved_storages()
+            builder.tape.lingers = ((above.quantity, above.coefficient),) if unsaved else ()
     return Section(builder.tape, entry, output)
 
 

@@ -112,14 +112,17 @@ def waits_on_host(spec: ModelSpec, setup: TrainingSetup, tokens: int) -> bool:
     return offloaded and size >= least.get(setup.stack.checkpointing.offloads, HOOKED_BYTES)
 
 
-def copied_width(tokens: int) -> int:
-    """Return the bytes for each token from which hooks copy a tensor, and 9 where that is more than 8.
+def copied_widths(spec: ModelSpec, setup: TrainingSetup, tokens: int, rows: int) -> tuple[int, int]:
+    """Return the bytes for each token, and for each that another follows, from which hooks copy a tensor: 9 where more are needed.
 
-    Example:
-        >>> copied_width(1_024), copied_width(300), copied_width(64)
-        (1, 4, 9)
+    Without hooks they are 0.
+
+    Args:
+        rows: Sequences of the micro-batch, whose last token none follows.
     """
-    return min(9, ceil_div(HOOKED_BYTES, max(1, tokens)))
+    if not (setup.stack.checkpointing.hooked and waits_on_host(spec, setup, tokens)):
+        return 0, 0
+    return min(9, ceil_div(HOOKED_BYTES, tokens)), min(9, ceil_div(HOOKED_BYTES, max(1, tokens - rows)))
 
 
 MOMENTS = 2

@@ -13,7 +13,8 @@ from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.step.engines.engine_step import EngineStep
-from memplan.step.instants import regime_of, step_on_tape
+from memplan.step.instants import step_on_tape
+from memplan.step.regimes import regime_of
 from memplan.step.states.flat_partitions import flat_groups, fullest_rank, rank_shares, stepped_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import is_flat
