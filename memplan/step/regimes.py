@@ -42,6 +42,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             or steps_through_scores(spec, setup)
             or layers
             or spec.convolves
+            or bool(spec.beside)
         ),
         one_pair=setup.compares_pairs and batch == setup.rows_per_sample,
         one_token=length == 1,

@@ -246,7 +246,8 @@ def _traced_stack(subject: _Subject, note: Callable[[str], None]) -> tuple[Trace
         )
     capability = (device.gpu.compute_capability if device else None) or DEFAULT_CAPABILITY
     note(f"tracing the code of {setup.stack.name}")
-    keys = released_keys(model, subject.catalog)
+    own = setup.stack.model_code == "own"  # which is built of shapes
+    keys = {} if own else released_keys(model, subject.catalog)
     try:
         card_bytes = device.gpu.cuda_total_bytes if device else 0
         inputs = StackInputs(model, keys, setup, capability, details_of(setup), card_bytes=card_bytes)

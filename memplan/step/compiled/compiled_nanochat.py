@@ -110,7 +110,9 @@ class CompiledNanochat:
         """What forward leaves for backward, logits aside: copies of all matrices in 16 bits, the head's among them."""
         layer = sum(size for _, _, size, _ in self.layer_saved)
         values = 2 * self.width + 2 * self.heads
-        embedded = 4 * self.width + STATISTIC + 2 * SMEAR_CHANNELS + 2
+        # channels of the token before are a view of one sequence, and a copy of several
+        channels = self.width if self.inputs.regime.one_sequence else SMEAR_CHANNELS
+        embedded = 4 * self.width + STATISTIC + 2 * channels + 2
         last = 2 * self.width + 3 * STATISTIC
         rows = self.layers * layer + self.valued * values + embedded + last
         return self.rows(rows) + constant_form(Part.TEMPORARIES, self.copies)
