@@ -158,6 +158,8 @@ class StackProjections:
     fused_gradients: Literal["compute", "adapter"] = "compute"
     # Whether autograd saves codes as it does other tensors, so that backward asks for them before it decodes.
     codes_saved: bool = False
+    # Whether the node of a product with codes has what it was given as an attribute, whether backward needs it or not.
+    codes_keep_input: bool = False
     # Dtype that weights are quantised from: that which they are ``loaded`` in; or fp16 always, to which a product of
     # forward decodes them as well as one of backward, before they are cast.
     codes_from: Literal["loaded", "fp16"] = "loaded"
