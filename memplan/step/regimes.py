@@ -38,6 +38,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
             or setup.stack.loop.labels == "cut"
             or learned
             or scanned
+            or delta
             or setup.config.parallel.sequence
             or steps_through_scores(spec, setup)
             or layers

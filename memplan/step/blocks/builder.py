@@ -165,3 +165,25 @@ class Builder:
         if width == x.width:
             return x
         return self.tape.apply("slice", [(x, NEW)], self.tape.view(x, width), traits=SAVES_NOTHING)
+
+    def cache_state(self, width: int, x: Value, *named: Value) -> None:
+        """Note that the cache a model makes for each forward is given a copy of so many numbers of each sequence, as wide as ``x``.
+
+        Args:
+            x: What they are copied of.
+            named: What has a name then.
+
+        Source:
+            ``LinearAttentionLayer.lazy_initialization`` and ``update_conv_state`` in transformers/cache_utils.py (5.23.0).
+        """
+        if self.settings.cache == "none":
+            return
+        copy = self.tape.make("state", self.tape.value(Quantity.SEQUENCES, width, x.element_bytes), x, *named)
+        self.tape.cached.add(copy.storage)
+        self.tape.cache_stays = self.settings.cache_stays
+
+    def last_tokens(self, x: Value) -> Value:
+        """Return the tokens of ``x`` behind those that a cache had before: all, as it had none."""
+        if self.settings.cache == "none":
+            return x
+        return self.tape.apply("slice", [(x, NEW)], self.tape.view(x), traits=SAVES_NOTHING)

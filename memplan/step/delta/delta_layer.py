@@ -33,9 +33,13 @@ def _attended(
     inputs = _rule_inputs(builder, mixed, *numbers, part, prefix)
     with builder.tape.alive(*inputs):
         rule = fused_rule if builder.profile.linear_attention == "fla" else chunked_rule
-        out = _gated_norm(builder, rule(builder, inputs, part), gate, part, prefix)
-        with builder.tape.alive(out):
-            return linear(builder, out, f"{prefix}.out_proj", builder.settings.hidden_size)
+        read, last = rule(builder, inputs, part)
+        with builder.tape.alive(*last):
+            for state in last:
+                builder.cache_state(part.value_size * part.key_head_dim, state, read)
+            out = _gated_norm(builder, read, gate, part, prefix)
+            with builder.tape.alive(out):
+                return linear(builder, out, f"{prefix}.out_proj", builder.settings.hidden_size)
 
 
 def _projected(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> tuple[Value, ...]:
@@ -75,9 +79,10 @@ def _taken_apart(builder: Builder, made: tuple[Value, ...], part: GatedDeltaNet)
 
 def _convolved(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> Value:
     """Return the convolution over tokens and its activation; the result has ``kernel_size - 1`` tokens more, which are cut off."""
-    tape, weight, own = builder.tape, builder.weight(f"{prefix}.conv1d.weight"), x.element_bytes
+    builder.cache_state(part.convolved_size * part.kernel_size, x)
     if builder.profile.linear_attention == "fla":
-        return fused_convolution(builder, x, weight)
+        return builder.last_tokens(fused_convolution(builder, x, builder.weight(f"{prefix}.conv1d.weight")))
+    tape, weight, own = builder.tape, builder.weight(f"{prefix}.conv1d.weight"), x.element_bytes
     with tape.alive(x):
         x = builder.lowered(builder.cast(x, weight.element_bytes, foreign=weight.foreign))
         elements = weight.rows * weight.columns
@@ -89,7 +94,7 @@ def _convolved(builder: Builder, x: Value, part: GatedDeltaNet, prefix: str) -> 
             tape.apply("conv1d", [(x, NEW)], (whole, beyond), [x, *copies], [weight])
         cut = tape.apply("slice", [(whole, NEW)], tape.view(whole), traits=SAVES_NOTHING)
         out = builder.pointwise("activation", cut, (cut, beyond))
-        return builder.cast(out, own)
+        return builder.last_tokens(builder.cast(out, own))
 
 
 def _rule_inputs(
@@ -169,8 +174,8 @@ def fused_convolution(builder: Builder, x: Value, weight: Weight) -> Value:
         return builder.tape.apply("conv1d", [(x, NEW)], out, [x], [weight], traits=traits)
 
 
-def fused_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> Value:
-    """Return what the rule reads off its state for each token, in the dtype of the query.
+def fused_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> tuple[Value, tuple[Value, ...]]:
+    """Return what the rule reads off its state for each token, in the dtype of the query, and its last state where a cache is given it.
 
     Saved are query and key of unit length with the lengths, a copy of the value, the decay summed up within chunks, the correction
     and the solved system of each chunk. Backward forms again what forward let go of: values, keys and the states of all chunks.
@@ -186,14 +191,19 @@ def fused_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> Val
     state = (Quantity.DELTA_CHUNKS, heads * part.key_head_dim * part.value_head_dim * value.element_bytes)
     keys = heads * part.key_head_dim * value.element_bytes
     forward = query.coefficient + key.coefficient + keys + 2 * value.coefficient
+    last, zeros = [], []
+    if builder.settings.cache != "none":  # whose gradient is one of zeros
+        last = [tape.value(Quantity.SEQUENCES, part.value_size * part.key_head_dim, 4)]
+        zeros = [(last[0].quantity, last[0].coefficient)]
     traits = Traits(
         scratch=[(TOKENS, forward), state],
-        workspace=[(TOKENS, _backward_bytes(given, part, keys)), state, state],
+        workspace=[(TOKENS, _backward_bytes(given, part, keys)), state, state, *zeros],
         custom=True,
     )
     with tape.alive(*given):
         ways = [(x, NEW) for x in given]
-        return tape.apply("gated delta rule", ways, (out, *saves), saves, traits=traits)
+        tape.apply("gated delta rule", ways, (out, *last, *saves), saves, traits=traits)
+        return out, tuple(last)
 
 
 def _backward_bytes(given: DeltaInputs, part: GatedDeltaNet, keys: int) -> int:

@@ -32,20 +32,31 @@ class _Chunked(NamedTuple):
     scores: Value
     key: Value
     decay: Value
+    apart: bool  # Whether a chunk of query and key lies apart, sequence by sequence and head by head, as a product does not take it
+
+    @property
+    def tensors(self) -> tuple[Value, ...]:
+        """All of them."""
+        return self[:-1]
 
 
-def chunked_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> Value:
-    """Return what the rule reads off its state for each token, in the dtype of the query."""
+def chunked_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> tuple[Value, tuple[Value, ...]]:
+    """Return what the rule reads off its state for each token, in the dtype of the query, and its last state where a cache is given it."""
     tape, times = builder.tape, part.num_value_heads // part.num_key_heads
     query, key, value, beta = _widened(builder, given, times)
     query, key = _unit(builder, query, part), _unit(builder, key, part)
     with tape.alive(key, value, beta):
         query = builder.pointwise("scale", query)
+    apart = (
+        given.query.element_bytes == 4 and not builder.settings.regime.pads_delta
+    )  # what is cast or padded lies in order
     query, key, value = _padded(builder, query, key, value)
+    query.apart = key.apart = apart and _lies_apart(builder, part)
     beta, decay = _padded(builder, beta, given.decay)
     with tape.alive(value, beta, decay):
         parts, named = _within_chunks(builder, DeltaInputs(query, key, value, decay, beta), part)
-        with tape.alive(*named, *parts):
+        parts = parts._replace(apart=query.apart and times > 1 and not builder.settings.regime.one_sequence)
+        with tape.alive(*named, *parts.tensors):
             out, last = _scan(builder, parts, part)
             flat = _chunks(builder, part.value_size, 4)
             with tape.alive(*last):
@@ -54,7 +65,15 @@ def chunked_rule(builder: Builder, given: DeltaInputs, part: GatedDeltaNet) -> V
             with tape.alive(*last):
                 way = NEW if builder.settings.regime.pads_delta else SAME
                 tape.apply("slice", [(flat, way)], cut, traits=SAVES_NOTHING)
-                return builder.cast(cut, given.query.element_bytes, foreign=given.query.foreign)
+                read = builder.cast(cut, given.query.element_bytes, foreign=given.query.foreign)
+                return read, last[-1:] if builder.settings.cache != "none" else ()
+
+
+def _lies_apart(builder: Builder, part: GatedDeltaNet) -> bool:
+    """Tell whether chunks of query and key are no stack of matrices where heads lie between tokens, or tokens within a head's dimensions."""
+    several, chunks = not builder.settings.regime.one_sequence, builder.settings.regime.delta_chunks > 1
+    heads = part.num_value_heads > 1
+    return heads and (several or chunks) if part.num_key_heads < part.num_value_heads else chunks and (several or heads)
 
 
 def _chunks(builder: Builder, width: int, element_bytes: int) -> Value:
@@ -118,6 +137,9 @@ def _times(builder: Builder, first: Value, second: Value, out: Value) -> Value:
         with tape.alive(low):
             other = builder.lowered(second)
         with tape.alive(low, other):
+            low = builder.copied(low, moves=first.apart)
+            with tape.alive(low):
+                other = builder.copied(other, moves=second.apart)
             out = tape.value(out.quantity, out.width, _product_bytes(builder))
             ways, saves = [(low, VIEW), (other, VIEW)], builder.factors(low, other)
             return tape.apply("matmul", ways, out, saves, traits=Traits(product=True))
@@ -168,6 +190,7 @@ def _solved(builder: Builder, system: Value, right: Value) -> Value:
     """Return the solution of triangular systems; the gradient of the matrix passes through three more of its size."""
     # Source: ``linalg_solve_triangular_backward`` in torch/csrc/autograd/FunctionsManual.cpp (v2.13.0).
     out = builder.fresh(right)
+    out.apart = False
     full = [(system.quantity, system.coefficient)]
     ways = [(system, NEW), (right, NEW)]
     return builder.tape.apply("solve triangular", ways, out, [system, out], traits=Traits(workspace=full))
@@ -180,6 +203,7 @@ def _between(builder: Builder, given: DeltaInputs, total: Value, values: Value, 
     tape.apply("exp", [(total, NEW)], power, [power])
     query = _scaled(builder, given.query, power)
     with tape.alive(query):
+        before = len(tape.nodes)
         rest = tape.apply("sub", [(total, NEW)], builder.fresh(total), traits=SAVES_NOTHING)
         power = builder.fresh(total)
         tape.apply("exp", [(rest, NEW)], power, [power])
@@ -187,7 +211,17 @@ def _between(builder: Builder, given: DeltaInputs, total: Value, values: Value, 
         with tape.alive(key):
             whole = tape.value(CHUNKS, total.width // CHUNK_TOKENS, 4)
             tape.apply("exp", [(total, NEW)], whole, [whole])
-            return _Chunked(values, keys, query, scores, key, whole)
+            if builder.settings.regime.delta_chunks == 1:  # of which only the last state is made
+                _keep_graph(builder, before)
+            return _Chunked(values, keys, query, scores, key, whole, apart=False)
+
+
+def _keep_graph(builder: Builder, before: int) -> None:
+    """Note that what nodes have saved from one on, by number, stays as long as a cache: its copy of the last state has their graph,
+    and backward does not come to them.
+    """
+    if builder.settings.cache != "none":
+        builder.tape.cached.update(own for node in builder.tape.nodes[before:] for own in node.saved)
 
 
 # -------------------------------------------------------------------- from chunk to chunk
@@ -209,9 +243,10 @@ def _scan(builder: Builder, parts: _Chunked, part: GatedDeltaNet) -> tuple[Value
     return out, (*named, state)
 
 
-def _selected(builder: Builder, x: Value) -> Value:
+def _selected(builder: Builder, x: Value, *, apart: bool = False) -> Value:
     """Return one chunk of ``x``, whose gradient is a whole tensor."""
     chunk = Value(x.storage, SEQUENCES, x.coefficient, x.element_bytes)
+    chunk.apart = apart
     return builder.tape.apply("select", [(x, NEW)], chunk, traits=SAVES_NOTHING)
 
 
@@ -234,7 +269,7 @@ def _chunk(
     tape.apply("sub", ways, new, traits=Traits(packs=False, workspace=wide))
     tape.touch(*named)
     with tape.alive(new):
-        read = _times(builder, _selected(builder, parts.query), state, value)
+        read = _times(builder, _selected(builder, parts.query, apart=parts.apart), state, value)
         tape.touch(*named[1:])
         with tape.alive(read):
             within = _times(builder, _selected(builder, parts.scores), new, value)
@@ -244,26 +279,30 @@ def _chunk(
 
 
 def _put(builder: Builder, out: Value, chunk: Value) -> Value:
-    """Return results with those of one chunk put in: backward copies the whole gradient, and the chunk's out of it."""
-    # Source: ``CopySlices::apply_impl`` in torch/csrc/autograd/functions/tensor.cpp (v2.13.0).
+    """Return results with those of one chunk put in: backward copies the whole gradient, and the chunk's out of it; where others were
+    in it before, zeros take the chunk's place.
+    """
+    # Source: ``CopySlices::apply_impl`` and ``CopyBackwards::apply`` in torch/csrc/autograd/functions/tensor.cpp (v2.13.0).
     size = chunk.width * 4
-    scratch = [(chunk.quantity, size), *([(chunk.quantity, size)] if chunk.element_bytes < 4 else [])]
-    scratch += [] if out.needs_gradient else [(out.quantity, out.coefficient)]
+    scratch = [(chunk.quantity, size)] if chunk.element_bytes < 4 else []
+    scratch += [(chunk.quantity, size) if out.needs_gradient else (out.quantity, out.coefficient)]
     ways, traits = [(out, NEW), (chunk, NEW)], Traits(packs=False, workspace=scratch)
     return builder.tape.apply("copy into", ways, builder.tape.view(out), traits=traits)
 
 
 def _handed_on(builder: Builder, parts: _Chunked, state: Value, new: Value, *, ends: bool) -> Value:
-    """Return the state after a chunk; of the last one it has no gradient."""
+    """Return the state after a chunk; of the last one the graph goes with it, unless a cache has a copy of it."""
     tape = builder.tape
-    if not ends:
-        retained = _scaled(builder, state, _selected(builder, parts.decay))
-        with tape.alive(retained):
-            return builder.add(retained, _times(builder, _selected(builder, parts.key), new, state))
-    retained = tape.make("mul", tape.value(SEQUENCES, state.width, 4), state)
-    with tape.alive(retained):
-        added = tape.make("matmul", tape.value(SEQUENCES, state.width, _product_bytes(builder)), new)
-        return tape.make("add", tape.value(SEQUENCES, state.width, 4), retained, added)
+    nodes, operations = len(tape.nodes), len(tape.operations)
+    retained = _scaled(builder, state, _selected(builder, parts.decay))
+    with tape.alive(state, retained):
+        handed = builder.add(retained, _times(builder, _selected(builder, parts.key, apart=parts.apart), new, state))
+    if ends:
+        _keep_graph(builder, nodes)
+    if ends and builder.settings.cache == "none":
+        handed.needs_gradient = False
+        tape.graph_use |= dict.fromkeys(tape.cut(nodes, operations), len(tape.operations) - 1)
+    return handed
 
 
 def _product_bytes(builder: Builder) -> int:
@@ -273,18 +312,20 @@ def _product_bytes(builder: Builder) -> int:
 def _between_first_and_last(builder: Builder, parts: _Chunked, out: Value, state: Value) -> tuple[Value, Value]:
     """Return results and state after the chunks between the first and the last few, which are alike.
 
-    Each saves its state and its new values, or under autocast its state and a copy of each factor of its products. In
-    backward the gradients of what all chunks read are there already, and are added to.
+    Each saves its state and its new values, or under autocast a copy of each factor of its products, and its state where the decay
+    has a gradient. In backward the gradients of what all chunks read are there already, and are added to.
     """
     tape, narrow = builder.tape, builder.compute
-    saved = [tape.value(EARLIER, state.width, 4)]
-    if builder.settings.autocast:
+    autocast = builder.settings.under_autocast
+    saved = [tape.value(EARLIER, state.width, 4)] if parts.decay.needs_gradient or not autocast else []
+    if autocast:
         factors = (state, state, parts.keys, parts.query, parts.key, parts.scores, parts.values, parts.values)
         saved += [tape.value(EARLIER, x.width, narrow) for x in factors]
     else:
         saved.append(tape.value(EARLIER, parts.values.width, 4))
+        saved += [tape.value(EARLIER, x.width, 4) for x in (parts.query, parts.key) if parts.apart]
     whole, later = tape.view(out), builder.fresh(state)
-    ways = [(x, SAME) for x in (out, *parts)]
+    ways = [(x, SAME) for x in (out, *parts.tensors)]
     tape.apply("chunks between", [*ways, (state, NEW)], (whole, later))
     if node := tape.operations[-1].node:  # where no graph is built, each chunk's are gone before the next
         node.saved, node.packs = tuple(x.storage for x in saved), True

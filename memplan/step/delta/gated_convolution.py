@@ -1,7 +1,6 @@
 """A short convolution between two gates on a tape.
 
-Source: ``Lfm2ShortConv.forward`` and ``causal_conv1d_fn`` in transformers/models/lfm2/modeling_lfm2.py (5.23.0), and
-``LinearAttentionLayer.update_conv_state`` in transformers/cache_utils.py.
+Source: ``Lfm2ShortConv.forward`` and ``causal_conv1d_fn`` in transformers/models/lfm2/modeling_lfm2.py (5.23.0).
 """
 
 from memplan.model.short_convolution import ShortConvolution
@@ -23,7 +22,7 @@ def gated_convolution(builder: Builder, x: Value, part: ShortConvolution) -> Val
         with tape.alive(both):
             product = builder.multiply(given, gated)
             with tape.alive(product):
-                _note_last_tokens(builder, product, part)
+                builder.cache_state(part.kernel_size * product.width, product)
                 convolved, more = _convolved(builder, product, part)
             with tape.alive(convolved):
                 saves = [*builder.factors(taken, convolved), *(more if taken.needs_gradient else ())]
@@ -47,16 +46,6 @@ def _turned(builder: Builder, x: Value, name: str) -> Value:
     return x
 
 
-def _note_last_tokens(builder: Builder, x: Value, part: ShortConvolution) -> None:
-    """Note the last tokens of each sequence, which a cache has a copy of that the model returns."""
-    if builder.settings.cache == "none":
-        return
-    tape = builder.tape
-    last = tape.make("last tokens", tape.value(Quantity.SEQUENCES, part.kernel_size * x.width, x.element_bytes), x)
-    tape.cached.add(last.storage)
-    tape.cache_stays = builder.settings.cache_stays
-
-
 def _convolved(builder: Builder, x: Value, part: ShortConvolution) -> tuple[Value, tuple[Value, ...]]:
     """Return the convolution over tokens, and what has been computed of it beyond the last: ``kernel_size - 1`` tokens of each sequence."""
     tape, weight, own = builder.tape, builder.weight(f"{part.prefix}.conv.weight"), x.element_bytes
@@ -73,7 +62,5 @@ def _convolved(builder: Builder, x: Value, part: ShortConvolution) -> tuple[Valu
     with tape.alive(x, *copies):
         tape.apply("conv1d", [(x, NEW)], (whole, beyond), [x, *copies], [weight])
     cut = tape.apply("slice", [(whole, NEW)], tape.view(whole), traits=SAVES_NOTHING)
-    out = builder.cast(cut, own)
-    if builder.settings.cache != "none":
-        out = tape.apply("slice", [(out, NEW)], tape.view(out), traits=SAVES_NOTHING)
+    out = builder.last_tokens(builder.cast(cut, own))
     return out, (beyond,) if out.storage == whole.storage else ()

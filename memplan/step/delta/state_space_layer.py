@@ -8,7 +8,7 @@ from memplan.model.state_space import StateSpace
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.delta.state_space_kernels import fused_state_space
-from memplan.step.delta.state_space_scan import ScanInputs, cached_state, chunked_scan
+from memplan.step.delta.state_space_scan import ScanInputs, chunked_scan
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Reduction, Traits, Value
 
@@ -29,7 +29,7 @@ def state_space(builder: Builder, x: Value, part: StateSpace) -> Value:
                 tape.view(projected, width) for width in (part.inner_size, part.convolved_size, part.num_heads)
             )
             tape.apply("split", [(projected, NEW)], (gate, mixed, step), traits=SAVES_NOTHING)
-            cached_state(builder, part.convolved_size * part.kernel_size, mixed)
+            builder.cache_state(part.convolved_size * part.kernel_size, mixed)
             mixed = _convolved(builder, mixed, part)
             tape.touch(given)  # its name is given to a part of that
             with tape.alive(rate, mixed):
@@ -38,7 +38,7 @@ def state_space(builder: Builder, x: Value, part: StateSpace) -> Value:
                 tape.apply("split", [(mixed, NEW)], (heads, writes, reads), traits=SAVES_NOTHING)
                 read, states = chunked_scan(builder, ScanInputs(heads, step, rate, writes, reads), part)
                 with tape.alive(read):
-                    cached_state(builder, part.inner_size * part.state_size, states)
+                    builder.cache_state(part.inner_size * part.state_size, states)
                 out = (_gated_norm if part.normalised else _gated)(builder, read, gate, part)
                 with tape.alive(out):
                     narrow = builder.cast(out, x.element_bytes, foreign=x.foreign)

@@ -257,13 +257,3 @@ def _handed_on(builder: Builder, own: Value, total: Value, part: StateSpace) -> 
     before = Value(states.storage, CHUNKS, numbers * states.element_bytes, states.element_bytes)
     tape.apply("slice", [(states, NEW)], before, traits=SAVES_NOTHING)
     return first, before, share
-
-
-def cached_state(builder: Builder, width: int, like: Value) -> None:
-    """Note that a model which makes a cache for each forward copies so many numbers of each sequence into it, as wide as ``like``."""
-    # Source: ``LinearAttentionLayer.lazy_initialization`` and ``update_conv_state`` in transformers/cache_utils.py (5.23.0).
-    if builder.settings.cache == "none":
-        return
-    state = builder.tape.make("state", builder.tape.value(Quantity.SEQUENCES, width, like.element_bytes))
-    builder.tape.cached.add(state.storage)
-    builder.tape.cache_stays = builder.settings.cache_stays

@@ -264,16 +264,13 @@ def _valued(builder: Builder, settings: EndSettings, normed: Value) -> Value:
         logits = _logits(builder, settings, normed)
         with tape.alive(logits):
             _loss(builder, settings, logits, wide=True)
-            cut, builder.weights = tape.nodes[nodes:], own
-            del tape.nodes[nodes:]
-            for operation in tape.operations[operations:]:
-                operation.node = None
+            cut, builder.weights = tape.cut(nodes, operations), own
             tape.instant = "loss backward"
             values = token_values(builder, normed)
             wide = builder.fresh(logits, element_bytes=4)
             if logits.element_bytes < 4:
                 tape.make("cast", wide, logits)
-    tape.graph_use |= {storage: len(tape.operations) - 1 for node in cut for storage in node.saved}
+    tape.graph_use |= dict.fromkeys(cut, len(tape.operations) - 1)
     loss = tape.value(ONE, 0, 4, part=Part.LOGITS)
     return tape.apply("compare", [(builder.cast(values, 4), NEW)], loss, traits=SAVES_NOTHING)
 

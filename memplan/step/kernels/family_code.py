@@ -24,6 +24,7 @@ TRANSFORMERS = FamilyCode(
     drops_residual=False,
     dropout_modules="residual",
 )
+QWEN3_NEXT = replace(TRANSFORMERS, balances=True, norms_at_once=True, shared_first=True, joins_none=True)
 TORCHTUNE = FamilyCode(
     wide_scale=True,
     query_first=True,
@@ -192,11 +193,10 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), replace(TRANSFORMERS, norms_at_once=True)),
     "mixtral": replace(TRANSFORMERS, balances=True, adapts_experts=True),
     "qwen3_moe": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
-    "qwen3_next": replace(TRANSFORMERS, balances=True, norms_at_once=True, shared_first=True),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), replace(TRANSFORMERS, norms_at_once=True, sequence_tables=True)),
+    "qwen3_next": QWEN3_NEXT,
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(QWEN3_NEXT, sequence_tables=True)),
     **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_text"),
-        replace(TRANSFORMERS, balances=True, norms_at_once=True, shared_first=True, sequence_tables=True),
+        ("qwen3_5", "qwen3_5_text"), replace(QWEN3_NEXT, sequence_tables=True, balances=False, shared_first=False)
     ),
     "olmoe": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),

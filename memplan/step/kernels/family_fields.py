@@ -41,6 +41,7 @@ class FamilyCode:
     own_products: bool = False
     # Whether rotated dimensions are joined with those that are not, even where there are none of these.
     joins_rotated: bool = False
+    joins_none: bool = False  # The same, where both query and key are rotated before either is joined
     names_norm: bool = False  # Whether a layer has a name of its own, until it returns, for what attention is given
     # The same, until their result is added, for what attention and the feed-forward part are given, where that has another name.
     names_fed: bool = False
@@ -148,3 +149,7 @@ class FamilyCode:
     # Whether heads of single sequences are attended to together and their results joined, which copies them, as
     # gradients of heads are copied on their way back.
     cuts_sequences: bool = False
+
+    def cuts(self, rotary_dim: int, head_dim: int) -> bool:
+        """Tell whether the dimensions of a head that are rotated are cut out of it, and joined with the others again."""
+        return 0 < rotary_dim < head_dim + self.joins_none

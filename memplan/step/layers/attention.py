@@ -86,7 +86,7 @@ def _moved(builder: Builder, part: Attention) -> int:
     """
     if builder.settings.code.cuts_sequences:
         return 3
-    cut = 0 < part.rotary_dim < part.head_dim and builder.profile.rotary == "composite"
+    cut = builder.settings.code.cuts(part.rotary_dim, part.head_dim) and builder.profile.rotary == "composite"
     known = part.query_key_norm is not None or builder.settings.code.adapts_parts
     return 2 if cut and not known and not builder.settings.regime.one_token else 0
 
@@ -267,7 +267,8 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     eager = goes_by_steps(builder, part)
     if not eager and builder.profile.attention == "flash" and part.head_dim % FLASH_WIDTH_MULTIPLE:
         return True
-    joined = 0 < part.rotary_dim < part.head_dim or builder.settings.code.joins_rotated
+    code = builder.settings.code
+    joined = code.cuts(part.rotary_dim, part.head_dim) or code.joins_rotated
     partial = joined and builder.profile.rotary == "composite"
     put_out = part.norms_rotated and builder.profile.norm != "composite"
     ordered = builder.settings.code.contiguous_heads and not builder.settings.flash_attn

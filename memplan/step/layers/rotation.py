@@ -51,7 +51,7 @@ def _turned_together(
     """Return query and key rotated by one function, whose caller names what it gave until that returns."""
     tape, code = builder.tape, builder.settings.code
     each = code.joins_rotated and code.names_passed  # both are rotated before either is joined
-    if not each and (not 0 < part.rotary_dim < part.head_dim or code.joins_rotated):
+    if not each and (not code.cuts(part.rotary_dim, part.head_dim) or code.joins_rotated):
         first = rotary(builder, query, part.head_dim, part.rotary_dim)
         with tape.alive(first):
             second = rotary(builder, key, part.head_dim, part.rotary_dim)

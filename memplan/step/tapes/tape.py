@@ -155,6 +155,14 @@ class Tape:
                 new.append(value.storage)
         return tuple(new)
 
+    def cut(self, nodes: int, operations: int) -> tuple[int, ...]:
+        """Cut off the graph of what has been recorded since there were so many nodes and operations; return what that has saved."""
+        saved = tuple(storage for node in self.nodes[nodes:] for storage in node.saved)
+        del self.nodes[nodes:]
+        for operation in self.operations[operations:]:
+            operation.node = None
+        return saved
+
     def touch(self, *values: Value) -> None:
         """Note that names of ``values`` are alive up to the operation recorded last; they go after what that was given alone."""
         index = len(self.operations) - 1
