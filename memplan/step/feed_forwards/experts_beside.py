@@ -27,7 +27,8 @@ def with_experts(builder: Builder, x: Value, fed: Value, layer: Layer, part: Mix
             weights, chosen, scores = _routed(builder, x, layer.norm, part)
             with tape.alive(weights, chosen, scores):
                 given = normalised(builder, x, layer.norm, before, hidden)
-                out = routed_experts(builder, given, weights, chosen, part, "experts")
+                with tape.alive(given):
+                    out = routed_experts(builder, given, weights, chosen, part, "experts")
                 second = normalised(builder, out, layer.norm, after, hidden)
                 with tape.alive(second):
                     total = builder.add(first, second)

@@ -28,7 +28,7 @@ from memplan.step.layers.attention import attention
 from memplan.step.layers.scaled_dot_product import latent_attention
 from memplan.step.layers.stepwise_attention import window_masks
 from memplan.step.playing.section import Section
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Value, Weight
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value, Weight
 
 
 class Staged(NamedTuple):
@@ -119,7 +119,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
             fed = fed if layer.experts is None else with_experts(builder, x, fed, layer, layer.experts)
             out = builder.add(x, builder.dropped(normed(fed, 3)))
         if code.scales_output:
-            out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=SAVES_NOTHING)
+            # whose number is a tensor that is saved
+            out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=Traits(packs=True))
         return out
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []
