@@ -214,12 +214,13 @@ class _Backward:
     ) -> None:
         """Let go of what a node saved once gradients are formed, store those of its weights, and hand the others on."""
         reduces = node.traits.reduces
-        # What was computed again is let go as it is unpacked; other saved tensors after gradients are reduced.
+        # What was computed again is let go as it is unpacked, which a function in Python has names for; other saved tensors
+        # after gradients are reduced.
         again = self._unpacks
-        late = again and (reduces is not None or bool(node.traits.casts))
+        late = again and not node.traits.custom and (reduces is not None or bool(node.traits.casts))
         taken = early or self._taken(node)
         uncast = self.live.take(temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])
-        self._note_sums(node, None if again else reduces)
+        self._note_sums(node, None if late else reduces)
         self.live.give_back(uncast)
         if not late:
             self.live.give_back(taken)
