@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.image_rows import named_features
-from memplan.step.kernels.layer_arguments import other_mask, other_tables, position_quantity
+from memplan.step.kernels.layer_arguments import other_mask, other_tables, placed_mask, position_quantity
 from memplan.step.losses.token_chunk_loss import EMPTY
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.offloaded_inputs import STASH, behind_first, gone_in_loss, inputs_left, norm_nodes
@@ -219,7 +219,9 @@ def called_again(inputs: StepInputs) -> Form:
         return ZERO
     # Tensors among a layer's own arguments go with its node; what is bound to the function, or in a tuple, does not
     # (``CheckpointFunction`` in torch/utils/checkpoint.py, v2.13.0).
-    return tables_of_graph(inputs) if inputs.setup.stack.checkpointing.calls_units else passed_on(inputs)
+    if inputs.setup.stack.checkpointing.calls_units:
+        return tables_of_graph(inputs)
+    return passed_on(inputs) - placed_mask(inputs.spec, inputs.setup)
 
 
 def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:

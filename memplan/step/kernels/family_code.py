@@ -90,6 +90,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
         TRANSFORMERS,
         own_products=True,
         wide_softmax=False,
+        placed_mask=True,
         names_fed=True,
         names_attention=True,
         grouped_uncast=False,

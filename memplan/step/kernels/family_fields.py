@@ -31,6 +31,7 @@ class FamilyCode:
     masks: int = 1
     # Whether each forward makes the mask of windowed layers where there are none, which no layer is given.
     idle_mask: bool = False
+    placed_mask: bool = False  # Whether layers are given it by its place, not by its name
     masks_from: int = 1  # Layers from which on a model has both kinds, and rotary tables of both
     # Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
     asks_for_groups: bool = True

@@ -52,6 +52,13 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS if rows else Quantity.SCORES, masks * setup.embedded_bytes)
 
 
+def placed_mask(spec: ModelSpec, setup: TrainingSetup) -> Form:
+    """Return the mask of :func:`layer_arguments` where layers are given it by its place."""
+    # Source: ``GPT2Model.forward`` in transformers/models/gpt2/modeling_gpt2.py, line 609 (5.23.0).
+    code = family_code(setup.stack, spec.architecture)
+    return _masks(spec, setup, code, retained=True) if code.placed_mask else ZERO
+
+
 def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
     """Return what scores of each head and token get added, in the dtype of the residual stream."""
     # Source: ``build_alibi_tensor`` in transformers/models/bloom/modeling_bloom.py (5.23.0).

@@ -173,10 +173,11 @@ def _device_on(accelerator: Any) -> Any:
             return False
 
         def stream(self, stream: Any) -> Any:
-            return torch.cpu.stream(stream)
+            return torch.cpu.stream(_COMPUTES if stream is _MAIN else stream)
 
         def current_stream(self, _: Any = None) -> Any:
-            return torch.cpu.current_stream()
+            stream = torch.cpu.current_stream()
+            return _MAIN if stream is _COMPUTES else stream
 
         def default_stream(self, _: Any = None) -> Any:
             return _MAIN
@@ -271,7 +272,8 @@ class _Stream(_Event, torch.cpu.Stream):
         torch.cpu.Stream.__init__(self)
 
 
-_MAIN = torch.cpu.current_stream()
+_COMPUTES, _MAIN = torch.cpu.current_stream(), _Stream()
+"""The stream that all operators run on, and what stands for it: torch's own has nothing that waits."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:
