@@ -122,7 +122,7 @@ class PipelinePlayer(StepPlayer):
         parts = self._played[key] = self._run_stage(stage, self._events(stage, mode))
         self._outputs[key] = self._output_of(stage, parts)
         if stage == self.rank.last:
-            if (chunks := self._loss_of(mode)) is not None:
+            if (chunks := self._loss_of()) is not None:
                 self._chunks[key] = chunks
             self._losses.append(self.stream.allocate(self.taped.settings.loss_bytes))
         if self.config.parallel.order in ONE_STAGE:
@@ -143,14 +143,14 @@ class PipelinePlayer(StepPlayer):
             handed, owned = part.output, part.output_owned
         for _, part in parts:
             part.region_end()
-        self.around.leave_stage()
+        self.around.leave_stage(stage)
         return parts
 
-    def _loss_of(self, mode: Mode) -> Chunks | None:
-        """Write forward and backward of a loss over chunks, if there is one, and return it."""
+    def _loss_of(self) -> Chunks | None:
+        """Write forward and backward of a loss over chunks, if there is one, and return it: each reduces the head's gradients."""
         if self.taped.head.chunk is None:
             return None
-        given = self.stream, self.taped.head, self.values, mode
+        given = self.stream, self.taped.head, self.values, "first"
         chunks = loss_over_chunks(given, self.inputs, self.taped, self._libraries, self.around)
         chunks.forward(NO_STORAGE, [])
         return chunks
@@ -234,11 +234,12 @@ class PipelinePlayer(StepPlayer):
             given, parts = runs[stage]
             stream.of("temporaries")
             ones = [stream.allocate(size)] if stage < rank.last else []
-            chunks = self._loss_of("first") if stage == rank.last else None
+            chunks = self._loss_of() if stage == rank.last else None
             libraries = self._libraries["backward"] if stage else {}
             gradient = self._run_back(stage, parts, libraries, chunks, keeps=False)
             stream.free_all([*ones, *given, *self._output_of(stage, parts)])
             stream.free_all([] if gradient == NO_STORAGE else [gradient])
+            self.around.forget()
             stream.of("activations")
             stream.allocate_all([size] * (together if stage < rank.last else 0))
         if 0 in rank.own:

@@ -67,9 +67,16 @@ class StagedUnits(ChunkedUnits):
         self._gather(self._units[stage][place])
         self._copy_out(self._units[stage][place])
 
-    def leave_stage(self) -> None:
-        """Let go of the last buffer, where a stage's forward is done."""
+    def leave_stage(self, stage: int) -> None:
+        """Let go of the last buffer, where a stage's forward is done, and of norm and head once a loss has let go of them."""
+        if self._goes and self._units[stage][-1] is self._tail:
+            self._let_go(self._tail)
         self._free_last_buffer()
+
+    def forget(self) -> None:
+        """Let go of what a pass has reduced that found out shapes."""
+        self._stream.free_all([*self._reducing, *([self._head.share] if self._head.share >= 0 else [])])
+        self._reducing, self._head.share = [], -1
 
     def gather_stage(self, stage: int) -> None:
         """Gather all units of a stage ahead, by the stream that computes (``unshard``); they are copied out when it runs."""
