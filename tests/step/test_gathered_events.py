@@ -195,7 +195,6 @@ def test_a_rank_fits_where_all_streams_have_what_they_hold_and_is_tight_where_ca
     [
         ("muon", FSDP2, {"stack": "bundled"}, "bundled optimizer"),
         ("mixed-adamw", LAYOUTS["fsdp1 pre, True"], {"zero_gradients": "fill"}, "filled with zeros"),
-        ("bf16-adamw", Parallel(data=2, pipeline=2, zero_stage=3), {"stack": "torchtitan"}, "stages"),
     ],
 )
 def test_what_is_not_told_over_several_gpus_says_so(config, parallel, keys, reason):

@@ -19,7 +19,7 @@ from memplan.step.events.ranks.around_parts import around_parts
 from memplan.step.events.ranks.pipeline_events import PipelinePlayer
 from memplan.step.events.step_events import STEPS, StepPlayer
 from memplan.step.model_on_tape import model_on_tape
-from memplan.step.pipelines.pipeline_schedules import layers_of_stages
+from memplan.step.pipelines.pipeline_schedules import at_stage, layers_of_stages
 from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.regimes import regime_of
@@ -186,6 +186,8 @@ def _untold_engine(plan: MemoryPlan) -> str:
 def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     """Return the events of a plan's run: what is made first, and so many steps."""
     setup, states = plan.setup, plan.states
+    if plan.ranks:  # the fullest of a pipeline's is planned
+        setup = at_stage(setup, max(plan.ranks, key=lambda row: row.device_bytes).rank)
     length = ceil_div(plan.sequence_length, setup.config.parallel.context)
     regime = regime_of(plan.own, setup, plan.micro_batch_size, length)
     optimizer = step_temporaries(setup, states.tensors)
