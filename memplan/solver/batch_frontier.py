@@ -90,7 +90,7 @@ def _at_length(plan: CompiledPlan, device: Device, length: int, bounds: Bounds) 
 def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds: Bounds) -> tuple[Edge, ...]:
     """Return the longest sequence at each batch, each search starting from the result of the one before."""
     edges: list[Edge] = []
-    guess = 1024
+    guess = 0
     for batch in batches:
         answers: list[Answer] = []
         for most, verdicts in bounds:
@@ -98,7 +98,7 @@ def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds
             answers.append(
                 _as_planned(plan, device, answer, lambda length, batch=batch: (batch, length), verdicts)  # type: ignore[misc]
             )
-            guess = max(1, answer.value)
+            guess = answer.value
         edges.append(Edge(batch, *answers))
     return tuple(edges)
 

@@ -178,7 +178,7 @@ def _on(
     evaluated: Callable[[int], MemoryPlan] = partial(_evaluated, what, plans, device)
     fits = _answer(what, setup, plans, gauge.most_requested_bytes())
     fits = _as_planned(fits, setup, device, evaluated, ("fits",))
-    tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), max(1, fits.value))
+    tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), fits.value)
     tight = _as_planned(tight, setup, device, evaluated, ("fits", "tight"))
     alone = gauge.without_reserve()
     most = _answer(what, setup, plans, alone.most_requested_bytes(tight=True))
@@ -194,7 +194,7 @@ def _on(
     return Largest(device, fits, tight, plan, following)
 
 
-def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, guess: int | None = None) -> Answer:
+def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, guess: int = 0) -> Answer:
     """Return the largest value whose requested bytes, rounded to blocks, are at most ``most``."""
     config = setup.config
     if what == "batch":
@@ -202,7 +202,7 @@ def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, gues
         return largest_batch(plan, config.sequence_length, most - plan.rounding_bytes)
     if what == "sequence":
         plan = plans[1]
-        return longest_sequence(plan, config.micro_batch_size, most - plan.rounding_bytes, guess or 1024)
+        return longest_sequence(plan, config.micro_batch_size, most - plan.rounding_bytes, guess)
 
     def fits(value: int) -> bool:
         plan = plans[value]

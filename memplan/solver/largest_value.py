@@ -129,7 +129,7 @@ def _crossing(plan: CompiledPlan, form: Coefficients, length: int, most_bytes: i
     return near + (room - low) * near // (high - low) if high > low else MOST_BATCH
 
 
-def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 1024) -> Answer:
+def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 0) -> Answer:
     """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it, completions begin it.
 
     Ranks that share the sequence have equal parts of it.
@@ -141,7 +141,7 @@ def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int
     def fits(length: int) -> bool:
         return length >= least and plan.requested_bytes(batch, length) <= most_bytes
 
-    result = largest_multiple(fits, limit, max(guess, least), apart)
+    result = largest_multiple(fits, limit, max(guess or 1024, least), apart)
     return replace(result, bounded=result.bounded or (least > 1 and not result.value))
 
 
