@@ -20,7 +20,7 @@ from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.layouts.degrees import LayoutSpace, layouts
 from memplan.solver.layouts.layout_search import layout_name
-from memplan.solver.layouts.step_time import StepClock
+from memplan.solver.layouts.step_time import StepClock, saved_share
 from memplan.solver.search.axes import AXES, full_space, with_fixed_axes
 from memplan.solver.search.cluster import cluster_of
 from memplan.solver.search.space import as_meant, without_bf16
@@ -53,6 +53,7 @@ def times(plan, catalog, card):
         for sent, batch in ((0, 2), (10**9, 3))
     ]
     found = [micro, update_picoseconds(10**9, 10**8, work, rates), work]
+    found += [saved_share(plan.own.spec, 4, sequence=sequence) for sequence in (False, True)]
     cluster = cluster_of(gpu, catalog.tables.networks, per_node=2)
     with suppress(MemplanError):  # without a link
         found.append(StepClock(plan, cluster, rates).step(2, 300, 3))
