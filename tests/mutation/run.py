@@ -118,12 +118,8 @@ def _prepare(folder: str) -> None:
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
     os.environ.update(PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    import pydantic
-    import pytest
-    import typer
-    import yaml
-
-    assert all((pydantic, pytest, typer, yaml))
+    for package in ("hypothesis", "pydantic", "pytest", "typer", "yaml"):
+        importlib.import_module(package)
     loaded = [name for name in sys.modules if name.partition(".")[0] in ("memplan", "tests")]
     assert not loaded, f"loaded before they are mutated: {loaded}"
 
@@ -135,9 +131,8 @@ def _load() -> None:
             importlib.import_module(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     from tests.jobs import shipped_catalog
 
-    catalog = shipped_catalog()
-    kinds = (catalog.gpus, catalog.formats, catalog.gradients, catalog.optimizers, catalog.configs, catalog.stacks)
-    assert all(kind.entries for kind in kinds)
+    known = shipped_catalog()
+    assert all((known.gpus, known.formats, known.gradients, known.optimizers, known.configs, known.stacks))
 
 
 def _functions() -> Mapping[tuple[str, str, int], Sequence[FunctionType]]:
@@ -319,7 +314,10 @@ def _first_failure(tests: Sequence[str], swaps: Sequence[tuple[FunctionType, Cod
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             import pytest
+            from hypothesis import HealthCheck, settings
 
+            settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+            settings.load_profile("unhurried")  # on a busy machine no mutant would survive
             given = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
             code = int(pytest.main([*given, "-m", "not slow and not benchmark", *tests], [_Told(write)]))
         finally:
