@@ -220,15 +220,21 @@ def _with_logits(played: Played, logits: Form) -> Played:
 
 
 def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:
-    """Return a model as it is evaluated: nothing is dropped (``Module.eval``)."""
-    config = inputs.setup.config
+    """Return a model as it is evaluated: nothing is dropped (``Module.eval``), nor computed again, so that caches are returned.
+
+    Source:
+        ``if self.gradient_checkpointing and self.training and use_cache`` in ``LlamaModel.forward`` (transformers 4.51.3).
+    """
+    config, setup = inputs.setup.config, inputs.setup
     drops_inputs = config.adapter is not None and bool(config.adapter.dropout)
-    if not (drops_inputs or any(dropouts(inputs.spec, inputs.setup))):
+    caches = setup.stack.loop.cache != "none" and setup.checkpointing != "none"
+    if not (drops_inputs or any(dropouts(inputs.spec, setup)) or caches):
         return taped
+    config = replace(config, activation_checkpointing="none") if caches else config
     adapter = None if config.adapter is None else replace(config.adapter, dropout=0.0)
     config = replace(config, adapter=adapter, dropout=None if config.dropout is None else 0.0)
     spec = replace(inputs.spec, dropout=0.0, attention_dropout=0.0)
-    return model_on_tape(replace(inputs, spec=spec, setup=replace(inputs.setup, config=config)))
+    return model_on_tape(replace(inputs, spec=spec, setup=replace(setup, config=config)))
 
 
 class _Kinds:

@@ -161,6 +161,8 @@ def forward_alone(
     parts |= {kind: section.evaluated() for kind, section in enumerate(taped.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
     left = {kind: part.carried for kind, part in parts.items()}
+    for kind, section in enumerate(taped.layers):
+        left[kind] += sum((single_form(*section.tape.storages[own]) for own in section.tape.cached), ZERO)
     alone = around
     places, around = last_places([(EMBEDDING, 1), *runs], left, around)
     named = _named_embeddings(inputs)

@@ -181,7 +181,7 @@ def forward_events(section: Section) -> SectionEvents:
     recorder = EventRecorder(tape.storages, entry.storage, output.storage)
     player = Player(tape, "first", None, NOTHING_AGAIN, recorder)
     forward, in_forward, region_end = _forward(player, recorder, saves=False)
-    return SectionEvents(
+    events = SectionEvents(
         storages=tuple(recorder.storages),
         forward=forward,
         region_end=region_end,
@@ -193,5 +193,7 @@ def forward_events(section: Section) -> SectionEvents:
         leaving=NO_STORAGE,
         gradient_storages=(),
         products=(in_forward, ()),
+        cached=tuple(sorted(tape.cached)),
         returned=_returned(tape, forward),
     )
+    return _holding(events, tape.cached)

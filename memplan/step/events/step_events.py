@@ -346,5 +346,6 @@ class StepPlayer:
             named = part.returns(self._libraries["forward"], named)
             for played in (*[part for _, part in parts], part):
                 played.region_end()
+            self.stream.free_all(storage for _, played in parts for storage in played.cached)
         self.stream.free_all([] if named == NO_STORAGE else [named])
         self.values, self._sizes = own
