@@ -114,7 +114,7 @@ class Offload:
     Attributes:
         optimizer_states: ``cpu`` keeps them in host memory; the bundled optimizer then steps, or the ranks of FSDP and DeepSpeed do there.
         weights: ``cpu`` keeps the shards of FSDP's ranks there, with gradients and states, or the pieces of DeepSpeed's stage 3.
-        activations: ``cpu`` keeps there what full checkpointing saves, where a stack does so.
+        activations: ``cpu`` keeps there what full checkpointing saves, on one GPU, where a stack does so.
     """
 
     optimizer_states: Place = "none"

@@ -62,11 +62,25 @@ def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) 
     except InvalidFileError:
         from memplan.library.lookup.name_guesses import guessed_name
 
+        elsewhere = elsewhere and path_kind(usable_path(text)) == "nothing"
+        if elsewhere and (repository := _cached_repository(text)):
+            return _resolved(repository, catalog, MOST_BASES)
         last = text.rstrip("/").rpartition("/")[2]
-        guess = guessed_name(last, catalog) if elsewhere and path_kind(usable_path(text)) == "nothing" else None
+        guess = guessed_name(last, catalog) if elsewhere else None
         if guess is None:
             raise
         return _guessed(text, guess, catalog)
+
+
+def _cached_repository(text: str) -> str:
+    """Return the repository that a path into another machine's cache of Hugging Face's names, or nothing.
+
+    Example:
+        >>> _cached_repository("/home/me/hub/models--Qwen--Qwen3-4B/snapshots/1cfa9a72")
+        'Qwen/Qwen3-4B'
+    """
+    folders = (part.split("--") for part in text.split("/"))
+    return next(("/".join(words[1:]) for words in folders if len(words) == 3 and words[0] == "models"), "")
 
 
 def _guessed(text: str, name: str, catalog: Catalog) -> ResolvedName:

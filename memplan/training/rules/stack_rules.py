@@ -9,7 +9,7 @@ from memplan.catalog.config_keys.method_keys import SCORED
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import ALL_TRAIN, CheckpointedLayers, Offload, TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import Role
 
@@ -239,38 +239,21 @@ def unmodelled(
 
 def activation_refusals(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> Iterator[tuple[Path, str]]:
     """Yield why activations in host memory are not modelled."""
-    rules, given, path = stack.checkpointing, config.offload.activations, ("offload", "activations")
-    if given == "none":
-        return
-    if given != "cpu":
-        yield path, f"{given} is not supported: activations on a disk are not modelled"
-    if rules.offloads == "none":
-        yield (
-            path,
-            f"{given} is not supported: how {stack.library} keeps activations in host memory is not modelled yet",
-        )
-    if config.activation_checkpointing != "full":
-        every = "without it every tensor that is saved is copied, which is not modelled"
-        yield path, f"{given} is not supported without full checkpointing: {every}; use activation_checkpointing: full"
-    if config.parallel.gpus > 1:
-        yield path, f"{given} is not supported on several GPUs: activations in host memory are modelled on one"
-    if rules.offloads != "buffers" and config.checkpointed_layers != CheckpointedLayers():
-        yield (
-            path,
-            f"{given} is not supported where some layers are not checkpointed, of which every saved tensor is copied",
-        )
-    if rules.hooked and (config.freeze != ALL_TRAIN or config.images.per_row):
-        yield (
-            path,
-            f"{given} is not supported with parts that are frozen, or with images: what hooks copy of them is not modelled",
-        )
-    if rules.hooked and rules.reentrant:
-        yield (
-            path,
-            f"{given} is not supported with reentrant checkpointing, whose backward hooks copy in too; use reentrant_checkpointing: false",
-        )
-    if rules.offloads == "hooks-once" and (profile.loss != "fused-head" or config.method.stage != "sft"):
-        yield (
-            path,
-            f"{given} is not supported with this loss, whose tensors are copied too: that of sft and kernels.loss: fused-head is modelled",
-        )
+    rules = stack.checkpointing
+    whole = config.freeze == ALL_TRAIN and not config.images.per_row
+    own = profile.loss == "fused-head" and config.method.stage == "sft"
+    reasons = {
+        f": how {stack.library} keeps activations there is not modelled yet": rules.offloads == "none",
+        " without full checkpointing: every tensor that is saved is copied then, which is not modelled; use "
+        "activation_checkpointing: full": config.activation_checkpointing != "full",
+        " on several GPUs": config.parallel.gpus > 1,
+        " with parts that are frozen, or with images, of which hooks copy other tensors": rules.hooked and not whole,
+        " with reentrant checkpointing, in whose backward hooks copy too; use reentrant_checkpointing: false": rules.hooked
+        and rules.reentrant,
+        " with this loss, whose tensors are copied too; that of sft and kernels.loss: fused-head is modelled": rules.offloads
+        == "hooks-once"
+        and not own,
+    }
+    if config.offload.activations != "none":
+        for reason in [text for text, applies in reasons.items() if applies]:
+            yield ("offload", "activations"), f"{config.offload.activations} is not supported{reason}"
