@@ -9,6 +9,7 @@ from memplan.importer.quantised_names import weights_by_name
 from memplan.library.lookup import Shapes, find_model, resolve_model_name
 from memplan.library.lookup.model_names import hub_cache
 from memplan.library.lookup.name_guesses import refuse_unmodelled
+from tests.jobs import shipped_catalog
 
 LLAMA = {
     "model_type": "llama",
@@ -196,3 +197,12 @@ def test_the_cache_lies_where_huggingface_puts_it(monkeypatch, given, end):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert str(hub_cache()).endswith(end)
+
+
+def test_a_path_into_another_machines_cache_of_hugging_face_names_its_repository():
+    folder = "/share/hub/models--Qwen--Qwen3-4B"
+    for path in (folder, f"{folder}/snapshots/1cfa9a7208912126459214e8b04321603b3df60c"):
+        resolved = resolve_model_name(path, shipped_catalog(), elsewhere=True)
+        assert (resolved.target, resolved.how) == ("qwen3-4b", "catalog")
+    with pytest.raises(UnknownNameError):
+        resolve_model_name("/share/hub/models--own--model/snapshots/1cfa", shipped_catalog(), elsewhere=True)

@@ -66,6 +66,7 @@ def test_the_reserve_is_a_share_where_a_stream_of_its_own_copies():
         ("torchtune", {**OFFLOADED, "parallel.data": 2, "parallel.zero_stage": 3}, "several GPUs"),
         ("trl", {**OFFLOADED, "reentrant_checkpointing": True}, "reentrant checkpointing"),
         ("trl", {**OFFLOADED, "kernels.loss": "fp32"}, "kernels.loss: fused-head is modelled"),
+        ("llama-factory", {**OFFLOADED, "weights.hidden_matrix": "llm-int8"}, "multiplied as integers"),
         ("trl@0.29", OFFLOADED, "kernels.loss: fused-head is modelled"),
     ],
 )

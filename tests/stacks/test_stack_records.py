@@ -58,6 +58,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "trl.flash-attn": {42},
     "trl.0-28": {8, 23},
     "trl.grpo": {17, 23, 33},
+    "trl.hosted": {10},
     "trl.grpo-0-29": {8},
     "trl.pairs": {47},
     "trl.pairs-0-29": {11, 37},
@@ -81,6 +82,7 @@ with `plain-loop.4-51.experts` it is the mask of eager attention, which reentran
 of in backward: the plan has it until the graph goes (`called_again`), and so have other records of that time, below the limit;
 with `plain-loop.latent` 23 the last norm of a model of 97 words, beside which it still has a name for its embeddings;
 with `transformers.4-44` it is the end of backward, 5 and 3 % high below the peak, and with `trl.0-19` BLOOM's probabilities, which it returned to none up to 4.57;
+with `trl.hosted` 10 what a graph of Gemma 4 over LLM.int8's codes keeps from one step to the next, 9 % low below the peak;
 with `transformers.newer` 17 it is an instant below the peak of Ministral 3 with attention step by step, which was not followed;
 in `axolotl.kto-reward` 6 a reward model of 20 features, 10 kB low; in `axolotl.staged.shards` 30 it is Gemma 3's layer, 2 % low below it. Of the others the
 instants, and with `trl.grpo` 23 and ZeRO 3 the peaks, were not followed further.
@@ -132,6 +134,9 @@ NEAR = {
     "torchtune": 1.0,
     "torchtune.adapters": 1.0,
     "torchtune.shards": 1.0,
+    "torchtune.hosted": 0.97,
+    "trl.hosted": 0.97,
+    "llama-factory.hosted": 1.0,
     "litgpt": 1.0,
     "litgpt.adapters": 0.96,
     "litgpt.shards": 1.0,
@@ -206,6 +211,9 @@ ROWS = {
     "torchtitan.experts": "torchtitan 0.3.0, Qwen3-MoE, two of three over FSDP2",
     "torchtune": "torchtune 0.6.1, full fine-tuning of Llama",
     "torchtune.adapters": "torchtune 0.6.1, full and adapters, six families",
+    "torchtune.hosted": "torchtune 0.6.1, activations in host memory",
+    "trl.hosted": "TRL's SFTTrainer 1.16, activations in host memory",
+    "llama-factory.hosted": "LLaMA-Factory 0.9.5, activations in host memory",
     "transformers.newer": "Trainer, Gemma 4, Mistral Small 4, LLaVA and others",
     "transformers.latest": "Trainer, Llama 4, LFM2 and Gemma 4 12B",
     "transformers.earlier": "Trainer, OPT, GPT-Neo, GPT-J, BLOOM, StarCoder, OLMoE",

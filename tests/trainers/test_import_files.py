@@ -1210,3 +1210,26 @@ def test_a_group_of_no_completions_is_said_to_be_none(tmp_path):
 def test_an_examples_script_that_only_evaluates_is_no_training(flag, role):
     words = ["python", "run_clm.py", "--model_name_or_path", "gpt2", "--block_size", "512", flag]
     assert memplan.import_file(words).to_dict()["role"] == role
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key"), [("trl", "activation_offloading: true"), ("llama-factory", "use_unsloth_gc: true")]
+)
+def test_activations_in_host_memory_are_written_as_the_trainer_says_them(trainer, key):
+    keys = {"activation_checkpointing": "full", "offload.activations": "cpu"}
+    assert key in memplan.emit("llama-3.1-8b", trainer, config="lora", gpu="h100-sxm-80gb", set=keys)
+
+
+def test_files_of_forks_and_of_nobody_are_no_trainers_that_they_look_like(tmp_path):
+    flame = "[job]\ndump_folder = 'e'\n[model]\nname = 'fla'\nconfig = 'c.json'\n[training]\nseq_len = 2048\nvarlen = true\n"
+    own = "base_model: Qwen/Qwen3-4B\noptim: paged_adamw_8bit\nper_device_train_batch_size: 2\nmax_length: 3072\n"
+    for text, name in ((flame, "fla.toml"), (own, "own.yaml")):
+        with pytest.raises(InvalidFileError, match="no trainer that memplan reads"):
+            memplan.import_file(written(tmp_path, text, name))
+
+
+def test_experts_of_megablocks_fork_are_refused(tmp_path):
+    flags = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1 --moe-num-experts=64"
+    path = written(tmp_path, f"torchrun --nproc_per_node 2 pretrain_gpt.py {flags}\n", "run.sh")
+    refused = {one["key"]: one["why"] for one in memplan.import_file(path).to_dict()["keys"]["not_modelled"]}
+    assert refused["moe_num_experts"] == "experts of MegaBlocks' fork"

@@ -122,6 +122,8 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
     yield "gradient_accumulation_steps", config.gradient_accumulation_steps
     yield "sequence_length", config.sequence_length
     yield "activation_checkpointing", config.activation_checkpointing
+    if config.offload.activations != "none":
+        yield "offload.activations", config.offload.activations
     if config.reentrant_checkpointing is not None:
         yield "reentrant_checkpointing", config.reentrant_checkpointing
     if config.kernels.attention is not None:

@@ -237,7 +237,9 @@ def unmodelled(
         yield ("kernels", "loss"), f"{profile.loss} is not modelled yet; leave it out"
 
 
-def activation_refusals(config: TrainingConfig, stack: Stack, profile: KernelProfile) -> Iterator[tuple[Path, str]]:
+def activation_refusals(
+    config: TrainingConfig, stack: Stack, profile: KernelProfile, hidden: StorageFormat
+) -> Iterator[tuple[Path, str]]:
     """Yield why activations in host memory are not modelled."""
     rules = stack.checkpointing
     whole = config.freeze == ALL_TRAIN and not config.images.per_row
@@ -247,6 +249,9 @@ def activation_refusals(config: TrainingConfig, stack: Stack, profile: KernelPro
         " without full checkpointing: every tensor that is saved is copied then, which is not modelled; use "
         "activation_checkpointing: full": config.activation_checkpointing != "full",
         " on several GPUs": config.parallel.gpus > 1,
+        " over codes that are multiplied as integers, whose copies autocast casts in such a backward": rules.offloads
+        == "copies"
+        and hidden.product == "integers",
         " with parts that are frozen, or with images, of which hooks copy other tensors": rules.hooked and not whole,
         " with reentrant checkpointing, in whose backward hooks copy too; use reentrant_checkpointing: false": rules.hooked
         and rules.reentrant,
