@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
+from memplan.catalog.update_classes import STACKED
 from memplan.model.model import Model
 from memplan.training.adapters import projections
 from memplan.training.resolved import FLOAT_BYTES
@@ -133,7 +134,9 @@ def _kernels(rng: Random) -> Keys:
 def _optimizer(rng: Random, keys: Keys, catalog: Catalog) -> Keys:
     """Return an optimizer, or two: any of the catalog, of those that step codes where codes are trained."""
     coded = _trains_codes(keys)
-    names = [name for name in sorted(catalog.optimizers.entries) if not coded or name.startswith(BUNDLED)]
+    entries = catalog.optimizers.entries.items()
+    own = sorted(name for name, entry in entries if entry.implementation != STACKED)  # but for nanochat's
+    names = [name for name in own if not coded or name.startswith(BUNDLED)]
     if rng.random() < 0.3:
         return {}
     optimizer = {"default": rng.choice(names)}

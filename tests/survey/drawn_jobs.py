@@ -16,6 +16,7 @@ from memplan.documents.schemas import validate
 from memplan.errors import MemplanError
 from memplan.model.families import model_spec
 from memplan.model.model import Model
+from memplan.model.readers.given_shapes import model_from_flags
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
@@ -186,7 +187,9 @@ def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
 
 
 def model_of(values: Mapping[str, Any]) -> Model:
-    """Return the model that has these keys in its ``config.json``."""
+    """Return the model that has these keys in its ``config.json``, or as a script's flags."""
+    if "window_pattern" in values:
+        return model_from_flags(values, "drawn at random", "job")
     spec = model_spec(values, "drawn at random", "job")
     return Model.from_spec(spec, "job")
 

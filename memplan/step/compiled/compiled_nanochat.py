@@ -11,6 +11,7 @@ Source:
 from collections.abc import Iterator
 from functools import cached_property
 
+from memplan.catalog.update_classes import STACKED
 from memplan.errors import CannotAnswerError
 from memplan.model.families.nanochat_gpt import ARCHITECTURE, SMEAR_CHANNELS, has_values
 from memplan.model.spec import Attention, ModelSpec
@@ -38,6 +39,8 @@ def refuse_other_jobs(setup: TrainingSetup) -> None:
         CannotAnswerError: With what to set instead.
     """
     config, parallel = setup.config, setup.config.parallel
+    if ARCHITECTURE not in setup.stack.models.families:
+        raise CannotAnswerError(f"nanochat's own model is not modelled under {setup.stack.label}; use --stack nanochat")
     narrow = {**dict.fromkeys(setup.format_names, "fp32"), "embedding": "bf16"}
     if config.compile != "model":
         raise CannotAnswerError(
@@ -46,6 +49,10 @@ def refuse_other_jobs(setup: TrainingSetup) -> None:
     if dict(setup.format_names) != narrow or not setup.autocast or config.compute_dtype != "bf16":
         raise CannotAnswerError(
             "nanochat is modelled with weights in fp32, embeddings in bf16 and products in bf16 (NANOCHAT_DTYPE not set)"
+        )
+    if any(entry.implementation != STACKED for entry in setup.optimizers.values()):
+        raise CannotAnswerError(
+            "optimizer: nanochat steps by its own; use {hidden_matrix: nanochat-muon, default: nanochat-adamw}"
         )
     others = (
         config.adapter is not None

@@ -161,8 +161,6 @@ def refuse_foreign_parts(spec: ModelSpec, setup: TrainingSetup) -> None:
     Raises:
         CannotAnswerError: They are not transformers' own.
     """
-    if spec.beside and spec.architecture not in setup.stack.models.families:
-        raise CannotAnswerError(f"{spec.name} is nanochat's own model, which stack nanochat alone trains")
     for what in _foreign_parts(spec) if setup.stack.model_code != "transformers" else ():
         raise CannotAnswerError(
             f"{spec.name} has {what}, as models of transformers have and those of stack {setup.stack.name} do not: "

@@ -11,6 +11,7 @@ from memplan.catalog.entries import Optimizer, StateSlot
 from memplan.catalog.update_classes import (
     BUNDLED,
     NO_UPDATE,
+    STACKED,
     TORCH_ADAMW,
     TORCH_MUON,
     UNTRACED,
@@ -128,6 +129,8 @@ def _masters(setup: TrainingSetup, group: Iterable[Updated]) -> list[Updated]:
 def _refuse_what_is_not_modelled(setup: TrainingSetup, name: str, entry: Optimizer) -> None:
     for path, text in optimizer_problems(entry):
         raise CannotAnswerError(f"{setup.name}: optimizer {name}: {'.'.join(map(str, path))}: {text}")
+    if entry.implementation == STACKED and not setup.stack.shares_states:
+        raise CannotAnswerError(f"{setup.name}: optimizer {name} is nanochat's own, which --stack nanochat alone runs")
     by_profile = entry.step == "torch" and entry.scratch.form == "copies"
     if by_profile and setup.profile.optimizer != "foreach":
         raise CannotAnswerError(

@@ -69,7 +69,7 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(_gradient: Tensor, query: Tensor, *_: Any) -> Tensor:
+def _(_gradient: Tensor, query: Tensor, *_others: Any) -> Tensor:
     batch, tokens, heads, _ = query.shape
     return query.new_empty((batch, heads, round_up(tokens, 128)), dtype=torch.float32)
 

@@ -208,6 +208,32 @@ def nanogpt_job(rng: Random) -> tuple[Keys, Keys]:
     return model | {"activation_function": "gelu"}, training
 
 
+def nanochat_job(rng: Random) -> tuple[Keys, Keys]:
+    """Return the flags of a model and the keys of a training config, as nanochat trains it: compiled, which takes a minute and more."""
+    heads, width, length = (
+        rng.choice((1, 2, 3, 4, 6)),
+        rng.choice((64, 128)),
+        rng.choice((64, 200, 256, 512, 1024, 2048)),
+    )
+    hidden, ranks = heads * width, rng.choice((1, 1, 1, 2, 4, 8))
+    model: Keys = {"hidden_size": hidden, "num_attention_heads": heads, "head_dim": width, "window_pattern": "L"}
+    model |= {"intermediate_size": 4 * hidden, "num_hidden_layers": rng.choice((1, 2, 3, 4)), "sequence_length": length}
+    model |= {"vocab_size": rng.choice((1000, 4096, 8192, 32768, 50257, 65536))}
+    training: Keys = {
+        "description": "drawn at random",
+        "stack": "nanochat",
+        "compute_dtype": "bf16",
+        "compile": "model",
+    }
+    training |= {"weights": {"default": "fp32", "embedding": "bf16", "head": "fp32"}, "sequence_length": length}
+    training |= {"optimizer": {"hidden_matrix": "nanochat-muon", "default": "nanochat-adamw"}}
+    training |= {
+        "micro_batch_size": rng.choice((1, 2, 3, 4, 8, 16)),
+        "gradient_accumulation_steps": rng.choice((1, 1, 2, 3)),
+    }
+    return model, training | {"parallel": {"data": ranks, "zero_stage": int(ranks > 1)}}
+
+
 UNSLOTH_FAMILIES = ("llama", "llama", "mistral", "qwen2", "qwen3")
 
 UNSLOTH_TARGETS = (
@@ -250,6 +276,7 @@ OWN_MODELS: Mapping[str, Callable[[Random], tuple[Keys, Keys]]] = {
     "torchtitan": torchtitan_job,
     "torchtune": torchtune_job,
     "litgpt": litgpt_job,
+    "nanochat": nanochat_job,
     "nanogpt": nanogpt_job,
     "unsloth": unsloth_job,
 }
