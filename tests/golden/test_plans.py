@@ -18,6 +18,7 @@ from memplan.documents.loading import Document
 from memplan.documents.schemas import validate
 from memplan.model.families import model_spec
 from memplan.model.model import Model
+from memplan.model.readers.given_shapes import model_from_flags
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
@@ -39,7 +40,10 @@ def planned(job: dict[str, object], catalog) -> MemoryPlan:
     checkpointing = replace(setup.stack.checkpointing, reentrant=job["reentrant"])
     setup = replace(setup, stack=replace(setup.stack, checkpointing=checkpointing))
     card = replace(catalog.gpus[job.get("gpu", GPU)], compute_capability=job["card"])
-    model = Model.from_spec(model_spec(job["model"], "drawn", "job"), "job")
+    if "window_pattern" in job["model"]:
+        model = model_from_flags(job["model"], "drawn", "job")
+    else:
+        model = Model.from_spec(model_spec(job["model"], "drawn", "job"), "job")
     return CompiledPlan(model, setup).evaluate(Device(card, GPU))
 
 
