@@ -102,6 +102,8 @@ class EnginePass:
         yield from self._layers_backward(following, played, base + root + waits)
         left = self.left * sum(run.count for run in taped.runs) - self.left_gradient
         around = bare + escaped_form(taped, played) + root + left
+        for moment in leaf_instants(inputs, taped, around):  # before the first layer has been let go of as a whole
+            yield besides(moment, following.leaving)
         for _, moment in following.through(self.embedding.backward, around + waits):
             yield replace(moment, name="end of backward")
         yield from self.tied(self, following, around + waits)
@@ -235,11 +237,16 @@ class EngineStep:
 
 
 class Following:
-    """Follows gradients through a backward, and leaves out moments at which no more is there than at an earlier one alike."""
+    """Follows gradients through a backward, and leaves out moments at which no more is there than at an earlier one alike.
+
+    Attributes:
+        leaving: What was there before backward let go of the last layer as a whole.
+    """
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._most: dict[int, int] = {}
+        self.leaving = gradients.resident
 
     def forget(self) -> None:
         """Begin layers of another kind."""
@@ -266,6 +273,8 @@ class Following:
             before = self._gradients.resident
             at = before if mark is None else self._gradients.arrive(numbered(mark.name or own, number), mark.kind)
             resident.append((before, at))
+            if mark is not None and mark.kind == "left backward" and not mark.name:
+                self.leaving = before
         return resident
 
     def named_moments(
