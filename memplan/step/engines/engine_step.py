@@ -264,7 +264,10 @@ class Following:
         """
         if number < 0:
             self.forget()
-        yield from self.named_moments(parts, self.walk(parts, number, own), around)
+        resident = self.walk(parts, number, own)
+        if own and self._is_fuller(resident):  # somewhere, so that its instant is told by all of its moments
+            self.forget()
+        yield from self.named_moments(parts, resident, around)
 
     def walk(self, parts: tuple[Segment, ...], number: int, own: str = "") -> list[tuple[EngineBytes, EngineBytes]]:
         """Return what is there besides, before each mark of a part and at it."""
@@ -287,6 +290,13 @@ class Following:
                     yield moment.name, besides(moment.around(around), before)
             if marked is not None and self._is_more(2 * place + 1, at):
                 yield marked.name, besides(marked.around(around), at)
+
+    def _is_fuller(self, resident: Sequence[tuple[EngineBytes, EngineBytes]]) -> bool:
+        return any(
+            now.bytes > self._most.get(2 * place + behind, -1)
+            for place, both in enumerate(resident)
+            for behind, now in enumerate(both)
+        )
 
     def _is_more(self, place: int, resident: EngineBytes) -> bool:
         if resident.bytes <= self._most.get(place, -1):
