@@ -331,5 +331,5 @@ def compile_engine_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     shares = rank_shares(inputs.setup, groups)
     update = max(share.step_bytes for share in shares) - inputs.gradient_bytes
     inputs = replace(inputs, optimizer=Temporaries(update, FORMULA), clipping_bytes=0)
-    candidates = tuple(EngineStep(inputs, taped, groups, shares).instants())
+    candidates = tuple(dominant([*EngineStep(inputs, taped, groups, shares).instants()]))
     return StepForms(candidates, buffers(inputs), saved_by_layers(taped), FORMULA)

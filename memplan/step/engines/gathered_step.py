@@ -38,7 +38,7 @@ from memplan.step.states.parallel_shards import in_layers
 from memplan.step.states.partitioned_weights import Partitions, partitions
 from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
-from memplan.step.tapes.moments import Instant
+from memplan.step.tapes.moments import Instant, dominant
 from memplan.step.units.host_memory import FP32_BYTES
 from memplan.units import ceil_div, format_bytes
 
@@ -335,5 +335,5 @@ def compile_gathered_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     _refuse(inputs, rules)
     update = Temporaries(max(rules.step_bytes - rules.whole_bytes, 0), FORMULA)
     inputs = replace(inputs, optimizer=update, clipping_bytes=0)
-    candidates = tuple(GatheredStep(inputs, taped, rules).instants())
+    candidates = tuple(dominant([*GatheredStep(inputs, taped, rules).instants()]))
     return StepForms(candidates, buffers(inputs), saved_by_layers(taped), FORMULA)
