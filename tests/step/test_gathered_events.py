@@ -193,7 +193,6 @@ def test_a_rank_fits_where_all_streams_have_what_they_hold_and_is_tight_where_ca
 @pytest.mark.parametrize(
     ("config", "parallel", "keys", "reason"),
     [
-        ("muon", FSDP2, {"stack": "bundled"}, "bundled optimizer"),
         ("mixed-adamw", LAYOUTS["fsdp1 pre, True"], {"zero_gradients": "fill"}, "filled with zeros"),
     ],
 )
@@ -202,6 +201,23 @@ def test_what_is_not_told_over_several_gpus_says_so(config, parallel, keys, reas
     assert plan is not None
     assert reason in shares_reason(plan)
     assert simulated(plan).reserve_by_share == shares_reason(plan)
+
+
+@pytest.mark.parametrize("parallel", [FSDP2, LAYOUTS["groups"], Parallel(data=3, zero_stage=3)])
+@pytest.mark.parametrize("batch_bytes", [0, 2**24])
+def test_rounds_of_muon_have_as_many_bytes_alive_as_the_formula_has_in_the_optimizer_step(parallel, batch_bytes):
+    plan = plan_of("muon", parallel, "bundled", kernels=Kernels(muon_batch_bytes=batch_bytes))
+    assert plan is not None
+    assert simulated(plan).reserve_by_share == ""
+    events = events_of(plan)
+    start = max(place for place, phase in events.stream.phases if phase == "optimizer step")
+    alive = most = sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:start])
+    for code in events.codes[start:]:
+        alive += events.sizes[code >> 1] * (1 - 2 * (code & 1))
+        most = max(most, alive)
+    workspaces = sum(events.sizes[storage] for storage in events.libraries)
+    stepping = dict(plan.instants)["optimizer step"]
+    assert abs(most - workspaces - stepping) <= stepping // 250
 
 
 def test_a_block_that_was_freed_on_one_stream_serves_no_other():

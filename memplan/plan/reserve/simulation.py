@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
-from memplan.catalog.update_classes import BUNDLED
 from memplan.documents.frozen_values import dataclass
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
@@ -169,8 +168,6 @@ def _untold_units(plan: MemoryPlan) -> str:
         return "the events of gradients filled with zeros are not told over FSDP1's shards"
     if plan.model.spec.tower is not None or setup.profile.loss == "weighted-tokens":
         return "the events of towers, and of losses that gather units themselves, are not told"
-    if any(entry.stepper == BUNDLED for entry in plan.states.tensors):
-        return "the exchanges of the bundled optimizer over shards are not told as events"
     return ""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplan.step.events.event_stream import EventStream
-from memplan.step.states.muon_batches import batch_phases
+from memplan.step.states.muon_batches import MuonBatch, batch_phases, is_exchanged, round_exchanges, round_workspaces
 from memplan.step.states.muon_scratch import adamw_sizes, muon_phases
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
+from memplan.units import ceil_div
 
 
 def updated(stream: EventStream, setup: TrainingSetup, entry: TensorStates) -> None:
@@ -32,6 +33,41 @@ def updated_together(stream: EventStream, setup: TrainingSetup, entry: TensorSta
     for sizes in (phases.workspace, phases.weights):
         stream.free_all(stream.allocate_all(sizes))
     stream.free(update)
+
+
+def updated_in_rounds(stream: EventStream, setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) -> None:
+    """Write what a round of matrices allocates and frees on the first rank, which owns some of them whole for a while.
+
+    Source:
+        ``update_round_`` in memplan/muon/updates/rounds.py; ``to_owners``, ``put_together``, ``in_pieces`` and ``from_owners`` in
+        memplan/muon/sharded/divisions.py.
+    """
+    phases = muon_phases(setup, entry)
+    exchanges = round_exchanges(setup, entry, batch) if is_exchanged(entry) else []
+    sizes = [2 * batch.together * entry.tensor.elements, *[whole for whole, _, _ in exchanges]]
+    owned = exchanges[-1][1] if exchanges else ceil_div(batch.together, batch.ranks)
+    own = [2 * entry.tensor.elements, 2 * owned * entry.tensor.elements]  # of replicas: what passes, and what it owns
+    data = stream.allocate_all(sizes[:1] if exchanges else own)
+    _release(stream, stream.allocate_all(phases.momentum))
+    for whole, _, lies_whole in exchanges:
+        data = _instead(stream, data, whole, 1 if lies_whole else 2)
+    norms, workspace = round_workspaces(setup, entry, owned)
+    rows, exact, norm = stream.allocate_all(norms)
+    stream.free_all([exact, rows, norm])
+    stream.free_all(stream.allocate_all(workspace))
+    for (whole, _, lies_whole), size in zip(reversed(exchanges), sizes[-2::-1], strict=True):
+        data = _instead(stream, data, whole, 0 if lies_whole else 1)
+        data = _instead(stream, data, size, 1)
+    stream.free_all([*stream.allocate_all(phases.weights), *data])
+
+
+def _instead(stream: EventStream, data: Sequence[int], size: int, times: int) -> Sequence[int]:
+    """Allocate a tensor so many times, each in the place of the one before; return the last."""
+    for _ in range(times):
+        made = [stream.allocate(size)]
+        stream.free_all(data)
+        data = made
+    return data
 
 
 def _orthogonalised(stream: EventStream, setup: TrainingSetup, entry: TensorStates) -> None:

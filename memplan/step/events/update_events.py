@@ -237,7 +237,9 @@ class Updates:
             kind = (entry.tensor.role if batch is ALONE else "", entry.tensor.shape, entry.tensor.divided)
             if kind not in seen:
                 seen.add(kind)
-                if batch.together > 1:
+                if batch.ranks > 1:
+                    bundled_events.updated_in_rounds(self._stream, self._setup, entry, batch)
+                elif batch.together > 1:
                     bundled_events.updated_together(self._stream, self._setup, entry, batch.together)
                 if batch.some_alone:
                     bundled_events.updated(self._stream, self._setup, entry)

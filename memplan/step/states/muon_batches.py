@@ -111,20 +111,32 @@ def round_phases(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) ->
     alone = muon_phases(setup, entry)
     if not is_exchanged(entry):
         return _replicas_phases(setup, entry, batch, alone)
-    pieces = 2 * batch.together * entry.tensor.elements
-    before, owned, sent = pieces, batch.together, 0
-    for ranks, dimension, shape in _divisions(setup, entry):
-        owned = ceil_div(owned, ranks)
-        whole = 2 * owned * prod(shape)
-        lies_whole = owned * prod(shape[:dimension]) == 1
+    pieces, exchanges = 2 * batch.together * entry.tensor.elements, round_exchanges(setup, entry, batch)
+    before, sent = pieces, 0
+    for whole, _, lies_whole in exchanges:
         sent, before = max(sent, whole + (before if lies_whole else max(before, whole))), whole
     return MuonPhases(
         update=0,
         momentum=(pieces, *alone.momentum),
         norms=(sent,),
-        workspace=(before, *_workspace(setup, entry, owned)),
+        workspace=(before, *_workspace(setup, entry, exchanges[-1][1])),
         weights=(pieces, *alone.weights),
     )
+
+
+def round_exchanges(setup: TrainingSetup, entry: TensorStates, batch: MuonBatch) -> list[tuple[int, int, bool]]:
+    """Return, for each exchange of a round, the bytes that a rank has behind it, the matrices, and whether their pieces lie one after another."""
+    owned, exchanges = batch.together, []
+    for ranks, dimension, shape in _divisions(setup, entry):
+        owned = ceil_div(owned, ranks)
+        exchanges.append((2 * owned * prod(shape), owned, owned * prod(shape[:dimension]) == 1))
+    return exchanges
+
+
+def round_workspaces(setup: TrainingSetup, entry: TensorStates, owned: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return norms of rows, in bf16 and in fp32, and of the matrices that a rank owns in a round, and Newton-Schulz's own."""
+    rows = owned * _whole(entry)[-2]
+    return (2 * rows, 4 * rows, 4 * owned), _workspace(setup, entry, owned)
 
 
 def _divisions(setup: TrainingSetup, entry: TensorStates) -> list[tuple[int, int, tuple[int, ...]]]:
