@@ -118,7 +118,7 @@ def _prepare(folder: str) -> None:
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
     os.environ.update(PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    for package in ("hypothesis", "pydantic", "pytest", "typer", "yaml"):
+    for package in ("pydantic", "pytest", "typer", "yaml"):
         importlib.import_module(package)
     loaded = [name for name in sys.modules if name.partition(".")[0] in ("memplan", "tests")]
     assert not loaded, f"loaded before they are mutated: {loaded}"
@@ -314,10 +314,7 @@ def _first_failure(tests: Sequence[str], swaps: Sequence[tuple[FunctionType, Cod
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             import pytest
-            from hypothesis import HealthCheck, settings
 
-            settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-            settings.load_profile("unhurried")  # on a busy machine no mutant would survive
             given = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
             code = int(pytest.main([*given, "-m", "not slow and not benchmark", *tests], [_Told(write)]))
         finally:
@@ -334,6 +331,12 @@ class _Told:
 
     def __init__(self, to: int) -> None:
         self._to = to
+
+    def pytest_sessionstart(self) -> None:
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("unhurried")  # on a busy machine no mutant would survive
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         signal.alarm(SECONDS_PER_TEST)
