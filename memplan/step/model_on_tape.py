@@ -227,10 +227,14 @@ def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:
     """
     config, setup = inputs.setup.config, inputs.setup
     drops_inputs = config.adapter is not None and bool(config.adapter.dropout)
-    caches = setup.stack.loop.cache != "none" and setup.checkpointing != "none"
+    models = setup.stack.models
+    uncached = setup.checkpointing != "none" or inputs.spec.architecture in models.uncached  # where it trains
+    caches = setup.stack.loop.cache != "none" and uncached
     if not (drops_inputs or any(dropouts(inputs.spec, setup)) or caches):
         return taped
-    config = replace(config, activation_checkpointing="none") if caches else config
+    if caches:
+        config = replace(config, activation_checkpointing="none")
+        setup = replace(setup, stack=replace(setup.stack, models=replace(models, uncached=())))
     adapter = None if config.adapter is None else replace(config.adapter, dropout=0.0)
     config = replace(config, adapter=adapter, dropout=None if config.dropout is None else 0.0)
     spec = replace(inputs.spec, dropout=0.0, attention_dropout=0.0)
