@@ -351,7 +351,10 @@ def test_packed_rows_under_sdpa_say_that_their_mask_is_not_counted(tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("\nactivation_offloading: true\n", r"job.yaml:5: offload.activations: cpu is not supported"),
+        (
+            "\nactivation_offloading: true\ngradient_checkpointing: false\n",
+            r"job.yaml:5: offload.activations: cpu is not supported without full checkpointing",
+        ),
         ("\noptim: ademamix\n", r"job.yaml:5: optim: AdEMAMix is not modelled; leave it out to plan without it$"),
         (
             "optim: ademamix\nfull_determinism: true\n",

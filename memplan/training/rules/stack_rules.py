@@ -249,9 +249,8 @@ def activation_refusals(
         " without full checkpointing: every tensor that is saved is copied then, which is not modelled; use "
         "activation_checkpointing: full": config.activation_checkpointing != "full",
         " on several GPUs": config.parallel.gpus > 1,
-        " over codes that are multiplied as integers, whose copies autocast casts in such a backward": rules.offloads
-        == "copies"
-        and hidden.product == "integers",
+        " over codes that are multiplied as integers, whose function keeps tensors of its own": hidden.product
+        == "integers",
         " with parts that are frozen, or with images, of which hooks copy other tensors": rules.hooked and not whole,
         " with reentrant checkpointing, in whose backward hooks copy too; use reentrant_checkpointing: false": rules.hooked
         and rules.reentrant,
