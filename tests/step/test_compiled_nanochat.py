@@ -14,7 +14,7 @@ from memplan.plan.planner import CompiledPlan
 from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
-CARDS = {"9.0": "h100-sxm-80gb", "8.0": "a100-sxm-80gb"}
+CARDS = {"9.0": "h100-sxm-80gb", "8.0": "a100-sxm-80gb", "7.0": "v100-sxm2-16gb"}
 
 # Requested peaks of nanochat's own code (92d63d4e, torch 2.13.0): layers, micro-batch, length, words, width of a head, heads,
 # pattern of windows, micro-steps, GPUs, compute capability -> bytes.
@@ -98,6 +98,7 @@ def test_a_padded_vocabulary_forms_the_gradient_of_logits_in_32_bits():
         ((2, 1, 512, 1000, 64, 4), {"parallel": {"data": 2}}, "parallel.zero_stage"),
         ((2, 1, 512, 1000, 64, 4), {"stack": "bundled"}, "use --stack nanochat"),
         ((2, 1, 512, 1000, 64, 4, "SL", 1, 1, "8.0"), {}, "use --window-pattern L"),
+        ((2, 1, 512, 1000, 64, 4, "L", 1, 1, "7.0"), {}, "fp32 on cards without bf16"),
         ((2, 1, 512, 1000, 64, 4, "L", 1, 3), {}, "do not share the"),
     ],
 )

@@ -67,7 +67,9 @@ def refuse_other_jobs(setup: TrainingSetup) -> None:
     if parallel.data > 1 and parallel.zero_stage != 1:
         raise CannotAnswerError("parallel.zero_stage: nanochat's optimizer shares out states among GPUs; use 1")
     if setup.profile.attention not in ("flash", "auto"):
-        raise CannotAnswerError(f"kernels.attention: {setup.profile.attention} is not modelled for nanochat; use flash")
+        raise CannotAnswerError(
+            f"kernels.attention: {setup.profile.attention} is not modelled for nanochat, whose products are in fp32 on cards without bf16; use flash"
+        )
 
 
 class CompiledNanochat:
