@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatchcase
+from math import log2
 from pathlib import Path
 
 import pytest
@@ -828,6 +829,18 @@ def test_nanogpt_and_nanochat_flags():
     nanochat = memplan.import_file(words.split()).to_dict()
     assert nanochat["training"]["gradient_accumulation_steps"] == 1
     assert nanochat["model"]["hidden_size"] == 384
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 8, 9, 16, 17, 31, 32, 40])
+def test_nanochats_total_batch_follows_from_its_depth(depth):
+    def numbers(layers):  # of matrices and head, as base_train.py counts them (get_scaling_params)
+        heads = -(-64 * layers // 128)
+        gates = sum(12 * heads for layer in range(layers) if layer % 2 == (layers - 1) % 2)
+        return 12 * layers * (128 * heads) ** 2 + gates + 32768 * 128 * heads
+
+    total = 2 ** round(log2(2**19 * (numbers(depth) / numbers(12)) ** 0.383))
+    job = memplan.import_file(["python", "-m", "scripts.base_train", f"--depth={depth}", "--device-batch-size=1"])
+    assert job.to_dict()["training"]["gradient_accumulation_steps"] == total // 2048
 
 
 MAPPINGS = sorted((Path(memplan.__file__).parent.parent / "configs" / "trainers").glob("*.yaml"))
