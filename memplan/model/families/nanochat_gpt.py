@@ -53,15 +53,16 @@ def nanochat_gpt(config: ConfigValues) -> ModelSpec:
     mlp = Mlp(4 * common.hidden_size, "relu-squared", gated=False)
     words, layers = round_up(common.vocab_size, WORDS), common.num_hidden_layers
     short = WINDOW_BLOCK * ceil_div(ceil_div(length, 4), WINDOW_BLOCK)
-    letters = [pattern[layer % len(pattern)] for layer in range(layers - 1)] if pattern else []
+    letters = [(pattern or "L")[layer % len(pattern or "L")] for layer in range(layers - 1)] + ["L"]
+    windowed = "S" in letters and short < length
     return replace(
         model(config, common, Layer(heads, mlp, norm), final_logit_softcap=SOFTCAP, embedding_norm=norm, names=NAMES),
         architecture=ARCHITECTURE,
         vocab_size=words,
         cut_words=words - common.vocab_size,
         max_position_embeddings=ROTARY_FACTOR * length,
-        window=short if "S" in letters and short < length else 0,
-        full_layers=tuple([layer for layer in range(layers) if layer == layers - 1 or letters[layer] == "L"]),
+        window=short if windowed else 0,
+        full_layers=tuple([layer for layer, letter in enumerate(letters) if letter == "L"]) if windowed else (),
         beside=tuple(_beside(words, layers, heads.num_heads, common.hidden_size)),
     )
 
