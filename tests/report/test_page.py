@@ -123,6 +123,14 @@ def test_what_if_changes_one_thing_at_a_time(plan):
     assert all(row.adds_bytes for row in rows.values())
 
 
+def test_what_if_leaves_out_what_cannot_be():
+    """GPT-2 has learned positions for 1,024 tokens."""
+    job = memplan.job("gpt2", config="bf16-adamw", sequence_length=1024)
+    changes = {row.change for row in job.plan("rtx4090", micro_batch_size=1).what_if}
+    assert "micro_batch_size=2" in changes
+    assert "sequence_length=2048" not in changes
+
+
 # ------------------------------------------------------------------ hostile text
 @given(HOSTILE)
 @settings(max_examples=60, deadline=None)
