@@ -38,6 +38,11 @@ def device(catalog) -> Device:
     return Device(catalog.gpus["rtx3060"], "rtx3060")
 
 
+def test_of_a_card_that_is_all_reserved_nothing_is_usable(device):
+    total = device.gpu.cuda_total_bytes
+    assert [device.usable_bytes(size) for size in (total - 1, total, total + 1)] == [1, 0, 0]
+
+
 @pytest.fixture
 def plan(compiled, device) -> MemoryPlan:
     return compiled.evaluate(device)
