@@ -1,5 +1,8 @@
 """nanochat's own model as it is compiled, and its optimizer: recorded traces, laws, refusals and (slow) its own code, where a checkout is there."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
@@ -15,6 +18,9 @@ from memplan.training.resolution.resolve_config import resolve
 
 CATALOG = Catalog(data_directory())
 CARDS = {"9.0": "h100-sxm-80gb", "8.0": "a100-sxm-80gb", "7.0": "v100-sxm2-16gb"}
+
+# Drawn by ``python -m tests.survey.stacks --stack nanochat --seed 1128 --jobs 12``, and traced with a checkout of nanochat on PYTHONPATH.
+STEPS = json.loads(Path(__file__).with_name("nanochat_steps.json").read_text(encoding="utf-8"))["steps"]
 
 # Requested peaks of nanochat's own code (92d63d4e, torch 2.13.0): layers, micro-batch, length, words, width of a head, heads,
 # pattern of windows, micro-steps, GPUs, compute capability -> bytes.
@@ -61,6 +67,16 @@ def planned(*job, **more):
 @pytest.mark.parametrize("job", PEAKS)
 def test_peaks_are_those_of_its_own_code(job):
     assert planned(*job).requested_bytes == pytest.approx(PEAKS[job], rel=0.001)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: str(step["instants"]["forward"]))
+def test_every_instant_is_that_of_its_own_code(step):
+    job = json.loads(step["job"])
+    config = validate(TrainingConfig, Document("job", job["training"], {}))
+    compiled = CompiledPlan(model_from_flags(job["model"], "drawn", "job"), resolve(config, CATALOG, "job"))
+    plan = compiled.evaluate(Device(CATALOG.gpus[CARDS[job["card"]]], "card"))
+    assert dict(plan.instants) == pytest.approx(step["instants"], rel=0.001)
+    assert plan.persistent_bytes == step["persistent"]
 
 
 def test_parameters_are_counted_one_by_one():
