@@ -56,9 +56,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         raise InvalidFileError(problems)
     config, stack, profile = _filled(config, catalog)
     refuse_unmodelled(config, place)
-    hidden = catalog.formats[format_name(config, "hidden_matrix")]
-    _refuse_first(activation_refusals(config, stack, profile, hidden), place)
-    _refuse_first([*kernel_refusals(config, stack), *freeze_refusals(config, stack)], place)
+    offloading = activation_refusals(config, stack, profile, catalog.formats[format_name(config, "hidden_matrix")])
+    _refuse_first([*offloading, *kernel_refusals(config, stack), *freeze_refusals(config, stack)], place)
     _refuse_first(method_refusals(config, stack, catalog, format_name(config, "hidden_matrix")), place)
     format_names = {role: format_name(config, role) for role in ROLES}
     named_formats = {role: catalog.formats.name_of(n) for role, n in format_names.items()}
