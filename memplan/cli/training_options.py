@@ -217,7 +217,7 @@ def job_options(
     for config in configs or (training.chosen,):
         training.refuse_rank_without_adapter(config, catalog)
     chosen = training.chosen
-    if chosen is None and model is not None and model.model is not None and is_trainer_file(model.model):
+    if not (chosen or configs) and model is not None and model.model is not None and is_trainer_file(model.model):
         chosen = model.model
     options: JobOptions = {
         "config": chosen,

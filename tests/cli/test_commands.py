@@ -509,3 +509,12 @@ def test_plain_values_are_what_typer_makes_of_them(command, least):
                 quick += 1
         assert _plain(None, one) == judge.coerce(None, param=one, ctx=None)
     assert quick > least
+
+
+def test_a_trainers_file_is_compared_with_configs(cli, tmp_path):
+    path = tmp_path / "own.yaml"
+    keys = ("base_model: HuggingFaceTB/SmolLM2-135M", "adapter: lora", "lora_r: 8", "lora_target_linear: true")
+    path.write_text("\n".join([*keys, "sequence_len: 512", "micro_batch_size: 1", "bf16: true"]))
+    plans = cli("compare", path, "-c", "qlora", "--gpu", "rtx4090", "--json").data["rows"]
+    assert [plan["config"] for plan in plans] == ["own.yaml", "qlora"]
+    assert [plan["stack"]["name"] for plan in plans] == ["axolotl", "trl"]

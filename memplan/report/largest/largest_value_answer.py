@@ -113,6 +113,6 @@ def _sentence(what: Quantity, model: Model, setup: TrainingSetup, rows: Sequence
             return f"NO: {model.spec.name} fits with no {WORDS[what]} in which completions leave room for a prompt."
         host = best.device.host_memory_bytes
         beside = "" if host is None else f" and {format_bytes(host)} of host memory"
-        return f"NO: {model.spec.name} does not fit even with a {WORDS[what]} of 1{beside}."
+        return f"NO: {model.spec.name} does not fit even at {WORDS[what]} 1{beside}."
     ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + best.fits.apart} does not"
     return f"FITS: {WORDS[what]} {best.fits.value} fits on {of_each(best.device, setup)}, and {ending}."
