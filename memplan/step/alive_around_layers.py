@@ -126,7 +126,8 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 def enters_directly(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the first layer is given the embedding's output itself, to which nothing is done before."""
-    return not taped.embedding.tape.nodes and not inputs.spec.learned_positions
+    looked_up = all(node.name == "embedding" for node in taped.embedding.tape.nodes)
+    return looked_up and not inputs.spec.learned_positions
 
 
 def names_given(inputs: StepInputs, taped: ModelOnTape) -> bool:

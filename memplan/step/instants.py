@@ -12,7 +12,6 @@ from memplan.model.model import Model
 from memplan.step.alive_around_layers import (
     called_again,
     embedded_leaf,
-    enters_directly,
     escaped_form,
     handed_back,
     handed_instants,
@@ -132,7 +131,8 @@ def _waiting(inputs: StepInputs, taped: ModelOnTape) -> tuple[Waiting, ...]:
 
 def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether no layer is like the first, which is given the embedding's output itself."""
-    return enters_directly(inputs, taped) and taped.counts()[taped.kinds[0]] == 1
+    direct = not taped.embedding.tape.nodes and not inputs.spec.learned_positions
+    return direct and taped.counts()[taped.kinds[0]] == 1
 
 
 def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
