@@ -61,7 +61,7 @@ def updated_in_rounds(stream: EventStream, setup: TrainingSetup, entry: TensorSt
     stream.free_all([*stream.allocate_all(phases.weights), *data])
 
 
-def _instead(stream: EventStream, data: Sequence[int], size: int, times: int) -> Sequence[int]:
+def _instead(stream: EventStream, data: list[int], size: int, times: int) -> list[int]:
     """Allocate a tensor so many times, each in the place of the one before; return the last."""
     for _ in range(times):
         made = [stream.allocate(size)]

@@ -150,7 +150,8 @@ class PipelinePlayer(StepPlayer):
         """Write forward and backward of a loss over chunks, if there is one, and return it: each reduces the head's gradients."""
         if self.taped.head.chunk is None:
             return None
-        given = self.stream, self.taped.head, self.values, "first"
+        mode: Mode = "first"
+        given = self.stream, self.taped.head, self.values, mode
         chunks = loss_over_chunks(given, self.inputs, self.taped, self._libraries, self.around)
         chunks.forward(NO_STORAGE, [])
         return chunks
