@@ -26,6 +26,7 @@ from memplan.solver.search.cluster import cluster_of
 from memplan.solver.search.space import as_meant, without_bf16
 from memplan.solver.search.suggested_settings import under_layout
 from memplan.solver.search.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
+from memplan.step.collectives.gathered_units import sent_by_group
 from tests.golden.test_drawn_settings import DRAWN
 from tests.golden.test_recorded_jobs import digest
 
@@ -53,6 +54,7 @@ def times(plan, catalog, card):
         for sent, batch in ((0, 2), (10**9, 3))
     ]
     found = [micro, update_picoseconds(10**9, 10**8, work, rates), work]
+    found.append(sent_by_group(setup, plan.own.inventory, states.gradient_bytes))
     found += [saved_share(plan.own.spec, 4, sequence=sequence) for sequence in (False, True)]
     cluster = cluster_of(gpu, catalog.tables.networks, per_node=2)
     with suppress(MemplanError):  # without a link
