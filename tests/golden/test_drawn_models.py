@@ -16,12 +16,18 @@ from memplan.errors import MemplanError
 from memplan.model.families import read_config
 from memplan.model.parameter_tensors import inventory_of
 from tests.families.test_model_catalog import ENTRIES
-from tests.families.tiny import CASES
+from tests.families.tiny import CASES, DEEPSEEK
 from tests.golden.test_recorded_jobs import digest
 
 FILE = Path(__file__).with_name("models.json")
 CONFIGS = {name: {"model_type": family} | config for name, (family, config) in CASES.items()}
 CONFIGS |= {name: {"model_type": one["architecture"]} | one["config"] for name, one in ENTRIES.items()}
+CONFIGS |= {
+    f"stretched {factor} by {scale}": DEEPSEEK
+    | {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": factor, "mscale_all_dim": scale}}
+    for factor in (0.5, 1, 1.5, 2, 40)
+    for scale in (0, 1.0)
+}
 PARTS = 4
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memplan.errors import InvalidFileError
 from memplan.model.families import read_config
 from memplan.model.families.common_parts import Shape, attention, experts, model, shape
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
@@ -86,9 +85,6 @@ def llama_intermediate(hidden: int) -> int:
     Args:
         hidden: Width of the residual stream; at least 1.
 
-    Raises:
-        InvalidFileError: ``hidden`` is not positive.
-
     Source:
         https://arxiv.org/abs/2302.13971, section 2.2, and ``FeedForward`` with
         ``multiple_of=256`` in https://github.com/meta-llama/llama.
@@ -97,8 +93,6 @@ def llama_intermediate(hidden: int) -> int:
         >>> llama_intermediate(4096), llama_intermediate(5120)
         (11008, 13824)
     """
-    if hidden < 1:
-        raise InvalidFileError([f"--hidden: expected at least 1, got {hidden}"])
     return round_up(ceil_div(8 * hidden, 3), 256)
 
 
