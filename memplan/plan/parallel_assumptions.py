@@ -46,10 +46,11 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
     stream, shards = plan.allowances.stream_bytes, _shards_apart(plan)
     apart = f"{format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
     yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{f', and {apart}' if stream else ''}"
-    if is_sharded(parallel) and not plan.reserve_by_share:
+    if is_sharded(parallel) and not (stream and plan.reserve_by_share):
+        how = "counted beside the share" if plan.reserve_by_share else "simulated apart"
         yield (
-            "streams that gather and reduce have memory of their own, which is simulated apart; what is freed is taken to be free "
-            "at once, though a block that another stream still reads is not, where GPUs fall behind"
+            f"streams that gather and reduce have memory of their own, which is {how}; what is freed is taken to be "
+            "free at once, though a block that another stream still reads is not, where GPUs fall behind"
         )
     elif shards:
         yield (

@@ -18,6 +18,7 @@ from memplan.model.inventory import ParameterTensor
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import simulated
 from memplan.plan.sizes.largest_model import fewest_devices
 from memplan.report.plans.plan_answer import plan_data
 from memplan.step.collectives.gathered_units import sent_bytes, unit
@@ -204,6 +205,19 @@ def test_shards_of_gradients_that_are_not_there_at_the_peak_are_said_to_stay_res
     short = CompiledPlan(model("llama-3.2-1b"), setup_of(catalog, Parallel(2, 3))).evaluate(device, 1, 1)
     assert short.parts[Part.GRADIENTS] > 0
     assert not any("shards of gradients come from" in line for line in short.assumptions)
+
+
+def test_a_share_as_reserve_stands_beside_what_the_streams_of_gathers_and_reductions_hold(catalog, model, device):
+    long = {"micro_batch_size": 8, "sequence_length": 8192, "compile": "layers", "stack": "torchtitan@0.2.2"}
+    plan = CompiledPlan(model("llama-3.1-8b"), setup_of(catalog, Parallel(8, 3), **long)).evaluate(device)
+    told = simulated(plan)
+    shards = sum(plan.forms.unit_gradients)
+    assert plan.parts[Part.GRADIENTS] == 0
+    assert told.reserve_by_share
+    assert told.reserved_bytes - plan.reserved_bytes == shards + plan.allowances.stream_bytes
+    assert told.upper_bytes - plan.upper_bytes == shards
+    assert sum(row.bytes for row in told.components) == told.device_bytes
+    assert any("which is counted beside the share" in line for line in told.assumptions)
 
 
 def test_the_json_says_how_many_gpus_and_gives_the_bytes_of_one(catalog, model, device):

@@ -25,6 +25,7 @@ from memplan.step.regimes import regime_of
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
 from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.linear_forms import Part
 from memplan.units import ceil_div
 
 if TYPE_CHECKING:
@@ -238,14 +239,14 @@ def simulated(
         tight: Whether a run that does not fit is played on the full card; else it is NO, for searches that want what fits.
     """
     if reason := shares_reason(plan):
-        return replace(plan, reserve_by_share=reason)
+        return _beside_streams(replace(plan, reserve_by_share=reason))
     simulation = (Runs() if runs is None else runs)[plan]
     result = simulation.result(least=bool(least))
     if result.allocated_bytes == simulation.before_steps_bytes:
         result = replace(result, allocated_bytes=plan.allocated_bytes)
     off = abs(result.allocated_bytes - plan.allocated_bytes)
     if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
-        return replace(plan, reserve_by_share="its events do not add up to the formula's peak")
+        return _beside_streams(replace(plan, reserve_by_share="its events do not add up to the formula's peak"))
     by_share, plan = plan, _without_streams(plan)
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
@@ -265,6 +266,34 @@ def simulated(
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
         by_share=by_share,
+    )
+
+
+def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
+    """Return a plan whose reserve is by share, of what its own stream holds, with what the streams of gathers and reductions hold.
+
+    As blocks of one stream serve no other while there is memory to spare, the most of each adds up, whenever it is; a job
+    that fits without is tight, as the allocator gives back what a stream has cached where another runs short.
+
+    Source:
+        ``foreach_reduce`` and ``all_gather_copy_in_cuda`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and
+        ``_reduce_grad`` in torch/distributed/fsdp/_runtime_utils.py (v2.13.0), allocate within streams of their own.
+    """
+    if not is_sharded(plan.setup.config.parallel) or plan.ranks:
+        return plan
+    shards, values, allowances = sum(plan.forms.unit_gradients), plan.values, plan.allowances
+    sizes = [(one.form.part_bytes(values), one.partial_bytes(values)) for one in plan.forms.candidates]
+    alone = max(sum(parts) - min(parts[Part.GRADIENTS], shards) + partial for parts, partial in sizes)
+    other = max(sum(parts) + partial for parts, partial in sizes) - alone  # of the peak, what is not its own stream's
+    more = shards - other
+    expected = plan.device_bytes + more + allowances.stream_bytes - allowances.reserve_bytes(other)
+    upper = plan.upper_bytes + more - int(other * allowances.upper_reserve_fraction)
+    return replace(
+        _without_streams(plan),
+        verdict="tight" if plan.verdict == "fits" and upper > plan.usable_bytes else plan.verdict,
+        reserved_bytes=expected - allowances.context_bytes,
+        device_bytes=expected,
+        upper_bytes=max(expected, upper),
     )
 
 
