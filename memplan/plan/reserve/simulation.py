@@ -273,13 +273,14 @@ def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
     """Return a plan whose reserve is by share, of what its own stream holds, with what the streams of gathers and reductions hold.
 
     As blocks of one stream serve no other while there is memory to spare, the most of each adds up, whenever it is; a job
-    that fits without is tight, as the allocator gives back what a stream has cached where another runs short.
+    that fits without is tight, as the allocator gives back what a stream has cached where another runs short. Pipelines,
+    whose ranks were not compared, are left as they are.
 
     Source:
         ``foreach_reduce`` and ``all_gather_copy_in_cuda`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, and
         ``_reduce_grad`` in torch/distributed/fsdp/_runtime_utils.py (v2.13.0), allocate within streams of their own.
     """
-    if not is_sharded(plan.setup.config.parallel) or plan.ranks:
+    if not is_sharded(plan.setup.config.parallel) or plan.setup.config.parallel.pipeline > 1:
         return plan
     shards, values, allowances = sum(plan.forms.unit_gradients), plan.values, plan.allowances
     sizes = [(one.form.part_bytes(values), one.partial_bytes(values)) for one in plan.forms.candidates]

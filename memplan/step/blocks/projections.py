@@ -69,7 +69,7 @@ def _coded_linear(builder: Builder, x: Value, name: str, weight: Weight, bias: W
     out = builder.tape.value(x.quantity, rows, builder.compute)
     saves = [x] if weight.trainable else []
     packs = True if builder.settings.projections.codes_saved else None
-    traits = Traits(packs=packs, custom=True, product=True, attributes=() if saves else _kept(builder, x))
+    traits = Traits(packs=packs, custom=True, product=True, attributes=() if saves else _node_inputs(builder, x))
     builder.tape.apply(f"linear {name}", [(x, NEW)], out, saves, [weight], traits=traits)
     if bias is None:
         return out
@@ -89,14 +89,14 @@ def _recast_linear(builder: Builder, x: Value, name: str, weight: Weight, rows: 
     low = builder.cast(x, builder.compute)
     out = builder.tape.value(x.quantity, rows, builder.compute)
     traits = Traits(
-        custom=True, product=True, adds_bias=f"{name}.bias" in builder.weights, attributes=_kept(builder, x)
+        custom=True, product=True, adds_bias=f"{name}.bias" in builder.weights, attributes=_node_inputs(builder, x)
     )
     with builder.tape.alive(low):
         builder.tape.apply(f"linear {name}", [(low, NEW)], out, weights=[weight], traits=traits)
         return builder.cast(out, x.element_bytes, foreign=x.foreign)
 
 
-def _kept(builder: Builder, x: Value) -> tuple[Value, ...]:
+def _node_inputs(builder: Builder, x: Value) -> tuple[Value, ...]:
     """Return what the node of a product with frozen codes has as an attribute."""
     # Source: ``ctx.tensors`` of ``MatMul4Bit`` in bitsandbytes/autograd/_functions.py: input and codes up to 0.43.1, and
     # codes alone from 0.43.2 on.
