@@ -516,5 +516,5 @@ def test_a_trainers_file_is_compared_with_configs(cli, tmp_path):
     keys = ("base_model: HuggingFaceTB/SmolLM2-135M", "adapter: lora", "lora_r: 8", "lora_target_linear: true")
     path.write_text("\n".join([*keys, "sequence_len: 512", "micro_batch_size: 1", "bf16: true"]))
     plans = cli("compare", path, "-c", "qlora", "--gpu", "rtx4090", "--json").data["rows"]
-    assert [plan["config"] for plan in plans] == ["own.yaml", "qlora"]
+    assert [plan["config"] for plan in plans] == [str(path), "qlora"]
     assert [plan["stack"]["name"] for plan in plans] == ["axolotl", "trl"]
