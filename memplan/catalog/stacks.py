@@ -64,8 +64,7 @@ class StackModels:
     # Whether attention is within the window that a model was ``released`` with, or only where other layers of it are
     # within none, which then make masks of their own: ``mixed``.
     windows: Literal["released", "mixed"] = "released"
-    # Compute capabilities on which a kernel of its own is told of a window, which others are given a mask for that is not
-    # modelled; nothing where it is everywhere the same.
+    # Compute capabilities whose kernel is told of a window, where others get a mask, which is not modelled; none: all alike.
     windowed_on: tuple[str, ...] = ()
     adapted: bool = False  # Whether its own adapters on these models are modelled
     dora: bool = True  # Whether DoRA among these is: PEFT 0.11 forms its norms and products otherwise
@@ -81,15 +80,12 @@ class StackModels:
     repeating: tuple[str, ...] = ()  # Families of which all this is ``repeated-views`` whatever it is of others
     repeated_flash: tuple[str, ...] = ()  # Families that repeat these for flash-attn too, where ``repeated-views`` does
     head_first: bool = False  # Whether the head is made before all else
-    scales_embedded: tuple[
-        str, ...
-    ] = ()  # Families that scale what their embedding returns, and now scale inside of that
-    formed_tables: tuple[
-        str, ...
-    ] = ()  # Families whose layers each form cosines and sines, in the dtype of what they turn
-    kept_tables: tuple[
-        str, ...
-    ] = ()  # Families whose layers each keep those of all positions, and gather a sequence's rows
+    # Families that scale what their embedding returns, and now scale inside of that.
+    scales_embedded: tuple[str, ...] = ()
+    # Families whose layers each form cosines and sines, in the dtype of what they turn.
+    formed_tables: tuple[str, ...] = ()
+    # Families whose layers each keep those of all positions, and gather a sequence's rows.
+    kept_tables: tuple[str, ...] = ()
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
     # Families whose eager attention is given a mask of keys, the same for each query, and keeps probabilities to itself.
     row_masks: tuple[str, ...] = ()
@@ -99,9 +95,8 @@ class StackModels:
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
-    narrow_softmax: tuple[
-        str, ...
-    ] = ()  # Families whose attention step by step forms probabilities in its scores' dtype
+    # Families whose attention step by step forms probabilities in its scores' dtype.
+    narrow_softmax: tuple[str, ...] = ()
     narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
     # Families whose caps of scores torch's attention is not told of, which is run all the same, and now is not.
     uncapped: tuple[str, ...] = ()
@@ -110,15 +105,13 @@ class StackModels:
     window_masks: tuple[str, ...] = ()
     wide_tables: tuple[str, ...] = ()  # Families that turn heads by tables in fp32, which now are cast
     tuple_caches: tuple[str, ...] = ()  # Families that return keys and values in tuples, and not in an object
-    wide_logits: tuple[
-        str, ...
-    ] = ()  # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others
+    # Families that name logits in fp32 alone, whatever ``loop.logits`` says of others.
+    wide_logits: tuple[str, ...] = ()
     # Where parameters of an adapter are among the model's: ``behind`` all others, or in their module, ``before`` its weight or
     # ``beside`` it, behind that.
     adapter_place: Literal["behind", "before", "beside"] = "behind"
-    module_order: tuple[
-        str, ...
-    ] = ()  # Modules of a layer, by the last part of a name, where it has them in another order
+    # Modules of a layer, by the last part of a name, where it has them in another order.
+    module_order: tuple[str, ...] = ()
 
     def attended_of(self, family: str) -> Literal["views", "contiguous", "repeated", "repeated-views"]:
         """Return what torch's attention is given in a family's models."""
@@ -329,9 +322,8 @@ class Stack:
     # Kernels that it lets torch's attention choose among, the one that comes first first, where its ``attention`` is
     # ``auto``; nothing is all of them in torch's own order.
     attention_order: tuple[AttentionKernel, ...] = ()
-    shares_states: bool = (
-        False  # Whether its own optimizer shares out states among GPUs (``zero_stage: 1``), which have all else
-    )
+    # Whether its own optimizer shares out states among GPUs (``zero_stage: 1``), which have all else.
+    shares_states: bool = False
     shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one, and replicas are so
     # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
     # which all that trains is cast to.

@@ -2,6 +2,7 @@
 
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
+from memplan.model.spec import ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import layer_orders, layer_sums
 from memplan.step.delta.state_space_kernels import scan_splits
@@ -29,22 +30,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
     code = family_code(setup.stack, spec.architecture)
     return Regime(
-        one_sequence=batch == 1
-        and bool(
-            "math" in (profile.attention, setup.wide_attention)
-            or profile.attention == "eager"
-            or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
-            or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
-            or setup.stack.loop.labels == "cut"
-            or learned
-            or scanned
-            or delta
-            or setup.config.parallel.sequence
-            or steps_through_scores(spec, setup)
-            or layers
-            or spec.convolves
-            or bool(spec.beside)
-        ),
+        one_sequence=batch == 1 and _differs_for_one(spec, setup),
         one_pair=setup.compares_pairs and batch == setup.rows_per_sample,
         one_token=length == 1,
         one_chunk=(profile.loss == "chunked" and ceil_div(tokens, profile.loss_chunks) == tokens)
@@ -69,4 +55,24 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         scan_splits=scan_splits(spec, setup, batch, length),
         sums=sums,
         orders=layer_orders(spec, setup, sums, batch, length) if layers else None,
+    )
+
+
+def _differs_for_one(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether some operation runs otherwise where a micro-batch is one sequence."""
+    profile = setup.profile
+    return bool(
+        "math" in (profile.attention, setup.wide_attention)
+        or profile.attention == "eager"
+        or profile.loss in ("chunked-backward", "chunked-logits", "weighted-tokens", *IN_PIECES, *TOKEN_CHUNKS)
+        or (setup.copies_logits and (profile.loss == "fp32" or setup.answer_length > 0))
+        or setup.stack.loop.labels == "cut"
+        or spec.learned_positions
+        or spec.state_space is not None
+        or spec.linear_attention
+        or setup.config.parallel.sequence
+        or steps_through_scores(spec, setup)
+        or setup.config.compile == "layers"
+        or spec.convolves
+        or spec.beside
     )
