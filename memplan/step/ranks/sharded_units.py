@@ -5,7 +5,7 @@ from dataclasses import field, replace
 
 from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import Inventory, ParameterTensor
+from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
@@ -314,7 +314,8 @@ def gathers_head_by_hand(spec: ModelSpec, setup: TrainingSetup) -> bool:
 
 def _with_stored_head(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup of gathered weights, of which the head is in the dtype that it is stored in."""
-    whole, role = gathered_setup(setup), "head"
+    whole = gathered_setup(setup)
+    role: Role = "head"
     return replace(
         whole,
         format_names={**whole.format_names, role: setup.format_names[role]},

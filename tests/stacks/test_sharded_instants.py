@@ -1,0 +1,23 @@
+"""Instants of jobs over shards that were drawn, beside what the libraries' own code did: TRL 1.16.0 and Trainer 5.23.0, accelerate 1.15.0, DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.jobs import shipped_catalog
+from tests.survey.stacks.drawn_stack_jobs import StackJob
+from tests.survey.stacks.judged_stack_jobs import planned
+
+CASES = json.loads((Path(__file__).parent / "sharded_instants.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"].replace(" ", "-"))
+def test_an_instant_that_was_traced_is_planned_within_a_thousandth(case):
+    instants = dict(planned(StackJob.read(json.dumps(case["job"])), shipped_catalog()).instants)
+    for name, size in case["instants"].items():
+        assert abs(instants[name] - size) <= size / 1000, name
