@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memplan.plan.memory_plan import MemoryPlan, Verdict
+    from memplan.step.pipelines.rank_timeline import RankRow
 
 HANDLES = 2
 """Threads with a cuBLAS workspace each."""
@@ -266,6 +267,7 @@ def simulated(
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
         by_share=by_share,
+        ranks=_with_fullest(plan, result.spare_bytes + apart + allowances.context_bytes),
     )
 
 
@@ -296,6 +298,13 @@ def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
         device_bytes=expected,
         upper_bytes=max(expected, upper),
     )
+
+
+def _with_fullest(plan: MemoryPlan, device_bytes: int) -> tuple[RankRow, ...]:
+    """Return the rows of a pipeline's ranks, that of the fullest with what its GPU holds as simulated."""
+    most = max((row.device_bytes for row in plan.ranks), default=0)
+    fullest = next((row.rank for row in plan.ranks if row.device_bytes == most), -1)
+    return tuple([replace(row, device_bytes=device_bytes) if row.rank == fullest else row for row in plan.ranks])
 
 
 def _without_streams(plan: MemoryPlan) -> MemoryPlan:
