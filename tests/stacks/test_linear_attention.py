@@ -56,9 +56,15 @@ ADAPTED = {
 }
 FLA = {"kernels": {"linear_attention": "fla"}}
 JOBS = {
-    "dense": ("qwen3_5_text", {}, {}),
+    "dense": ("qwen3_5_text", {"vocab_size": 1000}, {}),
     "experts-autocast": ("qwen3_5_moe_text", EXPERTS, AUTOCAST),
     "joined-adapted": ("qwen3_next", EXPERTS, ADAPTED),
+    "one-chunk-cached": ("qwen3_5_text", {"vocab_size": 1000}, {"sequence_length": 64}),
+    "in-fp32-as-it-lies": (
+        "qwen3_next",
+        EXPERTS,
+        {**ADAPTED, "activation_checkpointing": "none", "sequence_length": 384},
+    ),
 }
 
 
