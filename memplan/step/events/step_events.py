@@ -71,15 +71,14 @@ class StepPlayer:
         self.around = around(self.stream, self.tensors)
         self.updates = Updates(self.stream, inputs, self.tensors)
         self._taker = self.around if self.around.takes_gradients or self.around.hands_over else self.updates
-        self.gradients: dict[str, int] = {}
+        self.gradients, self._buffers = dict[str, int](), buffers
         self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
-        self._buffers = buffers
         named = "logits" in inputs.setup.stack.loop.holds or inputs.setup.copies_logits or self.around.copies_returned
         returned = taped.head.returned if named and taped.head.logits is not None else ()
         self._held_logits = [value.storage for value in returned]
         self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
-        self._held, self._graph = list[int](), list[int]()
-        self._named: list[int] = []  # What a head is given, where the model names it until all logits are formed
+        # Names of the last step, what its graph has, and what a head is given, where the model names it until logits are there.
+        self._held, self._graph, self._named = list[int](), list[int](), list[int]()
         self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
         self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
         libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
@@ -116,8 +115,7 @@ class StepPlayer:
 
     def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
         """Play a step; return where each micro-step but its first begins, and where the last ends."""
-        config = self.config
-        fills, leaves = config.zero_gradients == "fill", self.inputs.setup.leaves_gradients
+        config, leaves = self.config, self.inputs.setup.leaves_gradients
         mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
         ends = self._passes(mode)
         if self.around.takes_gradients:
@@ -130,7 +128,7 @@ class StepPlayer:
                 self.updates.clip()
             self.stream.begin("optimizer step")
             self.updates.step(self.gradients, first=first)
-            if not fills:
+            if config.zero_gradients != "fill":
                 left = {name: self.gradients[name] for name in self._untouched if name in self.gradients}
                 order = dict.fromkeys(name for name, _ in self.tensors.trained)  # as an optimizer has parameters
                 going = [name for name in {**order, **self.gradients} if name in self.gradients and name not in left]

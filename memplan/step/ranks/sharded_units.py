@@ -269,11 +269,8 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
         for run in taped.runs
     )
-    parallel = setup.config.parallel
-    flat = parallel.flat if parallel.engine == "fsdp1" else None
-    own = (
-        {numbered: unit([tensor], setup) for tensor in adapters for numbered in tensor.expanded_names()} if flat else {}
-    )
+    flat = setup.config.parallel.flat if setup.config.parallel.engine == "fsdp1" else None
+    own = {name: unit([tensor], setup) for tensor in adapters for name in tensor.expanded_names()} if flat else {}
     return ShardedStep(
         inputs=inputs,
         taped=taped,
