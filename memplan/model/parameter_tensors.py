@@ -40,12 +40,22 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     for run in spec.runs:
         tensors += _run_tensors(spec, run)
     tensors += _norm(names.final_norm, spec.final_norm, spec.hidden_size)
+    tensors += _layer_inputs(spec)
     if not spec.tie_word_embeddings:
         tensors.append(ParameterTensor(f"{names.head}.weight", (spec.vocab_size, spec.hidden_size), "head"))
     if spec.head_bias:
         tensors.append(ParameterTensor(f"{names.head}.bias", (spec.vocab_size,), "bias"))
     tensors += [ParameterTensor(tensor.name, tensor.shape, tensor.role, tensor.count) for tensor in spec.beside]
     return tuple(tensors)
+
+
+def _layer_inputs(spec: ModelSpec) -> Iterator[ParameterTensor]:
+    """Yield embeddings of every layer, and the projection of embedded tokens that is added to them."""
+    if width := spec.layer_input:
+        rows = spec.num_hidden_layers * width
+        yield ParameterTensor(f"{spec.names.layer_embedding}.weight", (spec.layer_vocab, rows), "embedding")
+        yield from _linear(spec, spec.names.layer_projection, rows, spec.hidden_size, False)
+        yield from _norm(spec.names.layer_projection_norm, spec.final_norm, width)
 
 
 def _of_tower(tensor: TowerTensor) -> ParameterTensor:
@@ -89,6 +99,10 @@ def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
         yield from _mlp(spec, layer.feed_forward, prefix)
     else:
         yield from _mixture(spec, layer.feed_forward, prefix)
+    if spec.layer_input:
+        yield from _linear(spec, LAYER_INPUT[0], spec.layer_input, hidden, False)
+        yield from _linear(spec, LAYER_INPUT[1], hidden, spec.layer_input, False)
+        yield from _norm(LAYER_INPUT[2], layer.norm, hidden)
     if layer.experts is not None:
         yield from _experts_beside(spec, layer.experts, layer.norm)
 
@@ -132,12 +146,15 @@ def _attention(spec: ModelSpec, part: Attention) -> Iterator[ParameterTensor]:
     else:
         queries = part.query_size * (2 if part.output_gate else 1)
         yield from _linear(spec, f"{prefix}.{names.query}", queries, hidden, part.qkv_bias)
-        yield from _linear(spec, f"{prefix}.{names.key}", part.key_value_size, hidden, part.qkv_bias)
-        if not part.keys_as_values:
+        if not part.reuses:
+            yield from _linear(spec, f"{prefix}.{names.key}", part.key_value_size, hidden, part.qkv_bias)
+        if not part.keys_as_values and not part.reuses:
             yield from _linear(spec, f"{prefix}.{names.value}", part.key_value_size, hidden, part.qkv_bias)
     yield from _linear(spec, f"{prefix}.{names.output}", hidden, part.query_size, part.output_bias)
     if part.query_key_norm is not None:
-        for name, heads in ((names.query_norm, part.num_heads), (names.key_norm, part.num_key_value_heads)):
+        for name, heads in ((names.query_norm, part.num_heads), (names.key_norm, part.num_key_value_heads))[
+            : 1 if part.reuses else 2
+        ]:
             yield from _norm(f"{prefix}.{name}", part.query_key_norm, *part.norm_shape(heads))
 
 
@@ -220,6 +237,9 @@ def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
     if part.shared_gate:
         yield ParameterTensor(f"{inside(prefix, names.shared_gate)}.weight", (1, hidden), "router")
 
+
+LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+"""What a layer with an embedding of its own scales that by, projects it with, and normalises."""
 
 EXPERT_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 """Norms of layers with experts beside a dense part: behind that part, before the experts, and behind them."""

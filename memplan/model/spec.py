@@ -57,8 +57,7 @@ class Attention:
     # together.
     query_key_norm_scope: Literal["head", "each", "full"] = "head"
     norms_rotated: bool = False  # Queries and keys are normalised after they are rotated (Hunyuan)
-    # Bound that queries, keys and values are clipped to in place, before anything else (OLMo 1.7); 0.0 for none.
-    clip: float = 0.0
+    clip: float = 0.0  # Bound that queries, keys and values are clipped to in place, before anything else (OLMo 1.7)
     sinks: bool = False  # One learned logit per head that takes part in the softmax (gpt-oss)
     # Cap of a scaled tanh that scores pass through, which flash kernels of torch lack; 0.0 for none.
     logit_softcap: float = 0.0
@@ -72,6 +71,9 @@ class Attention:
     # Rows of a table of sines and cosines that each layer keeps and looks positions up in (GPT-J); 0 for none.
     position_rows: int = 0
     windowed: bool = False  # Its layer makes a mask of a window of its own
+    reuses: bool = (
+        False  # Keys and values are those of an earlier layer (Gemma 4 E2B), which is within a window as it is
+    )
 
     def norm_shape(self, heads: int) -> tuple[int, ...]:
         """Return the shape of the scale that normalises this many heads."""
@@ -265,6 +267,9 @@ class TensorNames(NamedTuple):
     down: str = "down_proj"
     router: str = "gate"
     experts: str = "experts"
+    layer_embedding: str = "model.embed_tokens_per_layer"
+    layer_projection: str = "model.per_layer_model_projection"
+    layer_projection_norm: str = "model.per_layer_projection_norm"
     shared_experts: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
     input_norm: str = "input_layernorm"
@@ -310,6 +315,8 @@ class ModelSpec:
     window: int = 0
     full_layers: tuple[int, ...] = ()
     transposed_linear: bool = False  # Weights stored (in, out), as GPT-2's Conv1D does
+    layer_input: int = 0  # Width of what each layer is given of embeddings of its own (Gemma 4 E2B); 0 for none
+    layer_vocab: int = 0  # Rows of the table of these
     dropout: float = 0.0  # Dropout probability of the released config, of what is added to the residual stream
     attention_dropout: float = 0.0  # The same, of attention's weights
     use_cache: bool = True  # Whether a forward returns keys and values where nothing is said

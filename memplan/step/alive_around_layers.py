@@ -6,7 +6,7 @@ from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.image_rows import named_features
 from memplan.step.kernels.layer_arguments import other_mask, other_tables, placed_mask, position_quantity
 from memplan.step.losses.token_chunk_loss import EMPTY
-from memplan.step.model_on_tape import ModelOnTape, PlayedModel
+from memplan.step.model_on_tape import ModelOnTape, PlayedModel, is_direct
 from memplan.step.offloaded_inputs import STASH, behind_first, gone_in_loss, inputs_left, norm_nodes
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
@@ -92,7 +92,7 @@ def saves_leaf(inputs: StepInputs, taped: ModelOnTape) -> bool:
     saved = any(first.entry.storage in node.retained for node in first.tape.nodes)
     if inputs.spec.embedding_norm is not None and FIRST_RESULT in taped.embedding.tape.saved_storages():
         return True
-    direct = not taped.embedding.tape.nodes and not taped.scattered
+    direct = is_direct(taped.embedding) and not taped.scattered
     if taped.staged[taped.kinds[taped.leaf or 0]]:
         return False
     return direct and (inputs.setup.checkpointing != "none" or saved)
@@ -106,7 +106,8 @@ def named_embeddings(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if setup.has_value_head and not spec.learned_positions:
         return ZERO  # named with all that layers are given
     first = taped.layer_of(0)
-    if spec.embedding_norm is not None and FIRST_RESULT in taped.embedding.tape.saved_storages():
+    own = taped.embedding.tape.saved_storages()
+    if (spec.embedding_norm is not None and FIRST_RESULT in own) or taped.embedding.output.storage in own:
         return ZERO
     apart = _is_apart(inputs, taped)
     staged = taped.staged[taped.kinds[0]]
@@ -164,7 +165,21 @@ def named_cache(taped: ModelOnTape, kind: int) -> Form:
     """Return keys and values of a layer of a kind that the model returns, and nothing else keeps until its loss is formed."""
     tape = taped.layers[kind].tape
     unsaved = set() if tape.cache_stays else tape.cached - tape.saved_storages().keys()
-    return sum((single_form(*tape.storages[storage]) for storage in unsaved), ZERO)
+    return sum((single_form(*tape.storages[storage]) for storage in unsaved), _stored_keys(taped, kind))
+
+
+def _stored_keys(taped: ModelOnTape, kind: int) -> Form:
+    """Return keys and values of a layer of a kind that stay for later ones, and that its own attention has not saved."""
+    tape = taped.layers[kind].tape
+    saved = () if taped.handed.keeps else tape.saved_storages()
+    unsaved = [x for x in tape.stored if x.storage not in saved]
+    return sum((single_form(Part.ACTIVATIONS, x.quantity, x.coefficient) for x in unsaved), ZERO)
+
+
+def forgotten_keys(taped: ModelOnTape) -> Form:
+    """Return those of all layers where nothing has them when these have run."""
+    kinds = () if taped.handed.keeps else taped.counts().items()
+    return sum((_stored_keys(taped, kind) * count for kind, count in kinds), ZERO)
 
 
 def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> Form:
@@ -197,7 +212,7 @@ def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
     escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
     leaves = embedded_leaf(inputs, taped) + (ZERO if taped.tower is None else taped.tower.leaf)
-    return leaves * 2 + called_again(inputs) + escaped + left_stretch(inputs, taped)
+    return leaves * 2 + called_again(inputs) + taped.handed.left + escaped + left_stretch(inputs, taped)
 
 
 def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
@@ -235,7 +250,7 @@ def passed_on(inputs: StepInputs) -> Form:
     return retained_arguments(inputs) + tables_of_graph(inputs)
 
 
-def let_go(inputs: StepInputs, layer: int) -> Form:
+def let_go(inputs: StepInputs, taped: ModelOnTape, layer: int) -> Form:
     """Return what of :func:`passed_on` is gone in the backward of a layer, as only others above were called with it.
 
     Reentrant checkpointing does not let go of what it has called again.
@@ -244,7 +259,10 @@ def let_go(inputs: StepInputs, layer: int) -> Form:
     if setup.checkpointing != "none" and setup.stack.checkpointing.reentrant:
         return ZERO
     tables, mask = tables_of_graph(inputs), other_mask(spec, setup, layer)
-    gone = ZERO if tables is ZERO else other_tables(spec, setup, layer, wide=inputs.regime.wide_tables)
+    stay = tables is ZERO or bool(
+        taped.handed.graphs and taped.handed.keeps
+    )  # which keys computed again have turned by
+    gone = ZERO if stay else other_tables(spec, setup, layer, wide=inputs.regime.wide_tables)
     return gone if setup.checkpointing == "none" else gone + mask
 
 

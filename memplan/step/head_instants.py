@@ -95,12 +95,12 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
     the head's has been formed by a cast or a sum and nobody else refers to it. The sum is then
     stored like any gradient.
     """
-    names = inputs.spec.names
-    weight, positions = taped.weight(names.embedding), taped.weight(names.positions)
+    weight = taped.weight(inputs.spec.names.embedding)
     assert weight is not None
     if not taped.settings.ties_gradients or not weight.trainable or weight.coded:
         return
-    others = positions.gradient_bytes if positions and positions.own_mode(mode) == "first" else 0
+    beside = (w for node in taped.embedding.tape.nodes for w in node.weights if w.trainable and w.name != weight.name)
+    others = sum(w.gradient_bytes for w in beside if w.own_mode(mode) == "first")
     summed, retained = weight.formed_bytes, weight.stays(mode)
     around += constant_form(Part.GRADIENTS, others)
     if not joined_in_place(inputs.regime, taped.head, taped.settings):

@@ -13,6 +13,7 @@ from memplan.step.alive_around_layers import (
     called_again,
     embedded_leaf,
     escaped_form,
+    forgotten_keys,
     handed_back,
     handed_instants,
     leaf_apart,
@@ -48,7 +49,7 @@ from memplan.step.head_instants import (
 from memplan.step.kernels.image_rows import is_embedded_ahead
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.kernels.refused_code import refuse_unread_code
-from memplan.step.model_on_tape import ModelOnTape, PlayedModel, model_on_tape
+from memplan.step.model_on_tape import ModelOnTape, PlayedModel, is_direct, model_on_tape
 from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.offloaded_inputs import Waiting, waiting_inputs
 from memplan.step.playing.peak_layers import Place, ends, last_places
@@ -131,7 +132,7 @@ def _waiting(inputs: StepInputs, taped: ModelOnTape) -> tuple[Waiting, ...]:
 
 def _enters_alone(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether no layer is like the first, which is given the embedding's output itself."""
-    direct = not taped.embedding.tape.nodes and not inputs.spec.learned_positions
+    direct = is_direct(taped.embedding) and not inputs.spec.learned_positions
     return direct and taped.counts()[taped.kinds[0]] == 1
 
 
@@ -188,15 +189,15 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         yield instant.around(ZERO if instant.operation in behind else stashed)
     places, formed = _places(taped, gradients_left(taped.head, mode) or taped.head.delayed_bytes, mode)
     waiting = waiting_form(inputs, taped, mode)
-    bare = base + played.embedded + left_stretch(inputs, taped) + waiting
+    bare = base + played.embedded - taped.saved_twice + left_stretch(inputs, taped) + waiting
     escaped = escaped_form(taped, played)
 
     def around_of(place: Place) -> Form:
         below = (played.layers[kind].saved * count for kind, count in place.below.items())
         gone = sum((played.layers[kind].escaped * count for kind, count in place.below.items()), ZERO)
         above = escaped - gone - played.layers[place.kind[0]].escaped
-        gone = let_go(inputs, place.layer) if place.tables else passed
-        above += handed_back(taped.tower, place.layer)
+        gone = let_go(inputs, taped, place.layer) if place.tables else passed
+        above += handed_back(taped.tower, place.layer) + taped.handed.waiting(place.layer)
         return sum(below, bare + above - gone + constant_form(Part.GRADIENTS, place.formed))
 
     for place in ends(places, around_of):
@@ -211,7 +212,7 @@ def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) ->
         around += constant_form(Part.GRADIENTS, taped.tower.left(mode)) + taped.tower.leaf * 2
     yield from tied_sum(inputs, taped, around, mode)
     for moment in played.embedding.backward:
-        yield moment.around(around, "end of backward")
+        yield moment.around(around, moment.name or taped.embedding.tape.nodes[-1].instant)
     yield from leaf_instants(inputs, taped, around)
 
 
@@ -225,8 +226,8 @@ def leaf_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Itera
 def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[Form, Form]:
     """Return what lies around backward, given what is there throughout: while layers run, and at its end."""
     base += leaf_apart(inputs, taped) + joined_ids(inputs.setup, forward=False)
-    bare = base + called_again(inputs)
-    return bare if taped.lowest_turned is None else base + passed_on(inputs), bare
+    bare = base + called_again(inputs) + taped.handed.left
+    return bare if taped.lowest_turned is None else base + passed_on(inputs) + taped.handed.given, bare
 
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
@@ -254,13 +255,13 @@ def _forward(
         ahead = arguments + tables_of_graph(inputs)
         for moment in played.tower.forward(around - ahead + played.embedding.saved + played.embedding.carried):
             yield moment.around(ZERO, "forward")
-    around += apart + named
+    around += apart + named + taped.handed.embedded
     left = {
         k: part.saved + part.carried + named_input(inputs, taped, k) + named_cache(taped, k)
         for k, part in enumerate(played.layers)
     }
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
-    around += played.embedded + played.carried
+    around += played.embedded + played.carried - taped.saved_twice
     yield from handed_instants(inputs, taped, left, around)
     places, around = last_places(runs, left, around)
     own = _enters_alone(inputs, taped)
@@ -278,8 +279,8 @@ def _forward(
             yield moment.around(below - entered, "forward")
     cast = sum((played.layers[kind].carried * count for kind, count in taped.counts().items()), played.carried)
     called = is_embedded_ahead(inputs.spec, inputs.setup)  # a call's arguments are named as long as it runs
-    around += retained_arguments(inputs) - arguments - (ZERO if called else named)
-    around -= passed_on(inputs) if taped.lowest_turned is None else ZERO
+    around += retained_arguments(inputs) - forgotten_keys(taped) - arguments - (ZERO if called else named)
+    around -= passed_on(inputs) + taped.handed.embedded if taped.lowest_turned is None else ZERO
     around += stashed_inputs(inputs, taped, len(taped.staged_widths))
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     yield from widened_outputs(inputs, taped, around + played.head.saved, cast)

@@ -15,6 +15,8 @@ from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import Staged, layer_section
+from memplan.step.layers.handed_down import Handed, HandedDown
+from memplan.step.layers.handing import Handing, alone
 from memplan.step.offloaded_inputs import left_behind
 from memplan.step.playing.peak_layers import layer_counts
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
@@ -23,7 +25,7 @@ from memplan.step.states.model_states import CastBias
 from memplan.step.step_inputs import Parameter, StepInputs, taped_weights
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Played
-from memplan.step.tapes.taped_operations import Mode, Sizes, Weight
+from memplan.step.tapes.taped_operations import Mode, Sizes, Value, Weight
 from memplan.step.tower.tower_on_tape import PlayedTower, TowerOnTape, tower_on_tape
 from memplan.step.tower.tower_settings import is_of_tower, tower_settings
 from memplan.training.adapters import REFERENCE
@@ -74,11 +76,12 @@ class ModelOnTape:
     compiled: CompiledLayer | None = None  # What each layer runs in the place of its tape, where torch compiles it
     # What a layer of each kind hands a loss of unbalanced experts, which has a gradient as large; nothing for none.
     balanced: Mapping[int, Form] = field(default_factory=dict)
+    handed: HandedDown = HandedDown()  # What parts hand on to several others
 
     @property
     def part_before_leaf(self) -> int | None:
         """The place of the part whose result is a leaf that its gradient stays with: 0 is the embedding; None for none."""
-        if self.leaf is None or self.embedding.tape.nodes:
+        if self.leaf is None or not is_direct(self.embedding):
             return None
         return sum(run.count for run in self.runs[: self.leaf])
 
@@ -113,6 +116,15 @@ class ModelOnTape:
         counts = ((kind, run.count) for kind, run in zip(self.kinds, self.runs, strict=True) if self.staged[kind])
         return tuple([self.layers[kind].entry.coefficient for kind, count in counts for _ in range(count)])
 
+    @property
+    def saved_twice(self) -> Form:
+        """What the first layer is given, where the embedding saves it besides."""
+        output, first = self.embedding.output, self.layer_of(0)
+        saves = self.again[self.kinds[0]] or first.entry.storage in first.tape.saved_storages()
+        if not saves or output.storage not in self.embedding.tape.saved_storages():
+            return ZERO
+        return single_form(Part.ACTIVATIONS, output.quantity, output.coefficient)
+
     def cast_biases(self) -> Iterator[CastBias]:
         """Yield the biases that layers cast for good, run by run."""
         for index, run in enumerate(self.runs):
@@ -130,8 +142,13 @@ class ModelOnTape:
         layers = tuple([_with_logits(part, self.balanced.get(kind, ZERO)) for kind, part in enumerate(layers)])
         tower = None if self.tower is None else self.tower.played(mode, recomputation)
         before = embedding.saved if tower is None else embedding.saved + tower.saved
-        saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), before)
+        saved = sum((layers[kind].saved * count for kind, count in self.counts().items()), before - self.saved_twice)
         return PlayedModel(embedding, layers, head, saved, tower)
+
+
+def is_direct(embedding: Section) -> bool:
+    """Tell whether no operation with a backward makes what the first layer is given, though some may read that."""
+    return all(embedding.output is not output for node in embedding.tape.nodes for output in node.outputs)
 
 
 def model_on_tape(inputs: StepInputs) -> ModelOnTape:
@@ -155,9 +172,9 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
         again=inputs.setup.checkpointing != "none",
     )
     needs = reads if tower is None else tower.closing.output.needs_gradient
-    leaf = needs and not embedding.tape.nodes and tower is None and spec.runs[0].layer.placement == "post"
+    leaf = needs and is_direct(embedding) and tower is None and spec.runs[0].layer.placement == "post"
     stream = (needs, block.residual_bytes, leaf)
-    kinds = _Kinds(inputs, block, weights, prefix, _left_behind(inputs, settings, root))
+    kinds = _Kinds(inputs, block, weights, prefix, _left_behind(inputs, settings, root), embedding.tape.layer_inputs)
     runs: list[tuple[LayerRun, int]] = []
     given = settings.input_gradients and (f"{spec.names.embedding}.weight", False) in known
     if not settings.table_gradients and (f"{spec.names.embedding}.lora_embedding_A.weight", True) in known:
@@ -181,9 +198,9 @@ def model_on_tape(inputs: StepInputs) -> ModelOnTape:
     if regime.orders is not None:
         compiled = CompiledLayer(layer_shape(spec, inputs.setup, regime.sums, alone=regime.one_sequence), regime.orders)
     balanced = _router_logits(inputs, block, zip(numbers, layers, strict=True))
-    return ModelOnTape(
-        settings, root, embedding, layers, numbers, sections, again, staged, head, lowest, tower, compiled, balanced
-    )
+    middle = (layers, numbers, sections, again, staged)
+    handed = kinds.handing.down(sections[0])
+    return ModelOnTape(settings, root, embedding, *middle, head, lowest, tower, compiled, balanced, handed)
 
 
 def _left_behind(inputs: StepInputs, settings: EndSettings, root: Named) -> Sizes:
@@ -254,6 +271,7 @@ class _Kinds:
         sections: A layer of each kind.
         again: Whether it is computed again.
         staged: Whether its input waits in host memory meanwhile.
+        handing: What layers are given besides the residual stream.
     """
 
     def __init__(
@@ -263,6 +281,7 @@ class _Kinds:
         weights: Mapping[Parameter, Weight],
         prefix: str,
         behind: Sizes,
+        embedded: Value | None,
     ) -> None:
         regime = replace(inputs.regime, stretches=1, empty_stretch=False)  # of the head alone
         self._inputs, self._block, self._weights, self._prefix = inputs, replace(block, regime=regime), weights, prefix
@@ -274,8 +293,9 @@ class _Kinds:
                 )
         self._names = {first: tuple(own) for first, own in names.items()}
         self._unmasked = block_settings(inputs.spec, inputs.setup, replace(regime, masked=False, pads_mask=False))
-        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, Staged | None], int] = {}
+        self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, Staged | None, Handed], int] = {}
         self._behind = behind
+        self.handing = Handing(inputs.spec, inputs.setup, embedded)
         setup = inputs.setup
         self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers
         self.trained_alone = setup.stack.input_gradients == "trained-layers" and (
@@ -295,14 +315,16 @@ class _Kinds:
         unmasked = inputs.regime.masked and run.first in self._unmasked_layers
         again = inputs.setup.computes_again(run.first) and (self.trains(run) or not self.trained_alone)
         staged = self._staged(run.first) if again and inputs.regime.staged else None
-        key = (run.layer, own, stream, unmasked, again, staged)
+        handed = self.handing.to(run)
+        key = (run.layer, own, stream, unmasked, again, staged, handed)
         if key not in self._known:
             self.again.append(again)
             self.staged.append(staged is not None)
             self._known[key] = len(self.sections)
             weights = tuple((name[0].removeprefix(self._prefix), self._weights[name]) for name in own)
             settings = self._unmasked if unmasked else self._block
-            self.sections.append(layer_section(settings, run.layer, weights, *stream, staged=staged))
+            self.sections.append(layer_section(settings, run.layer, weights, *stream, staged=staged, handed=handed))
+        self.handing.note(run, handed, self.sections[self._known[key]])
         return self._known[key]
 
     def _staged(self, number: int) -> Staged | None:
@@ -323,10 +345,16 @@ class _Kinds:
 
 def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:
     """Yield runs of layers that run alike: within a window where there is a mask for it or not, checkpointed or not, staged or not."""
+    apart = alone(spec)
 
-    def way(number: int) -> tuple[bool, bool, bool]:
+    def way(number: int) -> tuple[bool, bool, bool, int]:
         retained = regime.staged and number == spec.num_hidden_layers - 1
-        return regime.masked and number in spec.full_layers, setup.computes_again(number), retained
+        return (
+            regime.masked and number in spec.full_layers,
+            setup.computes_again(number),
+            retained,
+            number if number in apart else -1,
+        )
 
     for run in spec.runs:
         groups = groupby(range(run.first, run.first + run.count), way)

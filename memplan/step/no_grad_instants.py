@@ -171,7 +171,7 @@ def forward_alone(
             kind in (EMBEDDING, taped.kinds[0]) and taped.counts().get(kind, 1) == 1
         )  # given the embeddings themselves
         if kind != EMBEDDING:
-            below += returned_before(taped, kind, graph=False)
+            below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read
         for moment in parts[kind].forward:
             yield moment.around(below + arguments + (ZERO if first else named), name)
     for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward if head else ():

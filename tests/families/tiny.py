@@ -35,6 +35,8 @@ SCAN_BIASES = dict.fromkeys(
     ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias", "mamba_rms_norm"), True
 )
 GEMMA4 = GROUPED | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_hidden_layers": 8}
+GEMMA4_SMALL = GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "num_kv_shared_layers": 2}
+GEMMA4_SOUND = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24}
 LFM2 = GROUPED | {"full_attn_idxs": [1], "block_multiple_of": 8}
 LFM2_MOE = (
     GROUPED | EXPERTS | {"num_experts": 4, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
@@ -55,11 +57,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama-attention-bias": ("llama", GROUPED | {"attention_bias": True}),
     "llama-mlp-bias": ("llama", GROUPED | {"mlp_bias": True}),
     "llama-head-dim": ("llama", GROUPED | {"head_dim": 24}),
+    "internlm3": ("internlm3", GROUPED | {"head_dim": 16}),
+    "internlm3-bias": ("internlm3", GROUPED | {"head_dim": 24, "attention_bias": True, "mlp_bias": True} | TIED),
     "mistral": ("mistral", GROUPED),
     "mistral-default-groups": ("mistral", BASE | {"num_attention_heads": 16}),
     "mistral-head-dim": ("mistral", GROUPED | {"head_dim": 32} | TIED),
     "mixtral": ("mixtral", GROUPED | {"num_local_experts": 4}),
     "mixtral-head-dim": ("mixtral", GROUPED | {"num_local_experts": 4, "head_dim": 8} | TIED),
+    "minimax-m2": ("minimax_m2", GROUPED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", GROUPED),
     "qwen2-tied": ("qwen2", GROUPED | TIED),
     "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
@@ -96,6 +101,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "gemma4_text",
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True} | UNTIED,
     ),
+    "gemma4-text-small": ("gemma4_text", GEMMA4_SMALL | {"use_double_wide_mlp": True}),
     "gemma4-text-experts": (
         "gemma4_text",
         GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
@@ -249,6 +255,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma4": (
         "gemma4",
         {"text_config": GEMMA4, "vision_config": GEMMA4_TOWER},
+    ),
+    "gemma4-sound": (
+        "gemma4",
+        {"text_config": GEMMA4_SMALL, "vision_config": GEMMA4_TOWER, "audio_config": GEMMA4_SOUND},
     ),
     "gemma4-unified-text": (
         "gemma4_unified_text",

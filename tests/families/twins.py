@@ -115,6 +115,7 @@ def copy_weights(spec: ModelSpec, real: nn.Module, reference: nn.Module) -> None
     own = dict(reference.named_parameters()) | dict(reference.named_buffers())
     with torch.no_grad():
         for name, tensor in (*real.named_parameters(), *real.named_buffers()):
+            name = name if name in own else name.replace("mlp.e_score", "mlp.gate.e_score")  # where MiniMax has it
             if name in own:
                 own[name].copy_(reordered(spec, name, tensor))
 

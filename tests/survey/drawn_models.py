@@ -44,6 +44,7 @@ OWN_HEAD_WIDTH = frozenset(
         "gpt_oss",
         "ministral3",
         "hunyuan_v1_dense",
+        "minimax_m2",
         "seed_oss",
         "ernie4_5",
         "glm",
@@ -207,6 +208,7 @@ def _odd(rng: Random, family: str) -> Values:
         "glm",
         "glm4",
         "glm4_moe",
+        "minimax_m2",
         *LINEAR,
     )  # a quarter of a head's dimensions is rotated, in pairs
     heads, width = rng.choice(HEADS), rng.choice([n for n in WIDTHS if not whole or n % 8 == 0])
@@ -282,6 +284,8 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             "residual_multiplier": 0.22,
             "embedding_multiplier": 12.0,
         },
+        "internlm3": {"attention_bias": flag, "mlp_bias": flag, "head_dim": rng.choice(WIDTHS)},
+        "minimax_m2": {**experts, "num_local_experts": 4, "partial_rotary_factor": 0.5},
         "llama": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},
         "falcon": {
             "num_kv_heads": groups,
@@ -298,7 +302,7 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         **{name: {"attention_bias": flag} for name in ("qwen3", "hunyuan_v1_dense", "gemma2")},
         "gemma4_text": {
             "attention_bias": rng.random() < 0.3,
-            "hidden_size_per_layer_input": 0,
+            **_handed(rng, values),
             **_beside(rng, mixture),
             "global_head_dim": rng.choice((values.get("head_dim", 64) * 2, 512, 320)),
             "attention_k_eq_v": flag,
@@ -371,6 +375,22 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
             del latent["first_k_dense_replace"]
         return latent
     return own.get(family, {})
+
+
+def _handed(rng: Random, values: Mapping[str, Any]) -> Values:
+    """Return embeddings for every layer or none, and how many of the last layers share keys and values."""
+    if rng.random() < 0.4:
+        return {"hidden_size_per_layer_input": 0}
+    layers = rng.choice((4, 5, 6))
+    kinds = ["sliding_attention", "full_attention"] * layers
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": [*kinds[: layers - 1], "full_attention"],
+        "hidden_size_per_layer_input": rng.choice((8, 24, 64)),
+        "vocab_size_per_layer_input": values["vocab_size"],
+        "num_kv_shared_layers": rng.choice((0, 1, layers - 2)),
+        "use_double_wide_mlp": rng.random() < 0.5,
+    }
 
 
 def _beside(rng: Random, mixture: Values) -> Values:

@@ -30,6 +30,10 @@ class Builder:
     Attributes:
         held: Values that a layer's code has names for until it returns.
         named: The same for attention.
+        given_keys: Keys and values of an earlier layer, where this one has none of its own.
+        stores_keys: Whether later layers read those of this one.
+        joins_keys: Whether their gradients come to these.
+        keeps_graph: Whether these keep the graph that they come of when they are computed again.
     """
 
     def __init__(self, settings: BlockSettings, weights: Mapping[str, Weight]) -> None:
@@ -40,6 +44,8 @@ class Builder:
         self.tape = Tape()
         self.named_values: list[Value] = []
         self.named: list[Value] = []
+        self.given_keys: tuple[Value, ...] = ()
+        self.stores_keys = self.joins_keys = self.keeps_graph = False
 
     def weight(self, name: str) -> Weight:
         """Return the parameter of this name."""

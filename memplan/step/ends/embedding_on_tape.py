@@ -12,6 +12,7 @@ from memplan.step.divided.shared_ends_and_rows import divided_embedding
 from memplan.step.ends.end_settings import EndSettings
 from memplan.step.ends.head_on_tape import MOST_ENDS, Named
 from memplan.step.kernels.layer_arguments import position_quantity
+from memplan.step.layers.handed_down import layer_inputs
 from memplan.step.playing.section import Section
 from memplan.step.tapes.linear_forms import Part, Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value, Weight
@@ -59,7 +60,29 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if settings.embedding_scale and not (scales and adapter):
         x = builder.pointwise("scale", x)
         x.needs_gradient = x.needs_gradient or settings.input_gradients
+    if settings.layer_input:
+        _embed_layers(builder, x, settings)
     return Section(tape, entry, builder.dropped(x, settings.embedding_dropout))
+
+
+def _embed_layers(builder: Builder, x: Value, settings: EndSettings) -> None:
+    """Make the embeddings of every layer, beside the embedded tokens ``x``."""
+    tape, name = builder.tape, builder.settings.names.layer_embedding
+    tape.instant = "layer 1 backward"  # behind the layers' own, and before what is left is the embedding's alone
+    table, decoding = _looked_up(builder.weight(f"{name}.weight"))
+    rows = tape.value(TOKENS, table.columns, builder.settings.embedded_bytes)
+    with tape.alive(x):
+        tape.apply(
+            "embedding of layers",
+            [],
+            rows,
+            weights=[table],
+            traits=Traits(scratch=decoding, workspace=row_sums(table.columns)),
+        )
+        rows = builder.pointwise("scale", rows)
+        tape.layer_inputs = layer_inputs(builder, x, rows, settings.layer_input, settings.final_norm)
+    if tape.layer_inputs.needs_gradient:
+        tape.awaited.append((tape.layer_inputs, tape.layer_inputs.coefficient))
 
 
 def _looked_up(table: Weight) -> tuple[Weight, list[tuple[Quantity, int]]]:

@@ -50,6 +50,7 @@ class EndSettings:
     # Whether a head of values beside the model's own alone is learnt from; and whether the other asks for gradients yet.
     value_head: bool = False
     own_head_trains: bool = False
+    layer_input: int = 0  # Width of what each layer is given of embeddings of its own
     # What layers were called with and nothing keeps, which the model has names for until the final norm is done.
     arguments: tuple[tuple[Quantity, int], ...] = ()
 
@@ -110,6 +111,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         value_head=setup.has_value_head,
         own_head_trains=setup.has_value_head and setup.config.adapter is None,
         compiled_loss=setup.config.compile == "layers",
+        layer_input=spec.layer_input,
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )
 

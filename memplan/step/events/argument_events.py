@@ -13,6 +13,7 @@ from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.layers.handed_down import HandedDown
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity
@@ -25,7 +26,7 @@ class ModelArguments:
         taped: The model on tape, whose head has what goes with the model's own names.
     """
 
-    __slots__ = ("_code", "_given", "_inputs", "_named", "_section", "_stays", "_stream", "_values")
+    __slots__ = ("_code", "_given", "_handed", "_inputs", "_named", "_section", "_stays", "_stream", "_values")
 
     def __init__(self, stream: EventStream, inputs: StepInputs, taped: ModelOnTape, values: Sequence[int]) -> None:
         self._stream, self._inputs, self._values = stream, inputs, values
@@ -33,6 +34,23 @@ class ModelArguments:
         self._code = family_code(inputs.setup.stack, inputs.spec.architecture)
         self._named: dict[Quantity, list[int]] = {}
         self._stays: list[int] = []
+        self._handed = HandedTensors(stream, taped.handed, values)
+
+    def follow(self, number: str, part: PlayedSection, place: int) -> None:
+        """Write what comes behind the forward of a part: the embedding, which is the first one, or a layer, which has a number."""
+        if number or not place:
+            self._handed.hand_on(number)
+        if not place:
+            self.make(part)
+
+    def stand_by(self, number: str, *, first: bool) -> None:
+        """Write what comes before the backward of a part, the ``first`` of which is norm and head."""
+        if not first:
+            self._handed.stand_by(int(number) + 1 if number else 0)
+
+    def left(self, *, called_again: bool) -> list[int]:
+        """Return what goes with the graph of the loss: what parts have handed on, and what layers were given where that calls them again."""
+        return [*(self._stays if called_again else ()), *self._handed.left()]
 
     def make(self, embedding: PlayedSection) -> None:
         """Write what comes before the first layer, behind the embedding."""
@@ -107,6 +125,42 @@ class ModelArguments:
                 stream.free_all(angles)
             made += tables
         return made
+
+
+class HandedTensors:
+    """What parts of a model hand on to several others: embeddings of all layers, keys and values, and gradients of these."""
+
+    __slots__ = ("_handed", "_stream", "_there", "_values")
+
+    def __init__(self, stream: EventStream, handed: HandedDown, values: Sequence[int]) -> None:
+        self._stream, self._handed, self._values = stream, handed, values
+        self._there: dict[tuple[str, int, int], int] = {}
+
+    def hand_on(self, number: str) -> None:
+        """Allocate what a part hands on behind its forward; the embedding has no ``number``."""
+        handed = self._handed
+        self._stream.of("activations")
+        if not number and handed.embedded is not ZERO:
+            self._there["made", 0, 0] = self._stream.allocate(handed.embedded.total_bytes(self._values))
+        for share, keys in handed.keys if number and handed.keeps else ():
+            for place, one in enumerate(keys if share.stores == int(number) else ()):
+                size = one.width * one.element_bytes * self._values[Quantity.TOKENS]
+                self._there["kept", share.stores, place] = self._stream.allocate(size)
+
+    def stand_by(self, layer: int) -> None:
+        """Allocate what is there in the backward of a layer, the first of which is 1, and free what is gone by then; 0 is the embedding."""
+        forms = self._handed.tensors(layer)
+        stay = ("made", "kept") if layer else ("kept",) if self._handed.reentrant else ()
+        self._stream.of("temporaries")
+        for key in [key for key in self._there if key not in forms and key[0] not in stay]:
+            self._stream.free(self._there.pop(key))
+        for key in [key for key in forms if key not in self._there]:
+            self._there[key] = self._stream.allocate(forms[key].total_bytes(self._values))
+
+    def left(self) -> list[int]:
+        """Return what goes with the graph of the loss."""
+        left, self._there = [*self._there.values()], {}
+        return left
 
 
 def _pairs(inputs: StepInputs, code: FamilyCode) -> int:

@@ -15,7 +15,7 @@ from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, 
 from memplan.step.tapes.linear_forms import Quantity, Storage
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
 from memplan.step.tapes.tape import Tape
-from memplan.step.tapes.taped_operations import Mode, Reduction
+from memplan.step.tapes.taped_operations import Mode, Reduction, Value
 
 MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""
@@ -117,7 +117,7 @@ def section_events(
     arriving = play_backward(player, output) if tape.nodes else NO_STORAGE
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
-    escaped, leaf = player.escaping_storages(), _leaf(player)
+    escaped, leaf = player.escaping_storages(), _leaf(player, output)
     cached = () if tape.cache_stays else tuple(sorted(tape.cached - tape.saved_storages().keys()))
     backward += recorder.rest([leaving, *recorder.gradient_storages.values(), *escaped, *leaf])
     events = SectionEvents(
@@ -166,12 +166,10 @@ def _returned(tape: Tape, forward: Codes) -> int:
     return own if 2 * own + 1 in forward else NO_STORAGE
 
 
-def _leaf(player: Player) -> tuple[int, ...]:
-    """Return a leaf within a part, which is not what it hands on, and its gradient."""
-    leaf = player.tape.leaf
-    if leaf is None or id(leaf) not in player.gradients or not player.tape.nodes:
-        return ()
-    return player.gradients[id(leaf)], leaf.storage
+def _leaf(player: Player, output: Value) -> tuple[int, ...]:
+    """Return a leaf within a part, or what it hands on where no node has made that, and its gradient."""
+    leaves = [value for value in (player.tape.leaf, output) if value is not None and id(value) in player.gradients]
+    return (player.gradients[id(leaves[0])], leaves[0].storage) if leaves and player.tape.nodes else ()
 
 
 @lru_cache(maxsize=MOST_SECTIONS)

@@ -176,6 +176,7 @@ class StepPlayer:
         for place, (number, part) in enumerate(reversed(parts)):
             if place == 1:
                 self.stream.begin("layers backward")
+            arguments.stand_by(number, first=place == 0)
             self.around.enter_backward(len(parts) - place - 1)
             reached = self.around.reach_head if place == 0 else None
             part.backward(gradient, self._libraries["backward"], partial(self._use_up, number), reached)
@@ -184,9 +185,9 @@ class StepPlayer:
             gradient = part.leaving if part.leaving != NO_STORAGE else gradient
             if len(parts) - place - 2 == lowest and not self._called_again:
                 self.stream.free_all(arguments.staying)
-        self._graph = [storage for _, part in reversed(parts) for storage in part.escaped]
-        self._graph += arguments.staying if self._called_again else []
-        self._graph += parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
+        escaped = [storage for _, part in reversed(parts) for storage in part.escaped]
+        leaf = parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
+        self._graph = [*dict.fromkeys([*escaped, *arguments.left(called_again=self._called_again), *leaf])]
         if not self.inputs.setup.stack.loop.holds:
             self._let_go()
         self.stream.free_all(roots)
@@ -270,8 +271,8 @@ class StepPlayer:
             behind = self.around.leave_head if played and not number else None
             returned = part.returns(self._libraries["forward"], returned, behind)
             self.around.leave(len(played))
-            if arguments is not None and not played:
-                arguments.make(part)
+            if arguments is not None:
+                arguments.follow(number, part, len(played))
             played.append((number, part))
             handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
         self.stream.free_all([*hidden, *([] if returned == NO_STORAGE else [returned])])

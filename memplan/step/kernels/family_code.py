@@ -64,6 +64,7 @@ _ALIKE = (
     "arcee",
     "gemma",
     "hunyuan_v1_dense",
+    "internlm3",
     "llava",
     "llava_next",
     "llama",
@@ -202,6 +203,7 @@ _TRANSFORMERS: Mapping[str, FamilyCode] = {
     "olmoe": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
     "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), replace(TRANSFORMERS, adapts_experts=True)),
+    "minimax_m2": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
     "cohere": replace(TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first"),
     "cohere2": replace(
         TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4

@@ -40,6 +40,8 @@ def refuse_recurrences(spec: ModelSpec, setup: TrainingSetup) -> None:
     for parts in [name for name in KERNELS if has[name]]:
         for text in _unmodelled(parts, setup):
             raise CannotAnswerError(text.format(f"{parts}, which {spec.name} has"))
+    if spec.layer_input or any(getattr(run.layer.attention, "reuses", False) for run in spec.runs):
+        _refuse_handed_down(spec, setup)
     if spec.linear_attention:
         _refuse_networks(spec, setup)
     if spec.convolves:
@@ -57,6 +59,17 @@ def _unmodelled(parts: str, setup: TrainingSetup) -> Iterator[str]:
         yield f"kernels.adapters: {setup.profile.adapters} is not modelled for {{}}"
     if setup.checkpointing == "selective":
         yield "activation_checkpointing: selective is not modelled for {}: use full"
+
+
+def _refuse_handed_down(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for embeddings of every layer, and keys and values of earlier ones, under what is not followed for them."""
+    has = f"embeddings of every layer, or layers that share keys and values, which {spec.name} has,"
+    if setup.config.parallel.gpus > 1:
+        raise CannotAnswerError(f"parallel: {has} are modelled on one GPU")
+    if setup.checkpointing == "selective":
+        raise CannotAnswerError(f"activation_checkpointing: selective is not modelled with {has[:-1]}: use full")
+    if setup.config.gradients.lifetime == "layer":
+        raise CannotAnswerError(f"gradients.lifetime: layer is not modelled with {has[:-1]}: use step")
 
 
 def _refuse_networks(spec: ModelSpec, setup: TrainingSetup) -> None:

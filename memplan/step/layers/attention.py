@@ -9,6 +9,7 @@ from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import row_product
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, ungrouped
+from memplan.step.layers.handed_down import stored
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.layers.scaled_dot_product import attended, goes_by_steps, scaled_by_position
@@ -47,7 +48,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if code.cuts_sequences:
             query, key, value = [looked_at(builder, x) for x in (query, key, value)]
         with builder.tape.alive(query, *named):
-            key, value = cached(builder, key, value)
+            key, value = (key, value) if part.reuses else cached(builder, key, value)
+            stored(builder, key, value)
         heads = _repeated(builder, Heads(query, key, value, part.num_heads, part.num_key_value_heads))
         named = (*named, value) if code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
@@ -220,6 +222,9 @@ def _each_turned(builder: Builder, x: Value, part: Attention, prefix: str) -> tu
     names, tape = builder.settings.names, builder.tape
     query = linear(builder, x, f"{prefix}.{names.query}", part.query_size)
     query = rotary(builder, _norm(builder, query, part, prefix, names.query_norm), part.head_dim, part.rotary_dim)
+    if part.reuses:
+        key, value = builder.given_keys
+        return query, key, value
     with tape.alive(query):
         key = linear(builder, x, f"{prefix}.{names.key}", part.key_value_size)
         with tape.alive(key):

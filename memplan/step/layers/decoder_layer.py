@@ -25,6 +25,7 @@ from memplan.step.feed_forwards.mixture_of_experts import mixture
 from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
 from memplan.step.kernels.attention_choice import is_wide
 from memplan.step.layers.attention import attention
+from memplan.step.layers.handed_down import NOTHING_HANDED, Handed, receive, with_own_input
 from memplan.step.layers.scaled_dot_product import latent_attention
 from memplan.step.layers.stepwise_attention import window_masks
 from memplan.step.playing.section import Section
@@ -53,6 +54,7 @@ def layer_section(
     leaf: bool = False,
     *,
     staged: Staged | None = None,
+    handed: Handed = NOTHING_HANDED,
 ) -> Section:
     """Return a layer on tape, the same one each time.
 
@@ -63,6 +65,7 @@ def layer_section(
         element_bytes: Bytes of an element of its input.
         leaf: Whether its input is a leaf of autograd's graph.
         staged: How its input waits in host memory, if it does.
+        handed: What it is given besides.
     """
     if settings.wide_attention and is_wide(layer.attention):
         settings = replace(settings, profile=replace(settings.profile, attention=settings.wide_attention))
@@ -71,7 +74,8 @@ def layer_section(
     given = builder.tape.part_of if staged is not None and staged.is_view else builder.tape.given
     entry = given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     entry.leaf = leaf
-    output = layer_output(builder, entry, layer)
+    own = receive(builder, handed)
+    output = layer_output(builder, entry, layer, own)
     builder.tape.touch(*builder.named_values)
     builder.tape.region_stays = staged is not None and not staged.is_view and not staged.hooked
     if staged is not None and staged.hooked:
@@ -86,8 +90,8 @@ def layer_section(
     return Section(builder.tape, entry, output)
 
 
-def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
-    """Return the residual stream after a layer."""
+def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = None) -> Value:
+    """Return the residual stream after a layer, which may be given an embedding of its ``own``."""
     code = builder.settings.code
     normed = _norms(builder, layer)
     if code.window_masks and isinstance(layer.attention, Attention) and layer.attention.windowed:
@@ -118,9 +122,10 @@ def layer_output(builder: Builder, x: Value, layer: Layer) -> Value:
             fed = feed_forward(builder, normed(x, 2), layer)
             fed = fed if layer.experts is None else with_experts(builder, x, fed, layer, layer.experts)
             out = builder.add(x, builder.dropped(normed(fed, 3)))
+        out = out if own is None else with_own_input(builder, out, own, layer)
         if code.scales_output:
-            # whose number is a tensor that is saved
-            out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=Traits(packs=True))
+            traits = Traits(packs=True)  # the number is a tensor, which hooks of checkpointing are given
+            out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=traits)
         return out
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from memplan.step.playing.player import Player, temporaries
 from memplan.step.playing.recomputation import Mark, module_of
-from memplan.step.tapes.event_recorder import EventRecorder
+from memplan.step.tapes.event_recorder import NO_STORAGE, EventRecorder
 from memplan.step.tapes.linear_forms import Part, Quantity, Storage
 from memplan.step.tapes.taped_operations import OVER, SAME, VIEW, Mode, Node, Reduction, Value, Weight
 
@@ -42,8 +42,12 @@ class _Backward:
 
     def start(self, output: Value) -> int:
         """Begin backward with the gradient of ``output``; return its storage."""
-        arriving = self.live.arrive(self.gradient_part(output), output.quantity, output.coefficient)
-        self.player.gradients[id(output)] = arriving
+        arriving = NO_STORAGE
+        if output.needs_gradient:
+            arriving = self.live.arrive(self.gradient_part(output), output.quantity, output.coefficient)
+            self.player.gradients[id(output)] = arriving
+        for value, size in self.player.tape.awaited:
+            self.player.gradients[id(value)] = self.live.new(self.gradient_part(value), value.quantity, size)
         if self.player.to_recompute:
             self.player.lingering = self.live.take(temporaries(self.player.tape.lingers or ()))
         self.player.note("", "start")

@@ -127,6 +127,8 @@ class Player:
         stop = len(operations) if whole else self.last_packing + last.saves_last
         again: list[int] = []  # attributes of nodes of a graph that goes when all is computed again
         for index, operation in enumerate(operations[:stop]):
+            if index == self.tape.stored_at:
+                self.live.retain_all(sorted(self.tape.outlives))
             self.between = operation.between
             self._begin(index, "again", instant)
             self._make(operation, instant, named)

@@ -237,7 +237,7 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
             gradients = constant_form(Part.GRADIENTS, above + each * (run.count - position))
             over = escaped + part.escaped * (run.count - position)
             around = base + rest + over + part.saved * (position - 1) + gradients
-            around -= let_go(step.inputs, run.first + position)
+            around -= let_go(step.inputs, step.taped, run.first + position)
             yield from _layer_unit(step, (index, position), around, part, of)
         above += each * run.count
         saved, escaped = rest, escaped + part.escaped * run.count
@@ -275,7 +275,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     whole, last = step.whole_of(index), run.first + position == 1
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and name != step.end_instant:
-        gone = passed_on(step.inputs) - called_again(step.inputs) - let_go(step.inputs, 1)
+        gone = passed_on(step.inputs) - called_again(step.inputs) - let_go(step.inputs, step.taped, 1)
         name, around = step.end_instant, around + leaf_output(step) - gone
         resident = root + waiting + own.gathered_bytes + next_gathered
         yield with_gathered(name, "gradients of the first layer", around + arrived + gradients, resident)

@@ -54,6 +54,14 @@ class Tape:
     # A result that a layer's function returns besides its output: the model has a name for it until the next layer has
     # run, and reentrant checkpointing is given zeros for its gradient.
     returned: Value | None = None
+    # What was given, or made here, that others have read: its gradient is there when backward begins, of so many bytes
+    # for each unit of its quantity, or none where these are counted elsewhere.
+    awaited: list[tuple[Value, int]] = field(default_factory=list)
+    stored: tuple[Value, ...] = ()  # Keys and values that later layers read
+    # What nodes behind these have saved and the graph of what is computed again keeps, where that stays with them.
+    outlives: set[int] = field(default_factory=set)
+    stored_at: int = FOREVER  # Index of the operation before which these are stored
+    layer_inputs: Value | None = None  # Embeddings of all layers, made or given here
     named: tuple[Value, ...] = ()  # Results that the model has names for until all layers have run
     between: bool = (
         False  # Whether moments of operations added from now on lie between those of others (``Operation.between``)
@@ -187,6 +195,15 @@ class Tape:
         """Return another look at ``base``'s storage, ``width`` elements of it per unit."""
         coefficient = base.coefficient if width is None else width * base.element_bytes
         return Value(base.storage, base.quantity, coefficient, base.element_bytes, base.needs_gradient, base.foreign)
+
+    def nodes_behind(self, *results: Value) -> list[Node]:
+        """Return the nodes that results come of."""
+        reached, nodes = {id(value) for value in results}, list[Node]()
+        for node in reversed(self.nodes):
+            if not reached.isdisjoint(map(id, node.outputs)):
+                nodes.append(node)
+                reached.update(id(value) for value, _ in node.inputs)
+        return nodes
 
     def saved_form(self) -> Form:
         """Return what all operations together save for backward, each storage once."""

@@ -15,7 +15,7 @@ from memplan.model.families.common_parts import (
 )
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.layer_windows import layer_windows
-from memplan.model.spec import Activation, Layer, MixtureOfExperts, Mlp, ModelSpec
+from memplan.model.spec import Activation, Attention, Layer, MixtureOfExperts, Mlp, ModelSpec
 
 
 def gemma(config: ConfigValues) -> ModelSpec:
@@ -105,8 +105,8 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
 def gemma4_text(config: ConfigValues) -> ModelSpec:
     """Gemma 4, text: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
 
-    Experts may stand beside the dense part. Embeddings for every layer, and layers that share keys and values, which small ones
-    have, are refused.
+    Experts may stand beside the dense part. Small ones have embeddings for every layer, and last layers that attend to keys and
+    values of earlier ones.
 
     Source: ``transformers/models/gemma4/modeling_gemma4.py`` (v5.23.0).
     """
@@ -124,7 +124,9 @@ def gemma4_unified_text(config: ConfigValues) -> ModelSpec:
 def _gemma4(config: ConfigValues, embedded: int) -> ModelSpec:
     """Return the shapes of a text model of Gemma 4's; ``embedded`` is the width of every layer's embedding where none is said."""
     common = shape(config, heads=8, key_value_heads=4, head_dim=256, vocab_size=262_144)
-    _refuse_other_gemma4(config, embedded)
+    config.integer("sliding_window", default=512)
+    config.only("use_bidirectional_attention", None, "vision")
+    config.ignore("per_layer_config", "vocab_size_per_layer_input")
     bias, norm = config.flag("attention_bias"), rms_norm(config)
     kinds = layer_windows(config.keys, common.num_hidden_layers)
     as_values = config.flag("attention_k_eq_v")
@@ -139,17 +141,40 @@ def _gemma4(config: ConfigValues, embedded: int) -> ModelSpec:
     within = Layer(attention(config, common, **options), _gemma_mlp(config), norm, placement="sandwich")
     within = replace(within, experts=_gemma4_experts(config))
     full = replace(within, attention=attention(config, wide, keys_as_values=as_values, **options))
+    layers = _sharing(config, [within if window else full for window in kinds], kinds)
     return model(
         config,
         common,
-        [within if window else full for window in kinds],
+        layers,
         tied=True,
         embedding_scale=common.hidden_size**0.5,
         final_logit_softcap=config.cap("final_logit_softcapping", default=0.0),
         rotary_tables=len(set(kinds)),
         window=max(kinds),
         full_layers=tuple([index for index, window in enumerate(kinds) if not window]),
+        layer_input=(width := config.integer("hidden_size_per_layer_input", default=embedded, minimum=0)),
+        layer_vocab=config.integer("vocab_size_per_layer_input", default=262_144) if width else 0,
     )
+
+
+def _sharing(config: ConfigValues, layers: list[Layer], windows: tuple[int, ...]) -> list[Layer]:
+    """Return the layers, of which the last ones attend to keys and values of the last of their kind before, and may be twice as wide inside.
+
+    Source: ``Gemma4TextConfig.kv_sharing_modes``, ``Gemma4TextMLP.__init__`` (v5.23.0).
+    """
+    shared = config.integer("num_kv_shared_layers", default=0, minimum=0, maximum=max(0, len(layers) - 1))
+    first = len(layers) - shared
+    if shared and {bool(window) for window in windows} != {bool(window) for window in windows[:first]}:
+        config.conflict("num_kv_shared_layers", f"a kind of layers is among the last {shared} alone")
+    twice = 1 + config.flag("use_double_wide_mlp")
+    return [layer if index < first else _reusing(layer, twice) for index, layer in enumerate(layers)]
+
+
+def _reusing(layer: Layer, twice: int) -> Layer:
+    assert isinstance(layer.attention, Attention)
+    assert isinstance(layer.feed_forward, Mlp)
+    wide = replace(layer.feed_forward, intermediate_size=twice * layer.feed_forward.intermediate_size)
+    return replace(layer, attention=replace(layer.attention, reuses=True), feed_forward=wide)
 
 
 def _full_heads(config: ConfigValues, common: Shape, full: list[int], as_values: bool) -> Shape:
@@ -172,18 +197,6 @@ def _full_heads(config: ConfigValues, common: Shape, full: list[int], as_values:
         return common
     config.divides("num_global_key_value_heads", groups, "num_attention_heads", common.num_attention_heads)
     return replace(common, head_dim=width, num_key_value_heads=groups)
-
-
-def _refuse_other_gemma4(config: ConfigValues, embedded: int) -> None:
-    """Refuse what the other sizes of Gemma 4 have."""
-    config.integer("sliding_window", default=512)
-    if config.keys.get("hidden_size_per_layer_input", embedded):
-        config.refuse("hidden_size_per_layer_input", "embeddings for every layer, as in Gemma 4 E2B, are not modelled")
-    config.only("num_kv_shared_layers", 0)
-    config.only("use_bidirectional_attention", None, "vision")
-    config.ignore(
-        "hidden_size_per_layer_input", "vocab_size_per_layer_input", "use_double_wide_mlp", "per_layer_config"
-    )
 
 
 def _gemma4_experts(config: ConfigValues) -> MixtureOfExperts | None:

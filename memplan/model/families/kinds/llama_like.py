@@ -29,6 +29,20 @@ def llama(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config)))
 
 
+def internlm3(config: ConfigValues) -> ModelSpec:
+    """InternLM 3: Llama itself, two keys of which have names of their own; either biases are everywhere or nowhere.
+
+    Source: ``transformers/models/internlm3/modular_internlm3.py``.
+    """
+    common = shape(config, key_value_heads=2, head_dim=128)
+    config.divides("num_attention_heads", common.num_attention_heads, "hidden_size", common.hidden_size)
+    bias = config.flag("attention_bias", "qkv_bias")
+    config.only("mlp_bias", bias)
+    config.only("bias", bias)
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    return model(config, common, Layer(heads, gated_mlp(config, bias=bias), rms_norm(config, 1e-5)))
+
+
 def mistral(config: ConfigValues) -> ModelSpec:
     """Mistral: Llama's layers with grouped queries and, in the first release, a sliding window.
 

@@ -40,6 +40,30 @@ def mixtral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
+def minimax_m2(config: ConfigValues) -> ModelSpec:
+    """MiniMax-M2: Mixtral's layers, half of a head rotated, all queries and keys normalised together, experts chosen by sigmoids.
+
+    Source: ``transformers/models/minimax_m2/modeling_minimax_m2.py`` (v5.23.0).
+    """
+    common, norm = shape(config, key_value_heads=8, head_dim=128), rms_norm(config)
+    config.only("router_jitter_noise", 0.0)
+    config.only("scoring_func", "sigmoid")
+    for key in ("use_qk_norm", "use_routing_bias"):
+        config.only(key, True)
+    config.only("qk_norm_type", "per_layer")
+    rotated = config.integer("rotary_dim", default=rotary_dim(config, common.head_dim))
+    heads = attention(config, common, rotated, query_key_norm=norm, query_key_norm_scope="full")
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("num_local_experts", "num_experts", default=256),
+        experts_per_token=config.integer("num_experts_per_tok", default=8),
+        intermediate_size=config.integer("intermediate_size"),
+        activation=config.activation("hidden_act"),
+        score_correction=True,
+        fp32_scores=True,
+    )
+    return model(config, common, Layer(heads, experts(config, mixture), norm))
+
+
 def qwen2_moe(config: ConfigValues) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE: routed experts beside shared ones, which a learned gate scales.
 

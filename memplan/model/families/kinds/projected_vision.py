@@ -205,13 +205,35 @@ GEMMA_NORMS = (
 GEMMA4_LAYER = "model.vision_tower.encoder.layers.{}"
 
 
+SOUND_NORMS = (
+    *[f"{part}.{side}_layer_norm" for part in ("feed_forward1", "feed_forward2") for side in ("pre", "post")],
+    "lconv1d.pre_layer_norm",
+    "lconv1d.conv_norm",
+    "norm_pre_attn",
+    "norm_post_attn",
+    "norm_out",
+)
+"""Norms of a layer of the tower for sound."""
+
+SOUND_ARITHMETIC = (
+    "residual_weight",
+    "attention_chunk_size",
+    "attention_context_left",
+    "attention_context_right",
+    "attention_logit_cap",
+    "attention_invalid_logits_value",
+    "gradient_clipping",
+    "hidden_act",
+)
+"""Keys of that tower that no parameter depends on."""
+
+
 def gemma4(config: ConfigValues) -> ModelSpec:
-    """Gemma 4 with images, dense: its text model behind a tower of Gemma's layers, whose features one matrix projects.
+    """Gemma 4 with images, and small ones with sound: its text model behind towers, whose features one matrix each projects.
 
     Source: ``transformers/models/gemma4/modeling_gemma4.py`` (v5.23.0).
     """
-    config.only("audio_config", None)
-    config.ignore("audio_token_id", "boa_token_id", "eoa_token_index")
+    config.ignore("audio_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id")
     vision = config.part("vision_config", "gemma4_vision")
     parts = TowerParts(vision, (768, 3072, 16, 12, 16))
     hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
@@ -229,14 +251,54 @@ def gemma4(config: ConfigValues) -> ModelSpec:
         parts.add(f"{GEMMA4_LAYER}.mlp.{name}.linear", rows, columns, count=blocks)
     for name in GEMMA_NORMS:
         parts.add(f"{GEMMA4_LAYER}.{name}", hidden, role="norm", count=blocks)
-    vision.only("use_clipped_linears", False)
     vision.ignore(
-        "standardize", "pooling_kernel_size", "hidden_activation", "attention_bias", "max_position_embeddings"
+        "use_clipped_linears",  # four numbers for each matrix, which are no parameters
+        "standardize",
+        "pooling_kernel_size",
+        "hidden_activation",
+        "attention_bias",
+        "max_position_embeddings",
     )
     config.take(vision)
+    heard = _add_sound(config, parts) if config.mapping("audio_config") else 0
     text = text_inside(config, "gemma4_text", gemma4_text)
     parts.add("model.embed_vision.embedding_projection", text.hidden_size, hidden)
-    return with_tower(config, text, parts, ("model.embed_vision",))
+    if heard:
+        parts.add("model.embed_audio.embedding_projection", text.hidden_size, heard)
+    return with_tower(config, text, parts, ("model.embed_vision", "model.embed_audio")[: 1 + bool(heard)])
+
+
+def _add_sound(config: ConfigValues, parts: Parts) -> int:
+    """Add the tower that sound passes through, convolutions and conformer layers; return the width of its features.
+
+    Source: ``Gemma4AudioModel`` and ``Gemma4AudioLayer`` in transformers/models/gemma4/modeling_gemma4.py (v5.23.0).
+    """
+    sound = config.part("audio_config", "gemma4_audio")
+    hidden, layers = sound.integer("hidden_size", default=1024), sound.integer("num_hidden_layers", default=12)
+    heads, kernel = sound.integer("num_attention_heads", default=8), sound.integer("conv_kernel_size", default=5)
+    first, second = (*(sound.integers("subsampling_conv_channels", 2) or (128, 32)), 0)[:2]
+    sound.divides("num_attention_heads", heads, "hidden_size", hidden)
+    width = sound.integer("output_proj_dims", default=1536)
+    sound.ignore("use_clipped_linears", *SOUND_ARITHMETIC)
+    config.take(sound)
+    front, layer = "model.audio_tower.subsample_conv_projection", "model.audio_tower.layers.{}"
+    for name, rows, columns in (("layer0", first, 1), ("layer1", second, first)):
+        parts.add(f"{front}.{name}.conv", rows, columns, 3, 3, role="embedding")
+        parts.add(f"{front}.{name}.norm", rows, role="norm")
+    parts.add(f"{front}.input_proj_linear", hidden, first // 4 * second)
+    for name in ("feed_forward1", "feed_forward2"):
+        parts.add(f"{layer}.{name}.ffw_layer_1.linear", 4 * hidden, hidden, count=layers)
+        parts.add(f"{layer}.{name}.ffw_layer_2.linear", hidden, 4 * hidden, count=layers)
+    parts.tensors.append(TowerTensor(f"{layer}.self_attn.per_dim_scale", (hidden // heads,), "norm", layers))
+    for name in ("q_proj.linear", "k_proj.linear", "v_proj.linear", "post.linear", "relative_k_proj"):
+        parts.add(f"{layer}.self_attn.{name}", hidden, hidden, count=layers)
+    parts.add(f"{layer}.lconv1d.linear_start.linear", 2 * hidden, hidden, count=layers)
+    parts.add(f"{layer}.lconv1d.linear_end.linear", hidden, hidden, count=layers)
+    parts.add(f"{layer}.lconv1d.depthwise_conv1d", hidden, 1, kernel, role="embedding", count=layers)
+    for name in SOUND_NORMS:
+        parts.add(f"{layer}.{name}", hidden, role="norm", count=layers)
+    parts.add("model.audio_tower.output_proj", width, hidden, bias=True)
+    return width
 
 
 def gemma4_unified(config: ConfigValues) -> ModelSpec:
