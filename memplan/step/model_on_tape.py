@@ -12,7 +12,6 @@ from memplan.step.compiled_layers.compiled_layer import CompiledLayer, layer_sha
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
-from memplan.step.kernels.family_code import dropouts
 from memplan.step.kernels.image_rows import attends_jointly, has_images
 from memplan.step.layers.decoder_layer import Staged, layer_section
 from memplan.step.layers.handed_down import Handed, HandedDown
@@ -234,28 +233,6 @@ def _with_logits(played: Played, logits: Form) -> Played:
         return played
     forward, backward = ([moment.around(logits) for moment in moments] for moments in (played.forward, played.backward))
     return replace(played, forward=forward, saved=played.saved + logits, backward=backward)
-
-
-def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:
-    """Return a model as it is evaluated: nothing is dropped (``Module.eval``), nor computed again, so that caches are returned.
-
-    Source:
-        ``if self.gradient_checkpointing and self.training and use_cache`` in ``LlamaModel.forward`` (transformers 4.51.3).
-    """
-    config, setup = inputs.setup.config, inputs.setup
-    drops_inputs = config.adapter is not None and bool(config.adapter.dropout)
-    models = setup.stack.models
-    uncached = setup.checkpointing != "none" or inputs.spec.architecture in models.uncached  # where it trains
-    caches = setup.stack.loop.cache != "none" and uncached
-    if not (drops_inputs or any(dropouts(inputs.spec, setup)) or caches):
-        return taped
-    if caches:
-        config = replace(config, activation_checkpointing="none")
-        setup = replace(setup, stack=replace(setup.stack, models=replace(models, uncached=())))
-    adapter = None if config.adapter is None else replace(config.adapter, dropout=0.0)
-    config = replace(config, adapter=adapter, dropout=None if config.dropout is None else 0.0)
-    spec = replace(inputs.spec, dropout=0.0, attention_dropout=0.0)
-    return model_on_tape(replace(inputs, spec=spec, setup=replace(setup, config=config)))
 
 
 class _Kinds:

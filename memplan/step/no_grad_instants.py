@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from memplan.step.alive_around_layers import returned_before
 from memplan.step.ends.head_on_tape import evaluated_head
-from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
-from memplan.step.model_on_tape import ModelOnTape, evaluated_model, model_on_tape
+from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.playing.peak_layers import last_places
 from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
@@ -238,3 +238,25 @@ def _metrics(inputs: StepInputs, taped: ModelOnTape, around: Form, *, graph: boo
     if metrics != "accuracy-alone":
         yield around + piece + (ZERO if metrics == "accuracy" else copy)
     yield around + (copy * 2 if metrics == "both" else copy)
+
+
+def evaluated_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape:
+    """Return a model as it is evaluated: nothing is dropped (``Module.eval``), nor computed again, so that caches are returned.
+
+    Source:
+        ``if self.gradient_checkpointing and self.training and use_cache`` in ``LlamaModel.forward`` (transformers 4.51.3).
+    """
+    config, setup = inputs.setup.config, inputs.setup
+    drops_inputs = config.adapter is not None and bool(config.adapter.dropout)
+    models = setup.stack.models
+    uncached = setup.checkpointing != "none" or inputs.spec.architecture in models.uncached  # where it trains
+    caches = setup.stack.loop.cache != "none" and uncached
+    if not (drops_inputs or any(dropouts(inputs.spec, setup)) or caches):
+        return taped
+    if caches:
+        config = replace(config, activation_checkpointing="none")
+        setup = replace(setup, stack=replace(setup.stack, models=replace(models, uncached=())))
+    adapter = None if config.adapter is None else replace(config.adapter, dropout=0.0)
+    config = replace(config, adapter=adapter, dropout=None if config.dropout is None else 0.0)
+    spec = replace(inputs.spec, dropout=0.0, attention_dropout=0.0)
+    return model_on_tape(replace(inputs, spec=spec, setup=replace(setup, config=config)))

@@ -20,7 +20,8 @@ from memplan.step.events.section_events import SectionEvents, forward_events, se
 from memplan.step.events.update_events import Updates
 from memplan.step.events.whole_model import WholeModel
 from memplan.step.head_instants import joined_in_place
-from memplan.step.model_on_tape import ModelOnTape, evaluated_model
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import evaluated_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.states.parallel_shards import numbered
 from memplan.step.step_inputs import StepInputs
@@ -246,8 +247,8 @@ class StepPlayer:
     ) -> list[tuple[str, PlayedSection]]:
         """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
         played: list[tuple[str, PlayedSection]] = []
-        hidden: list[int] = []  # what layers were given, where the loop asks for it
-        first: list[int] = []  # what the first one was given, where nothing but the model's name keeps it
+        # What layers were given, where the loop asks for it; what the first one was given, where the model's name alone keeps it.
+        hidden, first = list[int](), list[int]()
         handed, owned, returned = NO_STORAGE, False, NO_STORAGE
         chunked, self._named = self.inputs.setup.profile.loss == "chunked-logits", []
         for number, events in parts:
@@ -327,13 +328,12 @@ class StepPlayer:
         """The tensor that embedding and head share, where their gradients are added up."""
         settings, weight = self.taped.settings, self.taped.weight(self.inputs.spec.names.embedding)
         assert weight is not None
-        added = settings.tied and not settings.value_head and weight.trainable and not weight.coded
-        return weight if added else None
+        return weight if settings.tied and not settings.value_head and weight.trainable and not weight.coded else None
 
     def _evaluate(self, batches: int) -> None:
         """Write forwards without gradients, whose loss is over all logits at once."""
-        taped, own = evaluated_model(self.inputs, self.taped), (self.values, self._sizes)
         self.stream.begin("evaluation")
+        taped, own = evaluated_model(self.inputs, self.taped), (self.values, self._sizes)
         self.values, self._sizes = self._evaluated_values, {}
         layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
         head = forward_events(evaluated_head(taped.settings, taped.weights))

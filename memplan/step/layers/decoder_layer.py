@@ -82,8 +82,8 @@ def layer_section(
         builder.tape.lingers = staged.behind
         if staged.behind is None:  # a layer like this one, which is given what this one gives
             width = output.element_bytes if settings.code.promotes else settings.residual_bytes
-            own = needs_gradient and element_bytes == width
-            after = None if own else layer_section(settings, layer, weights, True, width, staged=staged)
+            alike = needs_gradient and element_bytes == width
+            after = None if alike else layer_section(settings, layer, weights, True, width, staged=staged)
             behind, above = (builder.tape, entry) if after is None else (after.tape, after.entry)
             unsaved = above.storage not in behind.saved_storages()
             builder.tape.lingers = ((above.quantity, above.coefficient),) if unsaved else ()
