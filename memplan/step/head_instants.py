@@ -101,6 +101,7 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
         return
     beside = (w for node in taped.embedding.tape.nodes for w in node.weights if w.trainable and w.name != weight.name)
     others = sum(w.gradient_bytes for w in beside if w.own_mode(mode) == "first")
+    mode = weight.own_mode(mode) if mode == "filled" else mode
     summed, retained = weight.formed_bytes, weight.stays(mode)
     around += constant_form(Part.GRADIENTS, others)
     if not joined_in_place(inputs.regime, taped.head, taped.settings):

@@ -73,6 +73,9 @@ class HeadGradients:
                 continue
             if stored:
                 retained[weight.name] = self._stream.allocate(weight.gradient_codes_bytes)
+            self._stream.of("temporaries")
+            self._stream.free_all(self._stream.allocate_all([weight.add_bytes // 2] * 2 if weight.add_bytes else []))
+            self._stream.of("gradients")
             self._stream.free(total)
         return retained
 
