@@ -323,7 +323,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
         role: format_name(setup.config, role) if adapted else setup.format_names[role] for role in ROLES
     }  # not as the stack casts what is beside quantised matrices: it casts again where the keys are read back
     if setup.format_names["expert_matrix"] in FLOAT_BYTES and data["weights"]["expert_matrix"] not in FLOAT_BYTES:
-        data["weights"]["expert_matrix"] = data["weights"]["embedding"]  # stacked experts are quantised by no library
+        del data["weights"]["expert_matrix"]  # no library quantises stacked experts, which are read back as not said
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
     data["kernels"] = asdict(setup.profile)
     if setup.profile.attention == "flash" and setup.stack.model_code == "transformers" and not setup.runs_flash_attn:

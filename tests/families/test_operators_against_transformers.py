@@ -180,9 +180,14 @@ DELIBERATE = (
         "gelu_new is eight operators in transformers, one kernel here (NewGELUActivation in activations.py)",
     ),
     Rule(
-        ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", *NEIGHBOURS),
+        ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minimax_m2", *NEIGHBOURS),
         of_rotation,
         "halves, interleaved pairs or complex numbers are rotated there, halves that are formed as tensors here",
+    ),
+    Rule(
+        ("minimax_m2",),
+        lambda spec, key: key[:3] == ("add", (BATCH * TOKENS,), torch.float32),
+        "a number that changes nothing is added to the sum of the chosen experts' scores here, not there",
     ),
     Rule(
         ("ministral3",),

@@ -147,7 +147,7 @@ def test_pinned_tensors_are_rounded_up_to_powers_of_two():
         ({"offload.optimizer_states": "cpu"}, "offload.weights: none is not how shards are offloaded"),
         ({**OFFLOADED, "stack": "torchtitan"}, "not under torchtitan; use --stack trl"),
         ({**OFFLOADED, "parallel.zero_stage": 0}, "offloading weights to the host is not modelled"),
-        ({**OFFLOADED, "offload.activations": "cpu"}, "offloading activations to the host is not modelled"),
+        ({**OFFLOADED, "offload.activations": "cpu"}, "offload.activations: cpu is not supported on several GPUs"),
     ],
     ids=lambda value: str(value)[:40],
 )
