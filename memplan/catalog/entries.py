@@ -223,14 +223,13 @@ class StateSlot:
         name: Its key in ``optimizer.state``.
         layout: ``elementwise``: one number per parameter; ``rows``, ``columns``: one per row, or column, and leading
             dimension; ``longer``: the one of these of which there are more; ``scalar``: one per tensor.
-        block_elements: Numbers per block, for elementwise slots.
-        block_bytes: Bytes per block; of one number where blocks have one element.
+        block_elements, block_bytes: Numbers and bytes of a block, for elementwise slots; of one number where that is a block.
         tensor_bytes: Bytes once per tensor, such as a lookup table.
         device: Where it lies; scalars of for-loop and foreach optimizers lie on the host.
         as_parameter: Numbers are stored as the parameter's own are; ``block_bytes`` is ignored.
         dimensions: Whether only tensors of one dimension hold it, or only those of more.
         scale_bytes: Of a block, bytes that are its scale: a tensor of its own.
-        codebook_bytes: Of the table that codes, in 32 bits then, point into, and of its levels' bounds; 0 where they are even.
+        codebook_bytes: Of the table that 32-bit codes point into and of the bounds of its levels; 0 where these are even.
     """
 
     name: str

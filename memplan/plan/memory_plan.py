@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,7 +152,8 @@ class MemoryPlan:
     by_share: MemoryPlan | None = None
     # What to change where it does not fit (:func:`memplan.plan.suggested.suggestions.with_suggestions`).
     suggestions: tuple[Suggestion, ...] = ()
-    ranks: tuple[RankRow, ...] = ()  # The ranks of a pipeline, of which the fullest is planned
+    ranks: tuple[RankRow, ...] = ()  # The ranks of a pipeline, of which this is the fullest
+    rank_plans: tuple[MemoryPlan, ...] = ()  # Their own plans
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
@@ -240,3 +243,34 @@ class MemoryPlan:
             "sequence_length": self.sequence_length,
             "dropout": residual if residual == attention else None,
         }
+
+
+VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "no")
+"""Verdicts, the best first."""
+
+
+def fullest_rank(plans: Sequence[MemoryPlan], setup: TrainingSetup) -> MemoryPlan:
+    """Return the plan of a pipeline's rank whose GPU holds most, the first of equals, with a row for each; all of them have to fit.
+
+    Args:
+        plans: Those of all ranks.
+        setup: The setup of the whole pipeline.
+    """
+    from memplan.step.pipelines.rank_timeline import rank_row
+
+    parallel, layers = setup.config.parallel, plans[0].model.spec.num_hidden_layers
+    rows = tuple(
+        rank_row(rank, parallel, layers, one.persistent_bytes, one.peak.name, one.requested_bytes, one.device_bytes)
+        for rank, one in enumerate(plans)
+    )
+    return replace(
+        max(plans, key=lambda plan: plan.device_bytes),
+        setup=setup,
+        ranks=rows,
+        rank_plans=tuple(plans),
+        verdict=max((plan.verdict for plan in plans), key=VERDICTS.index),
+        upper_bytes=max(plan.upper_bytes for plan in plans),  # buffers of another rank's streams may be larger
+        least_bytes=max(plan.least_bytes for plan in plans),
+        lower_bytes=max(plan.lower_bytes for plan in plans),
+        reserve_by_share=next((plan.reserve_by_share for plan in plans if plan.reserve_by_share), ""),
+    )

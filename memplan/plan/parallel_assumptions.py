@@ -46,8 +46,6 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
     stream, shards = plan.allowances.stream_bytes, _shards_apart(plan)
     apart = f"{format_bytes(stream)} of the all-gather stream's buffers may not be reusable by others"
     yield f"NCCL may take {format_bytes(plan.allowances.upper_nccl_bytes)} at the upper end{f', and {apart}' if stream else ''}"
-    if plan.ranks and not plan.reserve_by_share:
-        yield "the reserve of the fullest rank is simulated; rows of the others have it as a share"
     if is_sharded(parallel) and not (stream and plan.reserve_by_share):
         how = "counted beside the share" if plan.reserve_by_share else "simulated apart"
         yield (

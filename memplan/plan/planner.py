@@ -15,7 +15,7 @@ from memplan.plan.allowances import beside_engine
 from memplan.plan.job_allowances import allowances_of, engine_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
-from memplan.plan.memory_plan import Device, MemoryPlan, verdict_of
+from memplan.plan.memory_plan import Device, MemoryPlan, fullest_rank, verdict_of
 from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms
 from memplan.step.kernels.card_support import on_card
@@ -231,20 +231,6 @@ class CompiledPlan:
         captured = max(size for name, size in most.items() if name not in BEHIND)
         return max(0, captured + behind - always - self.states.gradient_bytes - max(most.values()))
 
-    def _fullest(self, plans: Sequence[MemoryPlan]) -> MemoryPlan:
-        """Return the plan of the rank whose GPU holds most, the first of equals, with a row for each."""
-        from memplan.step.pipelines.rank_timeline import rank_row
-
-        parallel, layers = self.setup.config.parallel, self.model.spec.num_hidden_layers
-        rows = tuple(
-            rank_row(rank, parallel, layers, one.persistent_bytes, one.peak.name, one.requested_bytes, one.device_bytes)
-            for rank, one in enumerate(plans)
-        )
-        fullest = max(plans, key=lambda plan: plan.device_bytes)
-        upper = max(plan.upper_bytes for plan in plans)  # buffers of another rank's streams may be larger
-        verdict = verdict_of(fullest.device_bytes, upper, fullest.usable_bytes)
-        return replace(fullest, setup=self.setup, ranks=rows, upper_bytes=upper, verdict=verdict)
-
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
 
@@ -260,7 +246,7 @@ class CompiledPlan:
         if plan is not self:
             return plan.evaluate(device, batch, length)
         if self.ranks:
-            return self._fullest([rank.evaluate(device, batch, length) for rank in self.ranks])
+            return fullest_rank([rank.evaluate(device, batch, length) for rank in self.ranks], self.setup)
         config = self.setup.config
         answer = self._evaluated(device, batch or config.micro_batch_size, length or config.sequence_length)
         return replace(answer, verdict="no") if answer.exceeds_host else answer

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from memplan.documents.frozen_values import dataclass
-from memplan.plan.memory_plan import Device, Verdict
+from memplan.plan.memory_plan import VERDICTS, Device, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.largest_value import Answer, beyond_peak, gauge_of, largest_batch, longest_sequence, settled
 
-ORDER: tuple[Verdict, ...] = ("fits", "tight", "no")
 DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -56,7 +55,7 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
     plan = plan.on(device.gpu)
     gauge = gauge_of(plan.setup, device, plan.forms.stream_bytes)
     rounding = plan.rounding_bytes
-    bounds = tuple((gauge.most_requested_bytes(tight) - rounding, ORDER[: 1 + tight]) for tight in (False, True))
+    bounds = tuple((gauge.most_requested_bytes(tight) - rounding, VERDICTS[: 1 + tight]) for tight in (False, True))
 
     def cell(batch: int, length: int) -> Cell:
         if beyond_peak(plan.setup, device):

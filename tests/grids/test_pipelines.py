@@ -171,10 +171,19 @@ def test_the_fullest_rank_is_planned_and_every_rank_has_a_row():
         )
         for n in range(4)
     ]
-    by_share = [one.memory.by_share.device_bytes for one in alone]
-    fullest = by_share.index(max(by_share))
-    by_share[fullest] = alone[fullest].expected_bytes  # whose reserve alone is simulated
-    assert by_share == [row["device_bytes"] for row in rows]
+    assert [one.expected_bytes for one in alone] == [row["device_bytes"] for row in rows]
+
+
+def test_the_fullest_rank_is_that_whose_reserve_as_simulated_makes_it_so():
+    """By its share another rank of this pipeline is the fullest, 2.5 GiB below."""
+    job = {"gpu": "h100", "gpus": 4, "config": "mixed-adamw", "stack": "torchtitan", "sequence_length": 4096}
+    plan = memplan.plan(
+        "qwen3-8b", set=["parallel.pipeline=2", "parallel.schedule=gpipe"], activation_checkpointing="full", **job
+    )
+    shares = [one.by_share.device_bytes for one in plan.memory.rank_plans]
+    simulated = [one.device_bytes for one in plan.memory.rank_plans]
+    assert shares.index(max(shares)) != simulated.index(max(simulated))
+    assert plan.expected_bytes == max(simulated)
 
 
 @pytest.mark.parametrize(

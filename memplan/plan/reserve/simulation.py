@@ -13,12 +13,13 @@ from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.documents.frozen_values import dataclass
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
+from memplan.plan.memory_plan import fullest_rank
 from memplan.step.events.event_stream import RunEvents
 from memplan.step.events.ranks.around_parts import around_parts
 from memplan.step.events.ranks.pipeline_events import PipelinePlayer
 from memplan.step.events.step_events import STEPS, StepPlayer
 from memplan.step.model_on_tape import model_on_tape
-from memplan.step.pipelines.pipeline_schedules import at_stage, layers_of_stages
+from memplan.step.pipelines.pipeline_schedules import layers_of_stages
 from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.regimes import regime_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memplan.plan.memory_plan import MemoryPlan, Verdict
-    from memplan.step.pipelines.rank_timeline import RankRow
 
 HANDLES = 2
 """Threads with a cuBLAS workspace each."""
@@ -183,10 +183,10 @@ def _untold_engine(plan: MemoryPlan) -> str:
 
 
 def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
-    """Return the events of a plan's run: what is made first, and so many steps."""
+    """Return the events of a plan's run, of a pipeline's fullest rank: what is made first, and so many steps."""
+    if plan.rank_plans:
+        return events_of(max(plan.rank_plans, key=lambda one: one.device_bytes), steps)
     setup, states = plan.setup, plan.states
-    if plan.ranks:  # the fullest of a pipeline's is planned
-        setup = at_stage(setup, max(plan.ranks, key=lambda row: row.device_bytes).rank)
     length = ceil_div(plan.sequence_length, setup.config.parallel.context)
     regime = regime_of(plan.own, setup, plan.micro_batch_size, length)
     optimizer = step_temporaries(setup, states.tensors)
@@ -228,17 +228,20 @@ def simulated(
     runs: Runs | None = None,
     tight: bool = True,
 ) -> MemoryPlan:
-    """Return a plan with its reserve simulated; where that cannot be, the same with the reason.
+    """Return a plan with its reserve simulated, that of a pipeline for each of its ranks; where that cannot be, the same with the reason.
 
     The verdict is whether the run survives in what the device has, with the context at its upper end or as expected.
 
     Args:
         plan: A plan with a share as its reserve.
-        least: Whether the least that it needs, and the lower end, are looked for, which takes a third of the time; None
-            where they are only wanted of a run for which the device has too little to spare.
+        least: Whether the least that it needs, and the lower end, are looked for; None: for a run with too little to spare.
         runs: What is known already.
         tight: Whether a run that does not fit is played on the full card; else it is NO, for searches that want what fits.
     """
+    if plan.rank_plans:
+        ranks = (simulated(one, least=least, runs=runs, tight=tight) for one in plan.rank_plans)
+        fullest = fullest_rank(tuple(ranks), plan.setup)
+        return replace(fullest, by_share=None if fullest.reserve_by_share else plan)
     if reason := shares_reason(plan):
         return _beside_streams(replace(plan, reserve_by_share=reason))
     simulation = (Runs() if runs is None else runs)[plan]
@@ -267,7 +270,6 @@ def simulated(
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
         by_share=by_share,
-        ranks=_with_fullest(plan, result.spare_bytes + apart + allowances.context_bytes),
     )
 
 
@@ -298,13 +300,6 @@ def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
         device_bytes=expected,
         upper_bytes=max(expected, upper),
     )
-
-
-def _with_fullest(plan: MemoryPlan, device_bytes: int) -> tuple[RankRow, ...]:
-    """Return the rows of a pipeline's ranks, that of the fullest with what its GPU holds as simulated."""
-    most = max((row.device_bytes for row in plan.ranks), default=0)
-    fullest = next((row.rank for row in plan.ranks if row.device_bytes == most), -1)
-    return tuple([replace(row, device_bytes=device_bytes) if row.rank == fullest else row for row in plan.ranks])
 
 
 def _without_streams(plan: MemoryPlan) -> MemoryPlan:

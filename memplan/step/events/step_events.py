@@ -228,8 +228,7 @@ class StepPlayer:
     def _hold(self, head: PlayedSection) -> None:
         """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
         self._let_go()
-        if not self._in_time:
-            self.stream.free_all(self._held)
+        self.stream.free_all([] if self._in_time else self._held)
         self._held = [head.own_name(storage) for storage in self._held_logits]
 
     def _let_go(self) -> None:
