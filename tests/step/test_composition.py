@@ -11,7 +11,7 @@ import memplan.step
 
 FILES = sorted(Path(memplan.step.__file__).parent.rglob("*.py"))
 PLAIN_BASES = {"IntEnum", "NamedTuple", "Protocol"}
-HOOKS = {"WholeModel", "Units", "ChunkedUnits", "StepPlayer", "GatheredParameters", "list[Mark]"}
+HOOKS = {"GatheredParameters", "list[Mark]"}
 """What tells of a step as it goes: whoever writes events down overrides that; a pipeline's rank, the order of its passes too."""
 
 

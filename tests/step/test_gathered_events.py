@@ -14,7 +14,7 @@ from memplan.errors import MemplanError
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
-from memplan.step.events.ranks.gathered_events import AMONG_GROUPS, CASTS, GATHERS, REDUCES
+from memplan.step.events.ranks.unit_events import AMONG_GROUPS, CASTS, GATHERS, REDUCES
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 from tests.jobs import SHAPES, shipped_catalog

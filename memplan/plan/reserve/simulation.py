@@ -14,13 +14,12 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.memory_plan import fullest_rank
-from memplan.step.events.event_stream import RunEvents
-from memplan.step.events.ranks.around_parts import around_parts
-from memplan.step.events.ranks.pipeline_events import PipelinePlayer
-from memplan.step.events.step_events import STEPS, StepPlayer
+from memplan.step.events.event_stream import EventStream, RunEvents
+from memplan.step.events.model_passes import PlayedModel, libraries_of
+from memplan.step.events.ranks.step_of_rank import step_player
+from memplan.step.events.step_events import STEPS
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.pipelines.pipeline_schedules import layers_of_stages
-from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.regimes import regime_of
 from memplan.step.states.optimizer_scratch import step_temporaries
@@ -192,18 +191,14 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(plan.own.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
     library_bytes = plan.allowances.library_bytes // HANDLES
-    sizes = plan.values, plan.evaluated_values
     parallel = setup.config.parallel
     own = plan.own if parallel.pipeline == 1 else replace(plan.own, inventory=inventory_of(plan.own.spec))
     sharded = sharded_step(own, setup, states, regime) if is_sharded(parallel) else None
     taped = sharded.taped if sharded else model_on_tape(inputs)
-    around = around_parts(inputs, taped, plan.values, sharded)
-    whole = sharded.inputs if sharded else None
-    given = inputs, taped, sizes, plan.forms.buffers, library_bytes
-    if sharded is not None and parallel.pipeline > 1:
-        sizes_of_stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel)
-        return PipelinePlayer(*given, RankMemory(sharded, setup, sizes_of_stages), whole).run(steps)
-    return StepPlayer(*given, around, whole).run(steps)
+    whole = sharded.inputs if sharded else inputs
+    model = PlayedModel(EventStream(), whole, taped, plan.values, plan.evaluated_values, libraries_of(library_bytes))
+    stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel) if parallel.pipeline > 1 else ()
+    return step_player(model, inputs, sharded, stages).run(plan.forms.buffers, plan.values, steps)
 
 
 class Runs:

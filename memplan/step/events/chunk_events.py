@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.chunks_at_once import LABEL_BYTES
 from memplan.step.ends.head_on_tape import Head
+from memplan.step.events.around_step import HeadSums
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.events.head_events import LOSS_BYTES, ChunkedLoss, LogitsOfChunks
-from memplan.step.events.section_events import section_events
-from memplan.step.events.whole_model import WholeModel
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.playing.recomputation import NOTHING_AGAIN
+from memplan.step.playing.section_events import section_events
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
@@ -33,7 +33,7 @@ class ChunksAtOnce:
     Args:
         mode: What becomes of weight gradients.
         libraries: Libraries that have made no workspace yet, of forward and of backward.
-        around: What lies around the parts of the step.
+        sums: Adds up the gradients of the head; None where they are added in the place of the first chunk's.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class ChunksAtOnce:
         values: Sequence[int],
         mode: Mode,
         libraries: tuple[Libraries, Libraries],
-        around: WholeModel,
+        sums: HeadSums | None,
         regime: Regime,
     ) -> None:
         assert head.chunk is not None
-        self._stream, self._head, self._values, self._around = stream, head, values, around
+        self._stream, self._head, self._values, self._sums = stream, head, values, sums
         self._libraries, self._chunks = libraries, ceil_div(values[Quantity.TOKENS], values[Quantity.CHUNK])
-        later: Mode = mode if around.sums_chunks or mode == "layer" else "again"
+        later: Mode = mode if sums is not None or mode == "layer" else "again"
         kinds = [section_events(head.chunk, own, NOTHING_AGAIN) for own in (mode, later)]
         first = next(operation for operation in head.chunk.tape.operations if operation.name == "head")
         self._logits = first.makes[0]
@@ -71,11 +71,13 @@ class ChunksAtOnce:
         copies = stream.allocate_all([output.coefficient * size] * copied)
         copies += stream.allocate_all([LABEL_BYTES // 2 * size] * (2 * copied))
         sums, loss = stream.allocate_all([SUM_BYTES * output.width * tokens, LOSS_BYTES])
-        self._around.enter_chunks()
+        if self._sums is not None:
+            self._sums.enter_chunks()
         logits = list[int]()
         for number in range(self._chunks):
             logits = self._chunk(number, logits)
-        self._around.leave_chunks()
+        if self._sums is not None:
+            self._sums.leave_chunks()
         stream.of("temporaries")
         narrow = output.element_bytes < SUM_BYTES
         self._joined = stream.allocate(output.coefficient * tokens) if narrow else sums
@@ -93,8 +95,8 @@ class ChunksAtOnce:
         losses = stream.allocate_all([LOSS_BYTES] * 2)
         part.backward(losses[1], self._libraries[1], _never)
         last = number == self._chunks - 1
-        if self._around.sums_chunks:
-            self._around.take_chunk(part.gradient_storages, several=self._chunks > 1, last=last)
+        if self._sums is not None:
+            self._sums.take_chunk(part.gradient_storages, several=self._chunks > 1, last=last)
         elif number == 0:
             self._gradients = part.gradient_storages
         stream.of("temporaries")
@@ -124,15 +126,16 @@ def loss_over_chunks(
     inputs: StepInputs,
     taped: ModelOnTape,
     libraries: Mapping[str, Libraries],
-    around: WholeModel,
+    sums: HeadSums | None,
 ) -> ChunkedLoss | LogitsOfChunks | ChunksAtOnce:
     """Return head and loss over chunks, which a step plays.
 
     Args:
         given: What all of them take.
         libraries: Libraries that have made no workspace yet, of ``forward`` and of ``backward``.
+        sums: Adds up the head's gradients over chunks that run backward at once, if anything does.
     """
     if taped.settings.backward_at_once:
         both = libraries["forward"], libraries["backward"]
-        return ChunksAtOnce(*given, both, around, inputs.regime)
+        return ChunksAtOnce(*given, both, sums, inputs.regime)
     return (LogitsOfChunks if inputs.setup.profile.loss == "chunked-logits" else ChunkedLoss)(*given)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
-from memplan.step.events.section_events import SectionEvents
+from memplan.step.playing.section_events import SectionEvents
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity
 
@@ -280,3 +280,21 @@ class PlayedSection:
                 del written[start + place]
             else:
                 written[start + place] = 2 * places[place] + 1
+
+
+class SectionPlayer:
+    """Plays parts of a model within a stream; sizes are formed once for parts that are alike.
+
+    Args:
+        values: Values of the quantities that sizes are made of.
+    """
+
+    def __init__(self, stream: EventStream, values: Sequence[int]) -> None:
+        self._stream, self._values = stream, values
+        self._sizes: dict[int, tuple[SectionEvents, list[int]]] = {}
+
+    def section(self, events: SectionEvents, entry: int, owned: bool = False) -> PlayedSection:
+        """Return a run of a part that is about to begin; takes what :class:`PlayedSection` does."""
+        if id(events) not in self._sizes:
+            self._sizes[id(events)] = events, events.sizes(self._values)
+        return PlayedSection(self._stream, events, self._sizes[id(events)][1], entry, owned)

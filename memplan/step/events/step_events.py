@@ -1,349 +1,122 @@
 """A whole training run as allocations and frees, in order: what is made first, then one step after another.
 
-The order is that of the loop that is traced (memplan/trace/jobs/training_job.py). Layers that are alike play the same
-events under other names, so that a step of a large model takes a few milliseconds.
+The order is that of the loop that is traced (memplan/trace/jobs/training_job.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Protocol
 
-from memplan.step.alive_around_layers import names_given
-from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
-from memplan.step.events.argument_events import ModelArguments
-from memplan.step.events.chunk_events import loss_over_chunks
-from memplan.step.events.event_stream import EventStream, PlayedSection, RunEvents
-from memplan.step.events.head_events import measure_logits
+from memplan.step.events.around_step import Around
+from memplan.step.events.event_stream import EventStream, RunEvents
 from memplan.step.events.model_tensors import ModelTensors
-from memplan.step.events.section_events import SectionEvents, forward_events, section_events
 from memplan.step.events.update_events import Updates
-from memplan.step.events.whole_model import WholeModel
-from memplan.step.head_instants import joined_in_place
-from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import evaluated_model
-from memplan.step.playing.recomputation import NOTHING_AGAIN
-from memplan.step.states.parallel_shards import numbered
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Form
-from memplan.step.tapes.taped_operations import Mode, Weight
-from memplan.units import MIB
+from memplan.step.tapes.taped_operations import Mode
 
 STEPS = 3
 """The first makes what stays; of 94 measured runs (tests/records/cuda) two took another segment in the third."""
 
-VERIFIED, EVALUATED = 2, 3
-"""Batches that LitGPT's loops evaluate before the first step (``max_iters=2`` in litgpt/finetune/lora.py and full.py, 0.5.13), and
-behind one, where more are like the last."""
 
-CUBLASLT_WORKSPACE_BYTES = MIB
-"""Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
+class Passes(Protocol):
+    """Plays forwards and backwards of a step."""
 
-Values = tuple[Sequence[int], Sequence[int]]  # of quantities: of a step, and of a forward that evaluates
-Around = Callable[[EventStream, ModelTensors], WholeModel]  # returns what lies around the parts of a step
+    gradients: dict[str, int]
+    """Storage of each gradient that stays, by the name of its weight."""
+
+    def play(self, mode: Mode) -> Sequence[tuple[int, int]]:
+        """Play all micro-steps; return where each but the first begins, and where the last ends."""
+
+    def verify(self) -> None:
+        """Write what a loop evaluates before the first step, if it does."""
+
+    def evaluate(self) -> None:
+        """Write what a loop evaluates behind a step."""
 
 
 class StepPlayer:
     """Plays a training run.
 
     Args:
-        values: Values of the quantities that sizes are made of: of the step, and of a forward that evaluates.
-        buffers: Token ids, targets and tables.
-        library_bytes: A cuBLAS workspace, of which forward and backward have one each; 0 for none.
-        around: Returns what lies around the parts of the step where several GPUs train, given what events are written to and the tensors.
-        whole: What the tapes were made of, where the rank gathers its model; None where it is whole.
+        tensors: The model's tensors.
+        passes: Plays forwards and backwards.
+        around: What is written around the parts of the step.
     """
 
     def __init__(
         self,
+        stream: EventStream,
         inputs: StepInputs,
-        taped: ModelOnTape,
-        values: Values,
-        buffers: Form,
-        library_bytes: int,
+        tensors: ModelTensors,
+        updates: Updates,
+        passes: Passes,
         around: Around,
-        whole: StepInputs | None = None,
     ) -> None:
-        self.taped, (self.values, self._evaluated_values) = taped, values
-        self.inputs, self.config = whole or inputs, inputs.setup.config
-        self.stream = EventStream()
-        self.tensors = ModelTensors(inputs)
-        self.around = around(self.stream, self.tensors)
-        self.updates = Updates(self.stream, inputs, self.tensors)
-        self._taker = self.around if self.around.takes_gradients or self.around.hands_over else self.updates
-        self.gradients, self._buffers = dict[str, int](), buffers
-        self._untouched = [name for name, entry in self.tensors.trained if entry.stepper is None]
-        named = "logits" in inputs.setup.stack.loop.holds or inputs.setup.copies_logits or self.around.copies_returned
-        returned = taped.head.returned if named and taped.head.logits is not None else ()
-        self._held_logits = [value.storage for value in returned]
-        self._in_time = inputs.setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
-        # Names of the last step, what its graph has, and what a head is given, where the model names it until logits are there.
-        self._held, self._graph, self._named = list[int](), list[int](), list[int]()
-        self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
-        self._called_again = inputs.setup.stack.checkpointing.reentrant and inputs.setup.checkpointing != "none"
-        libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
-        self._libraries = {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
-        self._sizes: dict[int, tuple[SectionEvents, list[int]]] = {}
+        self._stream, self._config, self._leaves = stream, inputs.setup.config, inputs.setup.leaves_gradients
+        self._tensors, self._updates, self._passes, self._around = tensors, updates, passes, around
+        self._untouched = [name for name, entry in tensors.trained if entry.stepper is None]
 
-    def run(self, steps: int = STEPS) -> RunEvents:
-        """Return the events of what is made first, and of so many steps."""
-        self._make_persistent()
-        starts, passes, stream = [], [], self.stream
-        if self.config.evaluation and self._in_time:
-            self._evaluate(VERIFIED)
+    def run(self, buffers: Form, values: Sequence[int], steps: int = STEPS) -> RunEvents:
+        """Return the events of what is made first, and of so many steps.
+
+        Args:
+            buffers: Token ids, targets and tables.
+            values: Values of the quantities that their sizes are made of.
+        """
+        self._make_persistent(buffers, values)
+        starts, passes, stream = [], [], self._stream
+        if self._config.evaluation:
+            self._passes.verify()
         for step in range(steps):
             starts.append(len(stream.codes))
             passes.append(self._step(first=step == 0))
         return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), tuple(starts), tuple(passes), stream)
 
-    def _make_persistent(self) -> None:
+    def _make_persistent(self, buffers: Form, values: Sequence[int]) -> None:
         """Allocate weights, buffers, master weights, averages, and the states that an optimizer makes when it is made."""
-        stream, masters = self.stream, len(self.tensors.trained)
-        copies = [] if self.around.takes_gradients else self.tensors.copy_sizes()
+        stream, tensors, masters = self._stream, self._tensors, len(self._tensors.trained)
+        copies = tensors.copy_sizes() if self._around.update is None else []
         stream.of("weights")
-        self.around.make_weights(self.tensors.weight_sizes(), stream)
+        self._around.make_weights(stream, tensors.weight_sizes())
         stream.of("buffers")
-        replaced = stream.allocate_all(self.tensors.replaced_sizes(self._buffers, self.values))
-        stream.allocate_all(self.tensors.buffer_sizes(self._buffers, self.values))
+        replaced = stream.allocate_all(tensors.replaced_sizes(buffers, values))
+        stream.allocate_all(tensors.buffer_sizes(buffers, values))
         stream.free_all(replaced)
         for component, sizes in (("master_weights", copies[:masters]), ("buffers", copies[masters:])):
             stream.of(component)
             stream.allocate_all(sizes)
-        if not self.around.takes_gradients:
-            self.updates.make_early_states()
-        self.around.wrap()
+        if self._around.update is None:
+            self._updates.make_early_states()
+        self._around.wrap()
 
     def _step(self, *, first: bool) -> tuple[tuple[int, int], ...]:
         """Play a step; return where each micro-step but its first begins, and where the last ends."""
-        config, leaves = self.config, self.inputs.setup.leaves_gradients
-        mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if leaves and not first else "first"
-        ends = self._passes(mode)
-        if self.around.takes_gradients:
-            self.stream.begin("optimizer step")
-            self.around.update(first=first)
+        config = self._config
+        filled = self._leaves and not first
+        ends = self._passes.play("layer" if config.gradients.lifetime == "layer" else "filled" if filled else "first")
+        if self._around.update is not None:
+            self._stream.begin("optimizer step")
+            self._around.update(first=first)
         elif config.gradients.lifetime == "step":
-            self.stream.of("temporaries")
-            if config.clip_gradients:
-                self.stream.begin("clipping")
-                self.updates.clip()
-            self.stream.begin("optimizer step")
-            self.updates.step(self.gradients, first=first)
-            if config.zero_gradients != "fill":
-                left = {name: self.gradients[name] for name in self._untouched if name in self.gradients}
-                order = dict.fromkeys(name for name, _ in self.tensors.trained)  # as an optimizer has parameters
-                going = [name for name in {**order, **self.gradients} if name in self.gradients and name not in left]
-                self.stream.free_all(self.gradients[name] for name in going)
-                self.gradients = left
-            self.updates.average()
-            self.around.stepped()
+            self._update(first=first)
         if config.evaluation:
-            self._evaluate(EVALUATED if self._in_time else 1)
-        return () if self.around.takes_gradients else tuple(ends)  # an engine's last is like no other
+            self._passes.evaluate()
+        return () if self._around.update is not None else tuple(ends)  # an engine's last is like no other
 
-    def _passes(self, mode: Mode) -> list[tuple[int, int]]:
-        """Play all micro-steps; return where each but the first begins, and where the last ends."""
-        ends = []
-        for micro_step in self.around.micro_steps(self.config.gradient_accumulation_steps):
-            self._pass(self.around.mode(mode, micro_step), micro_step)
-            ends.append((len(self.stream.codes), len(self.stream.sizes)))
-        return ends
-
-    def _pass(self, mode: Mode, micro_step: int) -> None:
-        """Play one forward and backward."""
-        taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
-        self.stream.begin("forward")
-        self.around.begin(micro_step)
-        self.stream.of("activations")
-        arguments = ModelArguments(self.stream, self.inputs, taped, self.values)
-        parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
-        chunks = None
-        if taped.head.chunk is not None:
-            given, normed = (self.stream, taped.head, self.values, mode), parts[-1][1]
-            chunks = loss_over_chunks(given, self.inputs, taped, self._libraries, self.around)
-            chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
-            chunks.region_end()
-        lowest = self._leave_forward([part for _, part in parts], arguments)
-        self.stream.begin("loss backward")
-        self.stream.of("temporaries")
-        several = self.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
-        roots = self.stream.allocate_all([loss_bytes] * (3 if several else 2))
-        gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
-        if chunks is not None:
-            of_loss = gradient
-            gradient, sums = chunks.backward(self._libraries["backward"], self._taker.use_up)
-            self.stream.free(of_loss)
-            self._keep(sums, "", waiting, mode)
-        for place, (number, part) in enumerate(reversed(parts)):
-            if place == 1:
-                self.stream.begin("layers backward")
-            arguments.stand_by(number, first=place == 0)
-            self.around.enter_backward(len(parts) - place - 1)
-            reached = self.around.reach_head if place == 0 else None
-            part.backward(gradient, self._libraries["backward"], partial(self._use_up, number), reached)
-            self._keep(part.gradient_storages, number, waiting, mode)
-            self.around.leave_backward(len(parts) - place - 1, self.gradients)
-            gradient = part.leaving if part.leaving != NO_STORAGE else gradient
-            if len(parts) - place - 2 == lowest and not self._called_again:
-                self.stream.free_all(arguments.staying)
-        escaped = [storage for _, part in reversed(parts) for storage in part.escaped]
-        leaf = parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
-        self._graph = [*dict.fromkeys([*escaped, *arguments.left(called_again=self._called_again), *leaf])]
-        if not self.inputs.setup.stack.loop.holds:
-            self._let_go()
-        self.stream.free_all(roots)
-
-    def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
-        """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
-        for part in parts:
-            part.region_end()
-        self._hold(parts[-1])
-        self.around.turn()
-        if self.inputs.setup.copies_logits:
-            measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._held)
-            self._held = []
-        elif self.around.copies_returned:
-            self.around.copy_returned(self._held)
-            self._held = []
-        self.stream.free_all(storage for part in parts for storage in part.cached)
-        if (lowest := self.taped.lowest_turned) is None and not self._called_again:
-            self.stream.free_all(arguments.staying)
-        return lowest
-
-    def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
-        """Yield embedding, layers, and norm and head, with the number that names of their weights carry."""
-        taped = self.taped
-        events = partial(section_events, mode=mode, visits=self.around.visits)
-        yield "", events(taped.embedding)
-        for index, run in enumerate(taped.runs):
-            way = self.inputs.recomputation if taped.again[taped.kinds[index]] else NOTHING_AGAIN
-            layer = events(taped.layer_of(index), recomputation=way)
-            for number in range(run.first, run.first + run.count):
-                yield str(number), layer
-        head = events(taped.head.section)
-        for storage in self._held_logits if not self._in_time else ():
-            head = head.holding(storage)
-        yield "", head
-
-    def _hold(self, head: PlayedSection) -> None:
-        """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
-        self._let_go()
-        self.stream.free_all([] if self._in_time else self._held)
-        self._held = [head.own_name(storage) for storage in self._held_logits]
-
-    def _let_go(self) -> None:
-        """Free what the graph of a loss has: attributes of nodes, the embedded tokens and their gradient."""
-        self.stream.free_all(self._graph)
-        self._graph = []
-
-    def _runs(
-        self,
-        parts: Iterable[tuple[str, SectionEvents]],
-        *,
-        leaf: int | None = None,
-        renames: bool = False,
-        arguments: ModelArguments | None = None,
-    ) -> list[tuple[str, PlayedSection]]:
-        """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
-        played: list[tuple[str, PlayedSection]] = []
-        # What layers were given, where the loop asks for it; what the first one was given, where the model's name alone keeps it.
-        hidden, first = list[int](), list[int]()
-        handed, owned, returned = NO_STORAGE, False, NO_STORAGE
-        chunked, self._named = self.inputs.setup.profile.loss == "chunked-logits", []
-        for number, events in parts:
-            named = bool(number) if self.inputs.setup.has_value_head else chunked and bool(played) and not number
-            named = named and not owned and 2 * events.entry + 1 in events.forward
-            stays = len(played) == 1 and arguments is not None and self._names_given and not owned
-            if not number:  # the model's name goes when its layers have run
-                self.stream.free_all(first)
-            first = [handed] if stays else first if number else []
-            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned or named or stays)
-            (self._named if chunked else hidden).extend([handed] if named else [])
-            if renames and not number and played:
-                before = self._held or [NO_STORAGE] * len(self._held_logits)
-                for storage, other in zip(self._held_logits, before, strict=True):
-                    part.frees_instead(storage, other)
-            if arguments is not None and not number and played:
-                arguments.named_by(part)
-            if self.around.visits:
-                part.visited = partial(self._visit, number)
-            self.around.enter(len(played))
-            behind = self.around.leave_head if played and not number else None
-            returned = part.returns(self._libraries["forward"], returned, behind)
-            self.around.leave(len(played))
-            if arguments is not None:
-                arguments.follow(number, part, len(played))
-            played.append((number, part))
-            handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
-        self.stream.free_all([*hidden, *([] if returned == NO_STORAGE else [returned])])
-        return played
-
-    def _sizes_of(self, events: SectionEvents) -> list[int]:
-        known = self._sizes.get(id(events))
-        if known is None:
-            known = self._sizes[id(events)] = (events, events.sizes(self.values))
-        return known[1]
-
-    def _visit(self, number: str, kind: str, name: str) -> None:
-        own = self.inputs.spec.names.layer if number else ""
-        self.around.visit(kind, numbered(name or own, number))
-
-    def _use_up(self, number: str, name: str, gradient: int) -> None:
-        self._taker.use_up(numbered(name, number), gradient)
-
-    def _keep(self, retained: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
-        """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
-        tied = self._tied
-        for name, storage in retained.items():
-            if tied is None or name != tied.name:
-                self.gradients[numbered(name, number)] = storage
-            elif name not in waiting:
-                waiting[name] = storage
-            else:
-                self._add_tied(tied, waiting.pop(name), storage, mode)
-
-    def _add_tied(self, weight: Weight, first: int, second: int, mode: Mode) -> None:
-        """Add up the gradients of a tied embedding and head, and store the sum."""
-        total = first
-        self.stream.of("gradients")
-        in_place = joined_in_place(self.inputs.regime, self.taped.head, self.taped.settings)
-        if not (in_place or self.around.adds_tied):
-            total = self.stream.allocate(weight.formed_bytes)
-            self.stream.free(first)
-        self.stream.free(second)
-        if mode == "layer":
-            self._taker.use_up(weight.name, total)
-            return
-        stored = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
-        if stored and (weight.converted or stored != weight.formed_bytes):
-            self.gradients[weight.name] = self.stream.allocate(weight.gradient_codes_bytes)
-        elif stored:
-            self.gradients[weight.name] = total
-            return
-        self.stream.free(total)
-
-    @property
-    def _tied(self) -> Weight | None:
-        """The tensor that embedding and head share, where their gradients are added up."""
-        settings, weight = self.taped.settings, self.taped.weight(self.inputs.spec.names.embedding)
-        assert weight is not None
-        return weight if settings.tied and not settings.value_head and weight.trainable and not weight.coded else None
-
-    def _evaluate(self, batches: int) -> None:
-        """Write forwards without gradients, whose loss is over all logits at once."""
-        self.stream.begin("evaluation")
-        taped, own = evaluated_model(self.inputs, self.taped), (self.values, self._sizes)
-        self.values, self._sizes = self._evaluated_values, {}
-        layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
-        head = forward_events(evaluated_head(taped.settings, taped.weights))
-        named = NO_STORAGE
-        for _ in range(batches):
-            parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers]])
-            _, below = parts[-1]
-            part = PlayedSection(self.stream, head, self._sizes_of(head), below.output, below.output_owned)
-            named = part.returns(self._libraries["forward"], named)
-            for played in (*[part for _, part in parts], part):
-                played.region_end()
-            self.stream.free_all(storage for _, played in parts for storage in played.cached)
-        self.stream.free_all([] if named == NO_STORAGE else [named])
-        self.values, self._sizes = own
+    def _update(self, *, first: bool) -> None:
+        """Clip gradients, update, and let go of gradients unless they are filled with zeros."""
+        self._stream.of("temporaries")
+        if self._config.clip_gradients:
+            self._stream.begin("clipping")
+            self._updates.clip()
+        self._stream.begin("optimizer step")
+        gradients = self._passes.gradients
+        self._updates.step(gradients, first=first)
+        if self._config.zero_gradients != "fill":
+            order = dict.fromkeys(name for name, _ in self._tensors.trained)  # as an optimizer has parameters
+            going = [name for name in {**order, **gradients} if name in gradients and name not in self._untouched]
+            self._stream.free_all(gradients.pop(name) for name in going)
+        self._updates.average()
+        self._around.stepped()

@@ -6,56 +6,55 @@ Which unit is gathered, and let go of, as a module begins or ends is followed as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.collectives.gathered_units import UnitTensors
-from memplan.step.events.event_stream import EventStream
-from memplan.step.events.ranks.gathered_events import Units
+from memplan.step.events.around_step import Around, first_and_last, handed_over
+from memplan.step.events.ranks.unit_events import UnitEvents
 from memplan.step.ranks.flat_adapters import ROOT, FlatGathers, retained_by_hooks
 from memplan.step.ranks.reduced_pass import Pass
-from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import numbered
-from memplan.step.tapes.taped_operations import Mode
 
 
-class AdaptedUnits(Units):
-    """Units of a rank's step with adapters.
+class AdaptedUnits:
+    """Gathers the units of a rank's step with adapters, module by module.
 
     Args:
         values: Values of the quantities that sizes are made of.
     """
 
-    visits = True
-    hands_over = True
-
-    def __init__(self, stream: EventStream, step: ShardedStep, parallel: Parallel, values: Sequence[int]) -> None:
-        super().__init__(stream, step, parallel)
+    def __init__(self, units: UnitEvents, values: Sequence[int]) -> None:
+        self._units, step = units, units.step
         self._adapters = {name.rpartition(".")[0]: UnitTensors(unit) for name, unit in step.adapters.items()}
+        units.more += self._adapters.values()
         numbers = (number for run in step.taped.runs for number in range(run.first, run.first + run.count))
         layers = [numbered(step.inputs.spec.names.layer, number) for number in numbers]
-        self._by_name = {ROOT: self._first, **dict(zip(layers, self._parts[1:-1], strict=True)), **self._adapters}
+        self._by_name = {ROOT: units.first, **dict(zip(layers, units.parts[1:-1], strict=True)), **self._adapters}
         self._retained = [retained_by_hooks(step).total_bytes(values)] * 2
 
-    def mode(self, mode: Mode, micro_step: int) -> Mode:
-        """Have every gradient handed over as it is formed."""
-        del mode, micro_step
-        return "layer"
+    def around(self) -> Around:
+        """Return what is written around the parts."""
+        return Around(
+            make_weights=self._units.make_weights,
+            mode=handed_over,
+            micro_steps=first_and_last,
+            begin=self.begin,
+            visit=self.visit,
+            use_up=self.use_up,
+            leave_backward=self.leave_backward,
+            stepped=self._units.stepped,
+        )
 
     def begin(self, micro_step: int) -> None:
         """Gather what the model itself has, and follow its modules anew."""
-        super().begin(micro_step)
-        self._gathers = FlatGathers(self._step, Pass("first"), self.gather, self.let_go_of)
-
-    def enter(self, place: int) -> None:
-        """Wait for what runs to ask for it."""
-
-    leave = enter_backward = enter
-
-    def turn(self) -> None:
-        """Gather nothing ahead of the head."""
-
-    reach_head = turn
+        units, by_name = self._units, self._by_name
+        units.begin(micro_step)
+        self._gathers = FlatGathers(
+            units.step,
+            Pass("first"),
+            lambda name: units.gather(by_name[name]),
+            lambda name: units.let_go(by_name[name]),
+        )
 
     def visit(self, kind: str, name: str) -> None:
         """Gather what a module needs as it begins, or let go of it as it ends."""
@@ -64,27 +63,15 @@ class AdaptedUnits(Units):
     def use_up(self, name: str, gradient: int) -> None:
         """Reduce the gradient of an adapter's matrix, whose unit is let go of before."""
         tensors = self._adapters[name.rpartition(".")[0]]
-        added = self._together(tensors, [gradient])
+        added = self._units.together(tensors, [gradient])
         self._gathers.let_go(name.rpartition(".")[0])
-        if self._is_last_micro_step:
-            self._reduce(tensors, [tensors.flat])
-        self._stream.free_all(added)
+        if self._units.is_last_micro_step:
+            self._units.reduce(tensors, [tensors.flat])
+        self._units.stream.free_all(added)
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Keep what hooks of a layer's frozen weights do, and let go of all at the end."""
-        if place and not self._is_root(place):
-            self._waiting += self._stream.allocate_all(size for size in self._retained if size)
+        if place and not self._units.is_root(place):
+            self._units.waiting += self._units.stream.allocate_all(size for size in self._retained if size)
         elif place == 0:
-            self._end(gradients, last=self._is_last_micro_step)
-
-    def gather(self, name: str) -> None:
-        """Gather a unit, if it is not there."""
-        self._gather(self._by_name[name])
-
-    def let_go_of(self, name: str) -> None:
-        """Let go of a unit."""
-        self._let_go(self._by_name[name])
-
-    def _all(self) -> Iterable[UnitTensors]:
-        """Return all units, each once."""
-        return *super()._all(), *self._adapters.values()
+            self._units.end(gradients)

@@ -17,10 +17,10 @@ from itertools import chain
 
 from memplan.step.engines.engine_step import NORM_BYTES
 from memplan.step.engines.reduced_gradients import parts_of_bucket
+from memplan.step.events.around_step import Around, first_and_last, handed_over
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.update_events import Updates
-from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.states.flat_partitions import (
     FlatGroup,
     flat_groups,
@@ -39,15 +39,13 @@ REDUCES = 3
 """The stream that gradients are reduced on beside backward (``reduction_stream``)."""
 
 
-class FlatEngine(WholeModel):
+class FlatEngine:
     """A rank's step.
 
     Args:
         stream: Where events are written to.
         tensors: The model's tensors.
     """
-
-    takes_gradients = True
 
     def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors) -> None:
         setup = inputs.setup
@@ -74,7 +72,19 @@ class FlatEngine(WholeModel):
         self._summed: list[int] = []  # The same of those before
         self._pads: list[list[int]] = []  # Of each group
 
-    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
+    def around(self) -> Around:
+        """Return what is written around the parts."""
+        return Around(
+            make_weights=self.make_weights,
+            wrap=self._updates.make_early_states,
+            mode=self.mode,
+            micro_steps=first_and_last,
+            leave_backward=self.leave_backward,
+            use_up=self.use_up,
+            update=self.update,
+        )
+
+    def make_weights(self, stream: EventStream, sizes: Sequence[int]) -> None:
         """Allocate what is not trained, then flat weights and the rank's piece of each in fp32."""
         del sizes
         stream.allocate_all(self._tensors.weight_sizes(without=self._pieces.keys()))
@@ -85,19 +95,10 @@ class FlatEngine(WholeModel):
             stream.allocate(FP32_BYTES * group.partition)
         stream.free_all(stream.allocate_all([FP32_BYTES * group.partition for group in self._groups]))
 
-    def wrap(self) -> None:
-        """Make the states that an optimizer makes when it is made."""
-        self._updates.make_early_states()
-
-    def micro_steps(self, count: int) -> Sequence[int]:
-        """Return the micro-steps that are played."""
-        return first_and_last(count)
-
     def mode(self, mode: Mode, micro_step: int) -> Mode:
         """Have every gradient handed over as it is formed."""
-        del mode
         self._micro_step = micro_step
-        return "layer"
+        return handed_over(mode, micro_step)
 
     # ---------------------------------------------------------------- backward
     def use_up(self, name: str, gradient: int) -> None:

@@ -17,17 +17,16 @@ from memplan.step.alive_around_layers import embedded_leaf
 from memplan.step.engines.engine_step import NORM_BYTES
 from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
 from memplan.step.engines.gathered_step import NORM_ELEMENTS, GatheredStep, followed
+from memplan.step.events.around_step import Around, first_and_last, handed_over
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.update_events import Updates
-from memplan.step.events.whole_model import WholeModel, first_and_last
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.states.flat_partitions import in_fp32, partition_states
 from memplan.step.states.partitioned_weights import partitions, subgroups
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import ZERO
-from memplan.step.tapes.taped_operations import Mode
 from memplan.step.units.host_memory import FP32_BYTES
 from memplan.units import ceil_div
 
@@ -135,7 +134,7 @@ class _Gathered(GatheredParameters):
             self._script.free(self._retained.pop(name))
 
 
-class PartitionedEngine(WholeModel):
+class PartitionedEngine:
     """A rank's step.
 
     Args:
@@ -143,9 +142,6 @@ class PartitionedEngine(WholeModel):
         tensors: The model's tensors.
         taped: The model on tape.
     """
-
-    takes_gradients = True
-    visits = True
 
     def __init__(self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors, taped: ModelOnTape) -> None:
         setup = inputs.setup
@@ -157,7 +153,7 @@ class PartitionedEngine(WholeModel):
         stepped = [(str(place), partition_states(setup, sum(group))) for place, group in enumerate(self._groups)]
         self._updates = Updates(stream, replace(inputs, setup=in_fp32(setup)), tensors, stepped)
         self._on = (GATHERS, REDUCES) if setup.config.parallel.deepspeed.overlap_comm is not False else (0, 0)
-        self.adds_tied = setup.profile.loss not in TOKEN_CHUNKS  # DeepSpeed's own product forms the head's as it lies
+        self._adds_tied = setup.profile.loss not in TOKEN_CHUNKS  # DeepSpeed's own product forms the head's as it lies
         self._overflows = setup.config.compute_dtype == "fp16"  # is looked for (``has_overflow``)
         self._leaf = inputs.spec.names.embedding if embedded_leaf(inputs, taped) is not ZERO else ""
         self._layer = inputs.spec.names.layer
@@ -172,7 +168,23 @@ class PartitionedEngine(WholeModel):
         self._whole: list[int] = []  # Parameters that stay gathered
         self._head: list[int] = []  # The head as it was read in the first forward
 
-    def make_weights(self, sizes: Sequence[int], stream: EventStream) -> None:
+    def around(self) -> Around:
+        """Return what is written around the parts."""
+        return Around(
+            make_weights=self.make_weights,
+            wrap=self._updates.make_early_states,
+            mode=handed_over,
+            micro_steps=first_and_last,
+            begin=self.begin,
+            enter_backward=self.enter_backward,
+            leave_backward=self.leave_backward,
+            visit=self.visit,
+            use_up=self.use_up,
+            update=self.update,
+            adds_tied=self._adds_tied,
+        )
+
+    def make_weights(self, stream: EventStream, sizes: Sequence[int]) -> None:
         """Allocate a rank's pieces, of trained parameters in one tensor, and what the step keeps of them."""
         del sizes
         rules = self._rules
@@ -189,19 +201,6 @@ class PartitionedEngine(WholeModel):
         for name, elements in self._sizes.items():
             if name not in self._step.frozen:  # gathered one by one, for their hooks
                 stream.passing(rules.width * rules.ranks * ceil_div(elements, rules.ranks))
-
-    def wrap(self) -> None:
-        """Make the states that an optimizer makes when it is made."""
-        self._updates.make_early_states()
-
-    def micro_steps(self, count: int) -> Sequence[int]:
-        """Return the micro-steps that are played."""
-        return first_and_last(count)
-
-    def mode(self, mode: Mode, micro_step: int) -> Mode:
-        """Have every gradient handed over as it is formed."""
-        del mode, micro_step
-        return "layer"
 
     def _gather_whole(self) -> None:
         """Gather parameters of few elements, which stay until the next step."""

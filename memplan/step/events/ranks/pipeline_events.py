@@ -14,48 +14,36 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memplan.step.events.chunk_events import ChunksAtOnce, loss_over_chunks
-from memplan.step.events.event_stream import EventStream, PlayedSection
+from memplan.step.events.event_stream import PlayedSection, SectionPlayer
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
-from memplan.step.events.model_tensors import ModelTensors
+from memplan.step.events.model_passes import PlayedModel
 from memplan.step.events.ranks.staged_units import StagedUnits
-from memplan.step.events.section_events import SectionEvents, section_events
-from memplan.step.events.step_events import StepPlayer, Values
-from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of
 from memplan.step.pipelines.rank_memory import VALID_TOKENS_BYTES, RankMemory
 from memplan.step.playing.recomputation import NOTHING_AGAIN
-from memplan.step.step_inputs import StepInputs
+from memplan.step.playing.section_events import SectionEvents, section_events
 from memplan.step.tapes.event_recorder import NO_STORAGE
-from memplan.step.tapes.linear_forms import Form
 from memplan.step.tapes.taped_operations import Mode
 
 Parts = list[tuple[str, PlayedSection]]
 Chunks = ChunkedLoss | LogitsOfChunks | ChunksAtOnce
 
 
-class PipelinePlayer(StepPlayer):
-    """Plays a training run of one rank of a pipeline.
+class StagePasses:
+    """Plays what one rank of a pipeline does in a step.
 
     Args:
-        rank: The rank.
-        whole: What the tapes were made of; the rest is what :class:`StepPlayer` takes.
+        units: The units of its stages.
+
+    Attributes:
+        gradients: None stay: units reduce all of them.
     """
 
-    around: StagedUnits
-
-    def __init__(
-        self,
-        inputs: StepInputs,
-        taped: ModelOnTape,
-        values: Values,
-        buffers: Form,
-        library_bytes: int,
-        rank: RankMemory,
-        whole: StepInputs | None,
-    ) -> None:
-        self.rank = rank
-        super().__init__(inputs, taped, values, buffers, library_bytes, self._around, whole)
-        self.updates.divide(self.around.stage_of)  # each stage has an optimizer of its own (``OptimizersContainer``)
+    def __init__(self, model: PlayedModel, rank: RankMemory, units: StagedUnits) -> None:
+        self.stream, self.inputs, self.taped, self.values = model.stream, model.inputs, model.taped, model.values
+        self.rank, self.units, self.parallel = rank, units, model.inputs.setup.config.parallel
+        self.gradients = dict[str, int]()
+        self._sections, self._libraries = SectionPlayer(model.stream, model.values), model.libraries
         self._known: dict[tuple[int, Mode], list[tuple[str, SectionEvents]]] = {}
         self._inferred = False
         # What there is of micro-batches by stage and number: parts that have run forward, losses over chunks, and what
@@ -68,13 +56,15 @@ class PipelinePlayer(StepPlayer):
         self._done: list[int] = []  # That output, where its backward is done
         self._sent: list[int] = []  # The gradient that was sent last
 
-    def _around(self, stream: EventStream, tensors: ModelTensors) -> StagedUnits:
-        return StagedUnits(stream, self.rank, self.rank.setup.config.parallel, [name for name, _ in tensors.trained])
+    def verify(self) -> None:
+        """Write nothing: evaluation is not told over shards."""
 
-    def _passes(self, mode: Mode) -> list[tuple[int, int]]:
-        """Play all that a rank's schedule does in a step."""
+    evaluate = verify
+
+    def play(self, mode: Mode) -> list[tuple[int, int]]:
+        """Play all that a rank's schedule does in a step; no micro-batch repeats another's events."""
         del mode
-        parallel = self.config.parallel
+        parallel = self.parallel
         if not self._inferred:
             self._infer()
         does = {"forward": self._forward, "backward": self._backward}
@@ -83,12 +73,12 @@ class PipelinePlayer(StepPlayer):
                 does[action.kind](action)
             elif action.kind == "gather":
                 self.stream.begin("forward")
-                self.around.gather_stage(action.stage)
+                self.units.gather_stage(action.stage)
             elif action.kind == "release":
-                self.around.release(action.stage)
+                self.units.release(action.stage)
             else:
                 self.stream.begin("gradient reduction")
-                self.around.reduce(action.stage)
+                self.units.reduce(action.stage)
         self.stream.free_all([*self._done, *self._sent, *self._losses])
         self._done, self._sent, self._losses = [], [], []
         return []
@@ -102,7 +92,7 @@ class PipelinePlayer(StepPlayer):
         return known
 
     def _parts_of(self, stage: int, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
-        taped, layer, numbers = self.taped, self.taped.layer_of(0), self.around.layers[stage]
+        taped, layer, numbers = self.taped, self.taped.layer_of(0), self.units.layers[stage]
         way = self.inputs.recomputation if taped.again[taped.kinds[0]] else NOTHING_AGAIN
         if stage == 0:
             yield "", section_events(taped.embedding, mode)
@@ -125,7 +115,7 @@ class PipelinePlayer(StepPlayer):
             if (chunks := self._loss_of()) is not None:
                 self._chunks[key] = chunks
             self._losses.append(self.stream.allocate(self.taped.settings.loss_bytes))
-        if self.config.parallel.order in ONE_STAGE:
+        if self.parallel.order in ONE_STAGE:
             self.stream.free_all(self._done)
             self._done, self._newest = [], key
 
@@ -133,17 +123,17 @@ class PipelinePlayer(StepPlayer):
         """Write the forward of a stage, which is given a buffer that stays."""
         parts: Parts = []
         handed, owned = NO_STORAGE, True
-        self.around.wait_for(stage)
+        self.units.wait_for(stage)
         self.stream.of("activations")
         for place, (number, events) in enumerate(sections):
-            self.around.enter_stage(stage, place)
-            part = PlayedSection(self.stream, events, self._sizes_of(events), handed, owned)
+            self.units.enter_stage(stage, place)
+            part = self._sections.section(events, handed, owned)
             part.forward(self._libraries["forward"])
             parts.append((number, part))
             handed, owned = part.output, part.output_owned
         for _, part in parts:
             part.region_end()
-        self.around.leave_stage(stage)
+        self.units.leave_stage(stage)
         return parts
 
     def _loss_of(self) -> Chunks | None:
@@ -152,7 +142,7 @@ class PipelinePlayer(StepPlayer):
             return None
         mode: Mode = "first"
         given = self.stream, self.taped.head, self.values, mode
-        chunks = loss_over_chunks(given, self.inputs, self.taped, self._libraries, self.around)
+        chunks = loss_over_chunks(given, self.inputs, self.taped, self._libraries, self.units.sums)
         chunks.forward(NO_STORAGE, [])
         return chunks
 
@@ -168,7 +158,7 @@ class PipelinePlayer(StepPlayer):
 
     def _backward(self, action: Action) -> None:
         stream, stage, key = self.stream, action.stage, (action.stage, action.micro_batch)
-        order, named = self.config.parallel.order, self.config.parallel.order in ONE_STAGE
+        order, named = self.parallel.order, self.parallel.order in ONE_STAGE
         stream.begin("backward")
         if order == "gpipe":
             stream.free_all(self._sent)
@@ -194,7 +184,7 @@ class PipelinePlayer(StepPlayer):
             keeps: Whether gradients of weights are formed, and weights stay.
         """
         stream, gradient = self.stream, NO_STORAGE
-        self.around.wait_for(stage)
+        self.units.wait_for(stage)
         stream.of("temporaries")
         if stage == self.rank.last:
             gradient = stream.allocate(self.taped.settings.loss_bytes)
@@ -202,13 +192,13 @@ class PipelinePlayer(StepPlayer):
             stream.free(gradient)
             gradient, _ = chunks.backward(libraries, _never)
         for place, (number, part) in reversed([*enumerate(parts)]):
-            self.around.enter_back(stage, place)
+            self.units.enter_back(stage, place)
             part.backward(gradient, libraries, _never)
             gradient = part.leaving
             if keeps:
-                self.around.add(stage, place, self._gradients_of(part, number))
+                self.units.add(stage, place, self._gradients_of(part, number))
             elif stage:
-                self.around.release(stage, place)
+                self.units.release(stage, place)
         return gradient
 
     def _gradients_of(self, part: PlayedSection, number: str) -> dict[str, int]:
@@ -220,7 +210,7 @@ class PipelinePlayer(StepPlayer):
         stream, rank = self.stream, self.rank
         stream.begin("forward")
         value, runs = self.taped.embedding.output, {}
-        size, together = value.coefficient * self.values[value.quantity], self.config.parallel.together
+        size, together = value.coefficient * self.values[value.quantity], self.parallel.together
         stream.of("logits")
         stream.allocate(VALID_TOKENS_BYTES)
         for stage in rank.own:
@@ -240,11 +230,11 @@ class PipelinePlayer(StepPlayer):
             gradient = self._run_back(stage, parts, libraries, chunks, keeps=False)
             stream.free_all([*ones, *given, *self._output_of(stage, parts)])
             stream.free_all([] if gradient == NO_STORAGE else [gradient])
-            self.around.forget()
+            self.units.forget()
             stream.of("activations")
             stream.allocate_all([size] * (together if stage < rank.last else 0))
         if 0 in rank.own:
-            self.around.release(0)
+            self.units.release(0)
         self._inferred = True
 
 

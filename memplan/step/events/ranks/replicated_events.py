@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from memplan.step.events.around_step import Around
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.head_events import LOSS_BYTES
 from memplan.step.events.model_tensors import ModelTensors
-from memplan.step.events.whole_model import WholeModel
 from memplan.step.states.parallel_shards import looks_for_unused_parameters
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.taped_operations import Value
@@ -32,7 +32,7 @@ COUNTER_BYTES = 4
 """An entry of ``local_used_map_dev_``, which says of a parameter whether it was used."""
 
 
-class Replicas(WholeModel):
+class Replicas:
     """Replicas of a model, of which this is one.
 
     Args:
@@ -59,7 +59,16 @@ class Replicas(WholeModel):
         width = 0 if logits is None else 4 if inputs.setup.autocast else logits.element_bytes
         self._casts = logits is not None and width > logits.element_bytes
         self._copied = 0 if logits is None else width * logits.width * values[logits.quantity]
-        self.copies_returned = self._looks and logits is not None
+        self._copies = self._looks and logits is not None
+
+    def around(self) -> Around:
+        """Return what is written around the parts."""
+        return Around(
+            wrap=self.wrap,
+            begin=self.begin,
+            copy_returned=self.copy_returned if self._copies else None,
+            leave_backward=self.leave_backward,
+        )
 
     def wrap(self) -> None:
         """Send the model, and make buckets."""

@@ -10,35 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.step.events.event_stream import EventStream
-from memplan.step.events.ranks.chunked_units import ChunkedUnits
-from memplan.step.events.ranks.gathered_events import AMONG_GROUPS
+from memplan.step.events.around_step import Around
+from memplan.step.events.ranks.chunked_gradients import ChunkedHead
+from memplan.step.events.ranks.unit_events import AMONG_GROUPS, UnitEvents
 from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.states.parallel_shards import numbered
 
 
-class StagedUnits(ChunkedUnits):
+class StagedUnits:
     """Units of a rank's stages, the last of which reduces the head by itself where its loss runs backward chunk by chunk.
 
     Args:
         rank: The rank.
         order: Names of its weights, module by module.
+
+    Attributes:
+        sums: Adds up the head's gradients over chunks; None where they are reduced with the norm's.
+        layers: Numbers of each stage's layers.
     """
 
-    def __init__(self, stream: EventStream, rank: RankMemory, parallel: Parallel, order: Sequence[str]) -> None:
-        super().__init__(stream, rank.step, parallel, rank.norm)
-        self.sums_chunks = rank.step.chunked
+    def __init__(self, events: UnitEvents, rank: RankMemory, order: Sequence[str]) -> None:
+        self._events, self._stream, self._names = events, events.stream, events.step.inputs.spec.names
+        self.sums = ChunkedHead(events, rank.norm, self._waiting_with_head) if rank.step.chunked else None
         ends = accumulate(rank.sizes[stage] for stage in rank.own)
-        layers = self._parts[1:-1]
-        self.layers = {
-            stage: range(end - rank.sizes[stage], end) for stage, end in zip(rank.own, ends, strict=True)
-        }  # Numbers of each stage's layers
+        layers = events.parts[1:-1]
+        self.layers = {stage: range(end - rank.sizes[stage], end) for stage, end in zip(rank.own, ends, strict=True)}
         self._units = {
             stage: [
-                *([self._first] if stage == 0 else []),
+                *([events.first] if stage == 0 else []),
                 *[layers[number] for number in numbers],
-                *([self._tail] if stage == rank.last else []),
+                *([events.tail] if stage == rank.last else []),
             ]
             for stage, numbers in self.layers.items()
         }
@@ -46,9 +47,13 @@ class StagedUnits(ChunkedUnits):
         self._wide, self._order = rank.wide, {name: place for place, name in enumerate(order)}
         self._wholes: dict[int, dict[str, int]] = {}  # Whole gradients of each unit, by its identity
 
+    def around(self) -> Around:
+        """Return what is written around the passes of a step; what is within them stages tell."""
+        return Around(make_weights=self._events.make_weights, stepped=self._events.stepped, sums=self.sums)
+
     def stage_of(self, name: str) -> int:
         """Return the stage that has the weight of a name."""
-        names = self._step.inputs.spec.names
+        names = self._names
         for stage, numbers in self.layers.items():
             if name.startswith(tuple(f"{numbered(names.layer, number)}." for number in numbers)):
                 return stage
@@ -56,27 +61,25 @@ class StagedUnits(ChunkedUnits):
 
     def enter_stage(self, stage: int, place: int) -> None:
         """Gather a unit that is not there yet, on streams of the stage's own (``FSDPCommContext`` of its root)."""
-        self._backward, self._context = False, AMONG_GROUPS * stage
-        unit = self._units[stage][place]
-        self._gather(unit)
-        self._copy_out(unit)
+        self._events.backward, self._events.context = False, AMONG_GROUPS * stage
+        self._events.take(self._units[stage][place])
 
     def enter_back(self, stage: int, place: int) -> None:
         """Gather a unit that a loss has let go of."""
-        self._backward = True
-        self._gather(self._units[stage][place])
-        self._copy_out(self._units[stage][place])
+        self._events.backward = True
+        self._events.take(self._units[stage][place])
 
     def leave_stage(self, stage: int) -> None:
         """Let go of the last buffer, where a stage's forward is done, and of norm and head once a loss has let go of them."""
-        if self._goes and self._units[stage][-1] is self._tail:
-            self._let_go(self._tail)
-        self._free_last_buffer()
+        if self.sums is not None and self._units[stage][-1] is self._events.tail:
+            self.sums.leave()
+        self._events.free_last_buffer()
 
     def forget(self) -> None:
         """Let go of what a pass has reduced that found out shapes."""
-        self._stream.free_all([*self._reducing, *([self._head.share] if self._head.share >= 0 else [])])
-        self._reducing, self._head.share = [], -1
+        self._events.end_reductions()
+        if self.sums is not None:
+            self.sums.forget()
 
     def gather_stage(self, stage: int) -> None:
         """Gather all units of a stage ahead, by the stream that computes (``unshard``); they are copied out when it runs."""
@@ -87,16 +90,16 @@ class StagedUnits(ChunkedUnits):
 
     def wait_for(self, stage: int) -> None:
         """Copy out what is gathered of a stage."""
-        self._backward = True
+        self._events.backward = True
         for unit in self._units[stage]:
             if unit.buffer:
-                self._copy_out(unit)
+                self._events.copy_out(unit)
 
     def release(self, stage: int, place: int | None = None) -> None:
         """Let go of a stage's weights, or of those of one of its units."""
         units = self._units[stage]
         for unit in units if place is None else [units[place]]:
-            self._let_go(unit)
+            self._events.let_go(unit)
 
     def add(self, stage: int, place: int, gradients: dict[str, int]) -> None:
         """Keep a unit's first gradients, or add later ones: each is cast first where they are summed in another dtype."""
@@ -111,24 +114,22 @@ class StagedUnits(ChunkedUnits):
                 sums[name] = stream.allocate(stream.sizes[gradients[name]] * self._wide)
             stream.free(gradients[name])
 
-    def _reduce_head(self, gradients: Sequence[int]) -> None:
-        """Reduce the head's gradients, together with those of the norm that wait."""
-        waiting = self._wholes.pop(id(self._tail), {})
-        self._reduce(self._tail if waiting else self._head, [*gradients, *waiting.values()])
+    def _waiting_with_head(self) -> dict[str, int]:
+        """Return gradients of the norm that wait, which are reduced together with those of the head."""
+        return self._wholes.pop(id(self._events.tail), {})
 
     def reduce(self, stage: int) -> None:
         """Reduce the gradients of a stage, unit by unit, each of whose weights is let go of before."""
-        self._context = AMONG_GROUPS * stage
+        self._events.context = AMONG_GROUPS * stage
         for unit in self._units[stage]:
-            self._let_go(unit)
+            self._events.let_go(unit)
             sums = self._wholes.pop(id(unit), {})
             names = sorted(sums, key=self._order.__getitem__, reverse=True)
             if not names:
                 continue
-            left, both = self._left_of(unit) if self.sums_chunks else unit, self._tail.share
-            if left is self._norm and both >= 0:
+            left, both = unit if self.sums is None else self.sums.left_of(unit), self._events.tail.share
+            if left is not unit and both >= 0:
                 left.share = both  # what has been reduced together has the norm's
-            self._reduce(left, [sums[name] for name in names])
+            self._events.reduce(left, [sums[name] for name in names])
             left.share = -1 if left.share == both else left.share
-        self._stream.free_all([*self._reducing, *self._waiting])
-        self._reducing, self._waiting = [], []
+        self._events.end_reductions()

@@ -1,0 +1,293 @@
+"""The events of forward and backward through a whole model, micro-batch by micro-batch, and of forwards without gradients.
+
+Layers that are alike play the same events under other names, so that a step of a large model takes a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from memplan.documents.frozen_values import dataclass
+from memplan.step.alive_around_layers import names_given
+from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
+from memplan.step.events.argument_events import ModelArguments
+from memplan.step.events.around_step import Around
+from memplan.step.events.chunk_events import loss_over_chunks
+from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, SectionPlayer, UseUp
+from memplan.step.events.head_events import measure_logits
+from memplan.step.head_instants import joined_in_place
+from memplan.step.model_on_tape import ModelOnTape
+from memplan.step.no_grad_instants import evaluated_model
+from memplan.step.playing.recomputation import NOTHING_AGAIN
+from memplan.step.playing.section_events import SectionEvents, forward_events, section_events
+from memplan.step.states.parallel_shards import numbered
+from memplan.step.step_inputs import StepInputs
+from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
+from memplan.step.tapes.taped_operations import Mode, Weight
+from memplan.units import MIB
+
+VERIFIED, EVALUATED = 2, 3
+"""Batches that LitGPT's loops evaluate before the first step (``max_iters=2`` in litgpt/finetune/lora.py and full.py, 0.5.13), and
+behind one, where more are like the last."""
+
+CUBLASLT_WORKSPACE_BYTES = MIB
+"""Workspace of cuBLASLt, one for each thread that runs it: seen in the memory history of an H200 (torch 2.11)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedModel:
+    """A model, and what its passes are written to."""
+
+    stream: EventStream
+    inputs: StepInputs  # What the tapes were made of: gathered weights, where a rank gathers its model
+    taped: ModelOnTape
+    values: Sequence[int]  # Values of the quantities that sizes are made of: of the step
+    evaluated_values: Sequence[int]  # and of a forward that evaluates
+    libraries: Mapping[str, Libraries]  # Libraries that have made no workspace yet, of ``forward`` and of ``backward``
+
+
+def libraries_of(library_bytes: int) -> Mapping[str, Libraries]:
+    """Return the libraries whose workspaces forward and backward make, given the bytes of a cuBLAS workspace; 0 for none."""
+    libraries = dict(zip(CUBLAS_AND_LT, (library_bytes, CUBLASLT_WORKSPACE_BYTES), strict=True))
+    return {thread: dict(libraries) if library_bytes else {} for thread in ("forward", "backward")}
+
+
+class ModelPasses:
+    """Plays forwards and backwards of a model.
+
+    Args:
+        around: What is written around its parts.
+        use_up: Writes what becomes of gradients that are handed over as they are formed.
+
+    Attributes:
+        gradients: Storage of each gradient that stays, by the name of its weight.
+    """
+
+    def __init__(self, model: PlayedModel, around: Around, use_up: UseUp) -> None:
+        self.stream, self.inputs, self.taped, self.values = model.stream, model.inputs, model.taped, model.values
+        self.around, self._take, self.gradients = around, use_up, dict[str, int]()
+        self._sections, self._evaluated_values = SectionPlayer(model.stream, model.values), model.evaluated_values
+        self._libraries, setup, taped = model.libraries, model.inputs.setup, model.taped
+        copied = setup.copies_logits or around.copy_returned is not None
+        named = "logits" in setup.stack.loop.holds or copied
+        returned = taped.head.returned if named and taped.head.logits is not None else ()
+        self._held_logits = [value.storage for value in returned]
+        self._in_time = setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
+        # Names of the last step, what its graph has, and what a head is given, where the model names it until logits are there.
+        self._held, self._graph, self._named = list[int](), list[int](), list[int]()
+        self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
+        self._called_again = setup.stack.checkpointing.reentrant and setup.checkpointing != "none"
+
+    def play(self, mode: Mode) -> list[tuple[int, int]]:
+        """Play all micro-steps; return where each but the first begins, and where the last ends.
+
+        Args:
+            mode: What becomes of weight gradients in the first.
+        """
+        ends = []
+        for micro_step in self.around.micro_steps(self.inputs.setup.config.gradient_accumulation_steps):
+            self._pass(self.around.mode(mode, micro_step), micro_step)
+            ends.append((len(self.stream.codes), len(self.stream.sizes)))
+        return ends
+
+    def verify(self) -> None:
+        """Write what a loop evaluates before the first step, if it does."""
+        if self._in_time:
+            self._evaluate(VERIFIED)
+
+    def evaluate(self) -> None:
+        """Write what a loop evaluates behind a step."""
+        self._evaluate(EVALUATED if self._in_time else 1)
+
+    def _pass(self, mode: Mode, micro_step: int) -> None:
+        """Play one forward and backward."""
+        taped, loss_bytes = self.taped, self.taped.settings.loss_bytes
+        self.stream.begin("forward")
+        self.around.begin(micro_step)
+        self.stream.of("activations")
+        arguments = ModelArguments(self.stream, self.inputs, taped, self.values)
+        parts = self._runs(self._chain(mode), leaf=self._leaf, renames=self._in_time, arguments=arguments)
+        chunks = None
+        if taped.head.chunk is not None:
+            given, normed = (self.stream, taped.head, self.values, mode), parts[-1][1]
+            chunks = loss_over_chunks(given, self.inputs, taped, self._libraries, self.around.sums)
+            chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
+            chunks.region_end()
+        lowest = self._leave_forward([part for _, part in parts], arguments)
+        self.stream.begin("loss backward")
+        self.stream.of("temporaries")
+        several = self.inputs.setup.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
+        roots = self.stream.allocate_all([loss_bytes] * (3 if several else 2))
+        gradient, waiting = self.stream.allocate(loss_bytes), dict[str, int]()
+        if chunks is not None:
+            of_loss = gradient
+            gradient, sums = chunks.backward(self._libraries["backward"], self._take)
+            self.stream.free(of_loss)
+            self._keep(sums, "", waiting, mode)
+        for place, (number, part) in enumerate(reversed(parts)):
+            if place == 1:
+                self.stream.begin("layers backward")
+            arguments.stand_by(number, first=place == 0)
+            self.around.enter_backward(len(parts) - place - 1)
+            reached = self.around.reach_head if place == 0 else None
+            part.backward(gradient, self._libraries["backward"], partial(self._use_up, number), reached)
+            self._keep(part.gradient_storages, number, waiting, mode)
+            self.around.leave_backward(len(parts) - place - 1, self.gradients)
+            gradient = part.leaving if part.leaving != NO_STORAGE else gradient
+            if len(parts) - place - 2 == lowest and not self._called_again:
+                self.stream.free_all(arguments.staying)
+        escaped = [storage for _, part in reversed(parts) for storage in part.escaped]
+        leaf = parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
+        self._graph = [*dict.fromkeys([*escaped, *arguments.left(called_again=self._called_again), *leaf])]
+        if not self.inputs.setup.stack.loop.holds:
+            self._let_go()
+        self.stream.free_all(roots)
+
+    def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
+        """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
+        for part in parts:
+            part.region_end()
+        self._hold(parts[-1])
+        self.around.turn()
+        if self.inputs.setup.copies_logits:
+            measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._held)
+            self._held = []
+        elif self.around.copy_returned is not None:
+            self.around.copy_returned(self._held)
+            self._held = []
+        self.stream.free_all(storage for part in parts for storage in part.cached)
+        if (lowest := self.taped.lowest_turned) is None and not self._called_again:
+            self.stream.free_all(arguments.staying)
+        return lowest
+
+    def _chain(self, mode: Mode) -> Iterator[tuple[str, SectionEvents]]:
+        """Yield embedding, layers, and norm and head, with the number that names of their weights carry."""
+        taped = self.taped
+        events = partial(section_events, mode=mode, visits=self.around.visit is not None)
+        yield "", events(taped.embedding)
+        for index, run in enumerate(taped.runs):
+            way = self.inputs.recomputation if taped.again[taped.kinds[index]] else NOTHING_AGAIN
+            layer = events(taped.layer_of(index), recomputation=way)
+            for number in range(run.first, run.first + run.count):
+                yield str(number), layer
+        head = events(taped.head.section)
+        for storage in self._held_logits if not self._in_time else ():
+            head = head.holding(storage)
+        yield "", head
+
+    def _hold(self, head: PlayedSection) -> None:
+        """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
+        self._let_go()
+        self.stream.free_all([] if self._in_time else self._held)
+        self._held = [head.own_name(storage) for storage in self._held_logits]
+
+    def _let_go(self) -> None:
+        """Free what the graph of a loss has: attributes of nodes, the embedded tokens and their gradient."""
+        self.stream.free_all(self._graph)
+        self._graph = []
+
+    def _runs(
+        self,
+        parts: Iterable[tuple[str, SectionEvents]],
+        *,
+        leaf: int | None = None,
+        renames: bool = False,
+        arguments: ModelArguments | None = None,
+    ) -> list[tuple[str, PlayedSection]]:
+        """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
+        played: list[tuple[str, PlayedSection]] = []
+        # What layers were given, where the loop asks for it; what the first one was given, where the model's name alone keeps it.
+        hidden, first = list[int](), list[int]()
+        handed, owned, returned = NO_STORAGE, False, NO_STORAGE
+        chunked, self._named = self.inputs.setup.profile.loss == "chunked-logits", []
+        for number, events in parts:
+            named = bool(number) if self.inputs.setup.has_value_head else chunked and bool(played) and not number
+            named = named and not owned and 2 * events.entry + 1 in events.forward
+            stays = len(played) == 1 and arguments is not None and self._names_given and not owned
+            if not number:  # the model's name goes when its layers have run
+                self.stream.free_all(first)
+            first = [handed] if stays else first if number else []
+            part = self._sections.section(events, handed, owned or named or stays)
+            (self._named if chunked else hidden).extend([handed] if named else [])
+            if renames and not number and played:
+                before = self._held or [NO_STORAGE] * len(self._held_logits)
+                for storage, other in zip(self._held_logits, before, strict=True):
+                    part.frees_instead(storage, other)
+            if arguments is not None and not number and played:
+                arguments.named_by(part)
+            part.visited = None if self.around.visit is None else partial(self._visit, self.around.visit, number)
+            self.around.enter(len(played))
+            behind = self.around.leave_head if played and not number else None
+            returned = part.returns(self._libraries["forward"], returned, behind)
+            self.around.leave(len(played))
+            if arguments is not None:
+                arguments.follow(number, part, len(played))
+            played.append((number, part))
+            handed, owned = part.output, part.output_owned or len(played) - 1 == leaf
+        self.stream.free_all([*hidden, *([] if returned == NO_STORAGE else [returned])])
+        return played
+
+    def _visit(self, visit: Callable[[str, str], None], number: str, kind: str, name: str) -> None:
+        own = self.inputs.spec.names.layer if number else ""
+        visit(kind, numbered(name or own, number))
+
+    def _use_up(self, number: str, name: str, gradient: int) -> None:
+        self._take(numbered(name, number), gradient)
+
+    def _keep(self, retained: Mapping[str, int], number: str, waiting: dict[str, int], mode: Mode) -> None:
+        """Note the gradients that a part has left; that of a tied head waits for the embedding's."""
+        tied = self._tied
+        for name, storage in retained.items():
+            if tied is None or name != tied.name:
+                self.gradients[numbered(name, number)] = storage
+            elif name not in waiting:
+                waiting[name] = storage
+            else:
+                self._add_tied(tied, waiting.pop(name), storage, mode)
+
+    def _add_tied(self, weight: Weight, first: int, second: int, mode: Mode) -> None:
+        """Add up the gradients of a tied embedding and head, and store the sum."""
+        total = first
+        self.stream.of("gradients")
+        in_place = joined_in_place(self.inputs.regime, self.taped.head, self.taped.settings)
+        if not (in_place or self.around.adds_tied):
+            total = self.stream.allocate(weight.formed_bytes)
+            self.stream.free(first)
+        self.stream.free(second)
+        if mode == "layer":
+            self._take(weight.name, total)
+            return
+        stored = weight.gradient_bytes if weight.own_mode(mode) == "first" else 0
+        if stored and (weight.converted or stored != weight.formed_bytes):
+            self.gradients[weight.name] = self.stream.allocate(weight.gradient_codes_bytes)
+        elif stored:
+            self.gradients[weight.name] = total
+            return
+        self.stream.free(total)
+
+    @property
+    def _tied(self) -> Weight | None:
+        """The tensor that embedding and head share, where their gradients are added up."""
+        settings, weight = self.taped.settings, self.taped.weight(self.inputs.spec.names.embedding)
+        assert weight is not None
+        return weight if settings.tied and not settings.value_head and weight.trainable and not weight.coded else None
+
+    def _evaluate(self, batches: int) -> None:
+        """Write forwards without gradients, whose loss is over all logits at once."""
+        self.stream.begin("evaluation")
+        taped, own = evaluated_model(self.inputs, self.taped), self._sections
+        self._sections = SectionPlayer(self.stream, self._evaluated_values)
+        layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
+        head = forward_events(evaluated_head(taped.settings, taped.weights))
+        named = NO_STORAGE
+        for _ in range(batches):
+            parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers]])
+            _, below = parts[-1]
+            part = self._sections.section(head, below.output, below.output_owned)
+            named = part.returns(self._libraries["forward"], named)
+            for played in (*[part for _, part in parts], part):
+                played.region_end()
+            self.stream.free_all(storage for _, played in parts for storage in played.cached)
+        self.stream.free_all([] if named == NO_STORAGE else [named])
+        self._sections = own
