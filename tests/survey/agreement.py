@@ -17,7 +17,7 @@ from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.documents.escaping import json_text
 from memplan.documents.writing import write_answer, write_remark
-from memplan.model.families import WITH_TOWERS, model_spec
+from memplan.model.families import model_spec, with_towers
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import LayerRun
@@ -173,7 +173,7 @@ def _one_of_each_family(catalog: Catalog) -> list[str]:
     first_of_family: dict[str, str] = {}
     for name, entry in catalog.models.entries.items():
         if entry.architecture not in (
-            *WITH_TOWERS,
+            *with_towers(),
             *NOT_BUNDLED,
         ):  # text models of other families; no code of the bundled stack
             first_of_family.setdefault(entry.architecture, name)

@@ -246,8 +246,8 @@ class WatchedSteps:
         if self._in_forward:
             self.recorder.forward_ends()
             self._in_forward = False
-        later = self.recorder.marks[-1][1] == LATER_MICRO_STEP
-        self.recorder.instant(LATER_MICRO_STEP if later else "loss backward", backward=True)
+        later = self.recorder.now == LATER_MICRO_STEP
+        self.recorder.instant("loss backward", backward=True, later=later)
         self._began = True
 
     def _clipping(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import read_text
 from memplan.errors import CannotAnswerError
-from memplan.model.families import WITH_TOWERS
+from memplan.model.families import with_towers
 from memplan.model.model import Model
 from memplan.model.readers.given_shapes import SOURCE as SHAPES
 from memplan.model.spec import Attention, Mlp, ModelSpec
@@ -31,7 +31,7 @@ def released_keys(model: Model, catalog: Catalog) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if file.name.endswith(".json") and file.is_file():
         keys: dict[str, Any] = json.loads(read_text(file))
-        inner = keys if keys.get("model_type") in WITH_TOWERS else keys.get("text_config")
+        inner = keys if keys.get("model_type") in with_towers() else keys.get("text_config")
         return inner if isinstance(inner, dict) else keys
     raise CannotAnswerError(f"{model.source}: a library builds its model from a config.json, which this is not")
 

@@ -25,21 +25,8 @@ MAXIMUM_RUNS = 128
 """Each run of equal layers is planned by itself, in time that grows faster than their number; the deepest released
 model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none has more runs."""
 
-WITH_TOWERS = (
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-    "llava",
-    "llava_next",
-    "mistral3",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-)
-"""Families that read a whole vision-language config; of others the text model alone is read."""
+TOWER_MODULES = ("projected_vision", "vision")
+"""Modules whose families read a whole vision-language config; of others the text model alone is read."""
 
 
 @cache
@@ -52,6 +39,13 @@ def _builders() -> dict[str, Callable[[ConfigValues], ModelSpec]]:
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
+
+
+@cache
+def with_towers() -> tuple[str, ...]:
+    """Return the families that read a whole vision-language config."""
+    modules = {f"{kinds.__name__}.{module}" for module in TOWER_MODULES}
+    return tuple(sorted(name for name, builder in _builders().items() if builder.__module__ in modules))
 
 
 def families() -> tuple[str, ...]:

@@ -6,7 +6,17 @@ from typing import Any
 from memplan.documents.frozen_values import dataclass
 from memplan.model.families.config_values import MAXIMUM_LAYERS, MAXIMUM_POSITIONS, ConfigValues
 from memplan.model.families.layer_windows import layer_windows
-from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, layer_runs
+from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, TensorNames, layer_runs
+
+GPT_NAMES = TensorNames(
+    embedding="transformer.wte",
+    layer="transformer.h.{}",
+    attention="attn",
+    output="c_proj",
+    up="c_fc",
+    down="c_proj",
+)
+"""Names of GPT-2's parts, which models after it have too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ Source:
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.model.families.common_parts import attention, model, shape
+from memplan.model.families.common_parts import GPT_NAMES, attention, model, shape
 from memplan.model.families.config_values import ConfigValues
-from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, TensorNames
+from memplan.model.spec import Layer, Mlp, ModelSpec, Norm
 from memplan.model.tower import TowerTensor
 from memplan.units import ceil_div, round_up
 
@@ -26,17 +26,7 @@ GATE_CHANNELS, SMEAR_CHANNELS = 12, 24
 WINDOW_BLOCK = 128
 """Tokens that a short window, a quarter of the sequence, is a multiple of."""
 SOFTCAP = 15.0
-NAMES = TensorNames(
-    embedding="transformer.wte",
-    layer="transformer.h.{}",
-    attention="attn",
-    query="c_q",
-    key="c_k",
-    value="c_v",
-    output="c_proj",
-    up="c_fc",
-    down="c_proj",
-)
+NAMES = GPT_NAMES._replace(query="c_q", key="c_k", value="c_v")
 
 
 def nanochat_gpt(config: ConfigValues) -> ModelSpec:

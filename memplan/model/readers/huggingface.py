@@ -11,7 +11,7 @@ from typing import Any
 from memplan.documents.opening import is_file, is_folder, is_standard_input, path_kind, read_text, shown_path
 from memplan.documents.strict_json import parse_object
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.model.families import WITH_TOWERS, read_config
+from memplan.model.families import read_config, with_towers
 from memplan.model.families.config_values import INHERITED_KEYS
 from memplan.model.model import Model
 
@@ -73,7 +73,7 @@ def _adapter_error(source: str, config: Mapping[str, Any]) -> CannotAnswerError:
 def _text_part(config: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return the text model's keys, which multimodal configs nest, and a note if they were; a family with towers reads all."""
     inner = config.get("text_config")
-    if inner is None or inner == {} or config.get("model_type") in WITH_TOWERS:
+    if inner is None or inner == {} or config.get("model_type") in with_towers():
         return config, ()
     if not isinstance(inner, dict):
         raise InvalidFileError([f"{source}: text_config: expected an object with keys, got {str(inner)!r:.40}"])

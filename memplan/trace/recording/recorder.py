@@ -80,10 +80,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin a step; the last one is reported."""
         self.steady_from, self.steady_mark = len(self.events), len(self.marks)
 
-    def instant(self, name: str, *, backward: bool = False) -> None:
-        """Begin a part of the step."""
+    def instant(self, name: str, *, backward: bool = False, later: bool = False) -> None:
+        """Begin a part of the step; those of a ``later`` micro-step are one."""
         self._backward = backward
-        self.marks.append((len(self.events), name, backward))
+        self.marks.append((len(self.events), LATER_MICRO_STEP if later else name, backward))
 
     @property
     def now(self) -> str:

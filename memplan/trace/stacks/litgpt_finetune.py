@@ -34,7 +34,6 @@ from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.litgpt_models import adapted_config_of, config_of
@@ -217,7 +216,7 @@ class _Loop:
             for self.micro_step in range(config.gradient_accumulation_steps):
                 if not self.micro_step:
                     self.recorder.next_step()
-                self._mark("forward")
+                self.recorder.instant("forward", later=self.micro_step > 0)
                 self.recorder.forward_begins()
                 counts = torch.zeros(config.micro_batch_size, dtype=torch.long, device=META)
                 yield {**self.rows(), "token_counts": {"raw": counts, "raw_plus_prompt_template": counts}}
@@ -225,10 +224,7 @@ class _Loop:
     def forward_ends(self) -> None:
         """Note that the loss is there."""
         self.recorder.forward_ends()
-        self._mark("loss backward", backward=True)
-
-    def _mark(self, instant: str, *, backward: bool = False) -> None:
-        self.recorder.instant(LATER_MICRO_STEP if self.micro_step else instant, backward=backward)
+        self.recorder.instant("loss backward", backward=True, later=self.micro_step > 0)
 
 
 class _AdaptedLoop(_Loop):

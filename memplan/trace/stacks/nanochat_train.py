@@ -28,7 +28,6 @@ from memplan.step.compiled.compiled_nanochat import is_nanochat, refuse_other_jo
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import watch_states, watch_tensors
@@ -170,14 +169,13 @@ def _loop(model: Any, optimizer: Any, setup: TrainingSetup, recorder: Recorder) 
     for _ in range(STEPS):
         recorder.next_step()
         for micro_step in range(steps):
-            later = LATER_MICRO_STEP if micro_step else ""
-            recorder.instant(later or "forward")
+            recorder.instant("forward", later=micro_step > 0)
             recorder.forward_begins()
             loss = model(x, y)
             train_loss = loss.detach()
             loss = loss / steps
             recorder.forward_ends()
-            recorder.instant(later or "loss backward", backward=True)
+            recorder.instant("loss backward", backward=True, later=micro_step > 0)
             loss.backward()
         recorder.instant("optimizer step")
         optimizer.step()

@@ -22,7 +22,6 @@ from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
@@ -141,15 +140,14 @@ def _loop(model: Any, called: Any, optimizer: Any, setup: TrainingSetup, recorde
             _evaluate(called, batch, region)
             model.train()
         for micro_step in range(steps):
-            later = LATER_MICRO_STEP if micro_step else ""
-            recorder.instant(later or "forward")
+            recorder.instant("forward", later=micro_step > 0)
             recorder.forward_begins()
             with region():
                 _, loss = called(x, y)
                 loss = loss / steps
             x, y = batch()
             recorder.forward_ends()
-            recorder.instant(later or "loss backward", backward=True)
+            recorder.instant("loss backward", backward=True, later=micro_step > 0)
             loss.backward()
         if config.clip_gradients:
             recorder.instant("gradient clipping")

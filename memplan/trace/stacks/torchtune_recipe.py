@@ -31,7 +31,6 @@ from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.host_copies import host_copies
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
@@ -227,7 +226,7 @@ class _Loop:
             for self.micro_step in range(config.gradient_accumulation_steps):
                 if not self.micro_step:
                     self.recorder.next_step()
-                self._mark("forward")
+                self.recorder.instant("forward", later=self.micro_step > 0)
                 self.recorder.forward_begins()
                 yield {name: torch.zeros(shape, dtype=torch.long) for name in ("tokens", "labels")}
 
@@ -240,11 +239,8 @@ class _Loop:
         )
         loss: Tensor = self.own._loss_step(stand_in, batch)
         self.recorder.forward_ends()
-        self._mark("loss backward", backward=True)
+        self.recorder.instant("loss backward", backward=True, later=self.micro_step > 0)
         return loss
-
-    def _mark(self, instant: str, *, backward: bool = False) -> None:
-        self.recorder.instant(LATER_MICRO_STEP if self.micro_step else instant, backward=backward)
 
     def _scaled(self, model: Any, scaler: Tensor) -> None:
         self.recorder.instant("gradient clipping")
@@ -268,7 +264,7 @@ class _Ranks(_Loop):
 
         def backward(loss: Tensor, *arguments: Any, **options: Any) -> None:
             self.recorder.forward_ends()
-            self._mark("loss backward", backward=True)
+            self.recorder.instant("loss backward", backward=True, later=self.micro_step > 0)
             own(loss, *arguments, **options)
 
         self.loss.ignore_index = IGNORED

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from memplan.model.families.common_parts import (
+    GPT_NAMES,
     Shape,
     attention,
     even_rotary,
@@ -23,16 +24,10 @@ def _mlp(
     return Mlp(inner, config.activation(key, default=activation), gated=False, bias=bias)
 
 
-GPT2_NAMES = TensorNames(
-    embedding="transformer.wte",
+GPT2_NAMES = GPT_NAMES._replace(
     positions="transformer.wpe",
-    layer="transformer.h.{}",
     final_norm="transformer.ln_f",
-    attention="attn",
     qkv="c_attn",
-    output="c_proj",
-    up="c_fc",
-    down="c_proj",
     input_norm="ln_1",
     post_attention_norm="ln_2",
 )

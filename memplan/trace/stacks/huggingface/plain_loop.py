@@ -17,7 +17,6 @@ from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import adapted, loaded_model, text_config
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
@@ -76,8 +75,7 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
     for _ in range(STEPS):
         recorder.next_step()
         for micro_step in range(accumulated):
-            later = LATER_MICRO_STEP if micro_step else ""
-            recorder.instant(later or "forward")
+            recorder.instant("forward", later=micro_step > 0)
             recorder.forward_begins()
             batch = {name: torch.ones(shape, dtype=torch.long, device=inputs.device) for name in COLLATED}
             batch |= {
@@ -87,7 +85,7 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
             with autocast_of(inputs):
                 out = model(**batch)
             recorder.forward_ends()
-            recorder.instant(later or "loss backward", backward=True)
+            recorder.instant("loss backward", backward=True, later=micro_step > 0)
             (out.loss / accumulated if accumulated > 1 else out.loss).backward()
         if config.clip_gradients:
             recorder.instant("gradient clipping")

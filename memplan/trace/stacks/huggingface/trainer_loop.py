@@ -242,8 +242,7 @@ def _announce(owner: Any, name: str, announce: Callable[[], None]) -> None:
 
 def _backward_begins(recorder: Recorder) -> None:
     recorder.forward_ends()
-    later = recorder.now == LATER_MICRO_STEP
-    recorder.instant(LATER_MICRO_STEP if later else "loss backward", backward=True)
+    recorder.instant("loss backward", backward=True, later=recorder.now == LATER_MICRO_STEP)
 
 
 def _innermost(optimizer: Any) -> Any:

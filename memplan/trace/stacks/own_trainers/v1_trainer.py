@@ -21,7 +21,6 @@ from torch import Tensor
 from memplan.errors import CannotAnswerError
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.built_model import loaded_model, with_adapters
 from memplan.trace.stacks.huggingface.trainer_loop import pretended_machine
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
@@ -154,11 +153,10 @@ class _RecordedTrainer(sft_trainer.SFTTrainer):  # type: ignore[misc]
 
     def compute_loss(self, batch: Any) -> Tensor:
         """Form the loss, and tell where it begins and ends."""
-        later = LATER_MICRO_STEP if self.done else ""
-        self.recorder.instant(later or "forward")
+        self.recorder.instant("forward", later=self.done > 0)
         self.recorder.forward_begins()
         loss: Tensor = super().compute_loss(batch)
         self.recorder.forward_ends()
-        self.recorder.instant(later or "loss backward", backward=True)
+        self.recorder.instant("loss backward", backward=True, later=self.done > 0)
         self.done += 1
         return loss

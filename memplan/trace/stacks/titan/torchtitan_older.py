@@ -34,7 +34,6 @@ from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
@@ -274,7 +273,7 @@ class _Trainer:
 
     def _forward_backward(self, *batch: Any, **arguments: Any) -> Tensor:
         """Run ``Trainer.forward_backward_step``."""
-        self._mark("forward")
+        self.recorder.instant("forward", later=self.done > 0)
         self.recorder.forward_begins()
         loss: Tensor = Trainer.forward_backward_step(self._stand_in(), *batch, **arguments)
         self.done += 1
@@ -288,10 +287,7 @@ class _Trainer:
         with region:
             yield
         self.recorder.forward_ends()
-        self._mark("loss backward", backward=True)
-
-    def _mark(self, instant: str, *, backward: bool = False) -> None:
-        self.recorder.instant(LATER_MICRO_STEP if self.done else instant, backward=backward)
+        self.recorder.instant("loss backward", backward=True, later=self.done > 0)
 
     def _update(self) -> None:
         self.recorder.instant("optimizer step")

@@ -36,7 +36,6 @@ from memplan.trace.pretended_cuda.composite_kernels import BACKENDS, composite_k
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.trace.stacks.titan import torchtitan_parts
@@ -235,7 +234,9 @@ class _Trainer:
         if isinstance(self.loss, ChunkedLossWrapper) and model.lm_head is not None:
             self.loss.set_lm_head(model.lm_head)
             model._skip_lm_head = True
-            model.lm_head.register_forward_pre_hook(lambda _m, _i: self._mark("forward"))
+            model.lm_head.register_forward_pre_hook(
+                lambda _m, _i: self.recorder.instant("forward", later=self.done > 0)
+            )
             self.loss.loss_fn = self._marking(self.loss.loss_fn, "forward" if pipeline else "loss backward")
 
     def step(self) -> None:
@@ -302,7 +303,7 @@ class _Trainer:
 
     def _forward_backward(self, *, input_dict: Any, labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
         """Do what ``Trainer.forward_backward_step`` does on one GPU."""
-        self._mark("forward")
+        self.recorder.instant("forward", later=self.done > 0)
         self.recorder.forward_begins()
         inputs, labels, more = self._prepared(input_dict, labels)
         loss: Tensor = Trainer._forward_backward_body(self._stand_in(), inputs, labels, global_valid_tokens, more)
@@ -315,19 +316,16 @@ class _Trainer:
         result = self.loss(*args, **options)
         self.recorder.forward_ends()
         chunked = isinstance(self.loss, ChunkedLossWrapper)
-        self._mark("head backward" if chunked else "loss backward", backward=True)
+        self.recorder.instant("head backward" if chunked else "loss backward", backward=True, later=self.done > 0)
         return result
 
     def _marking(self, function: Callable[..., Any], instant: str) -> Callable[..., Any]:
         def marked(*args: Any, **options: Any) -> Any:
             result = function(*args, **options)
-            self._mark(instant, backward=True)
+            self.recorder.instant(instant, backward=True, later=self.done > 0)
             return result
 
         return marked
-
-    def _mark(self, instant: str, *, backward: bool = False) -> None:
-        self.recorder.instant(LATER_MICRO_STEP if self.done else instant, backward=backward)
 
     def _update(self) -> None:
         self.recorder.instant("optimizer step")
