@@ -8,12 +8,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from memplan.cli import main
 from memplan.cli.grouped_command import _UNSURE, _plain
 from memplan.cli.main import COMMANDS, list_of_commands, make_app
 
@@ -55,6 +57,13 @@ answers = pytest.mark.parametrize("arguments", ANSWERS.values(), ids=ANSWERS.key
 
 def test_the_commands_of_the_issue_are_there():
     assert {"fit", "max", "where", "explain", "list", "show", "schema", "doctor"} <= set(COMMANDS)
+
+
+def test_a_function_that_is_a_command_has_its_row():
+    folder = Path(main.__file__).parent
+    files = [*folder.glob("commands/*.py"), *folder.glob("ui/*.py"), folder / "schema_and_doctor.py"]
+    written = [name for file in files for name in re.findall(r"^def (\w+)_command\(", file.read_text(), re.MULTILINE)]
+    assert sorted(written) == sorted(set(COMMANDS) - {"lab"})
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,7 +2,8 @@
 
 A family's function stands in any module of ``kinds`` and is found by its name, which is the config's ``model_type``
 with ``_`` for ``-``: ``qwen3_moe`` in ``kinds/mixtures.py`` reads ``model_type: qwen3_moe``. It takes
-:class:`ConfigValues`. Private functions there, and the modules beside that folder, are helpers and no families.
+:class:`ConfigValues`, and ``runs_as`` above it says how transformers' code of the family computes. Private functions there, and the
+modules beside that folder, are helpers and no families.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,15 +31,28 @@ TOWER_MODULES = ("projected_vision", "vision")
 
 
 @cache
-def _builders() -> dict[str, Callable[[ConfigValues], ModelSpec]]:
-    """Return the function of each family."""
+def _functions() -> dict[str, Callable[..., Any]]:
+    """Return all functions of the families' modules."""
     modules = [import_module(f"{kinds.__name__}.{module.name}") for module in iter_modules(kinds.__path__)]
     return {
         name: value
         for module in modules
         for name, value in vars(module).items()
-        if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if isfunction(value) and value.__module__ == module.__name__
     }
+
+
+@cache
+def _builders() -> dict[str, Callable[[ConfigValues], ModelSpec]]:
+    """Return the function of each family."""
+    return {name: function for name, function in _functions().items() if not name.startswith("_")}
+
+
+@cache
+def transformers_rows() -> Mapping[str, Mapping[str, Any]]:
+    """Return how transformers' code of each family differs from that of Llama, of parts of others too."""
+    marked = {name: vars(function) for name, function in _functions().items() if "runs_as" in vars(function)}
+    return {name.lstrip("_"): own["runs_as"] for name, own in marked.items()}
 
 
 @cache

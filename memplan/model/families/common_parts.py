@@ -105,6 +105,13 @@ def attention(config: ConfigValues, common: Shape, rotated: int | None = None, *
     return Attention(common.num_attention_heads, common.num_key_value_heads, common.head_dim, rotated, **options)
 
 
+def plain_mlp(
+    config: ConfigValues, inner: int, activation: str, key: str = "activation_function", *, bias: bool = True
+) -> Mlp:
+    """Return a feed-forward part of two matrices; ``activation`` is what a missing ``key`` means."""
+    return Mlp(inner, config.activation(key, default=activation), gated=False, bias=bias)
+
+
 def gated_mlp(config: ConfigValues, *, bias: bool = False) -> Mlp:
     """Return a SwiGLU feed-forward part, or one with the gate that the config names."""
     return Mlp(config.integer("intermediate_size"), config.activation("hidden_act"), bias=bias)

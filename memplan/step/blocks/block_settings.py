@@ -5,9 +5,9 @@ from dataclasses import replace
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.catalog.stacks import Cache, StackProjections
 from memplan.documents.frozen_values import dataclass
+from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import dropouts, family_code, tables_in_layers
-from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import steps_through_scores
 from memplan.step.states.parallel_shards import casts_shards, is_partitioned
 from memplan.step.tapes.kernel_order import Schedule

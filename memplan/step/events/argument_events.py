@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memplan.model.families.family_fields import FamilyCode
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.layers.handed_down import HandedDown
 from memplan.step.model_on_tape import ModelOnTape

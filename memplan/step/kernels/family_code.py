@@ -8,8 +8,9 @@ from functools import lru_cache
 
 from memplan.catalog.stacks import ModelCode, Stack, StackModels
 from memplan.errors import CannotAnswerError
+from memplan.model.families import transformers_rows
+from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import ModelSpec
-from memplan.step.kernels.family_fields import FamilyCode
 from memplan.training.resolved import TrainingSetup
 
 OWN = FamilyCode()
@@ -24,7 +25,7 @@ TRANSFORMERS = FamilyCode(
     drops_residual=False,
     dropout_modules="residual",
 )
-QWEN3_NEXT = replace(TRANSFORMERS, balances=True, norms_at_once=True, shared_first=True, joins_none=True)
+"""Transformers' code of Llama; that of a family differs by what its function says (:func:`memplan.model.families.family_fields.runs_as`)."""
 TORCHTUNE = FamilyCode(
     wide_scale=True,
     query_first=True,
@@ -60,176 +61,6 @@ LITGPT = FamilyCode(
 )
 """``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
 
-_ALIKE = (
-    "arcee",
-    "gemma",
-    "hunyuan_v1_dense",
-    "internlm3",
-    "llava",
-    "llava_next",
-    "llama",
-    "ministral3",
-    "mistral",
-    "mistral3",
-    "mistral4",
-    "qwen2",
-    "smollm3",
-)
-"""Families that run as Llama does: what their parts have of their own, order and sizes, their shapes say."""
-GEMMA4 = replace(
-    TRANSFORMERS,
-    masks=2,
-    masks_from=2,
-    rotates_together=False,
-    turns_each=True,
-    powered_norms=True,
-    scales_output=True,
-)
-_TRANSFORMERS: Mapping[str, FamilyCode] = {
-    **dict.fromkeys(_ALIKE, TRANSFORMERS),
-    "gpt2": replace(
-        TRANSFORMERS,
-        own_products=True,
-        wide_softmax=False,
-        placed_mask=True,
-        names_fed=True,
-        names_attention=True,
-        grouped_uncast=False,
-        drops_residual=True,
-        dropout_modules="both",
-    ),
-    "gpt_bigcode": replace(
-        TRANSFORMERS, names_fed=True, names_attention=True, drops_residual=True, dropout_modules="residual"
-    ),
-    "gpt_neo": replace(
-        TRANSFORMERS,
-        steps_alone=True,
-        wide_scores="masked",
-        names_fed=True,
-        names_attention=True,
-        passes_positions=False,
-        drops_residual=True,
-        dropout_modules="both",
-    ),
-    "bloom": replace(
-        TRANSFORMERS,
-        steps_alone=True,
-        adds_inside=True,
-        names_fed=True,
-        passes_positions=False,
-        drops_embedding=False,
-        drops_residual=True,
-        dropout_modules="attention",
-    ),
-    "gptj": replace(
-        TRANSFORMERS,
-        steps_alone=True,
-        wide_scores="divided",
-        interleaved="looked-up",
-        sums="parts-first",
-        drops_residual=True,
-        dropout_modules="both",
-    ),
-    "opt": replace(
-        TRANSFORMERS,
-        feeds_inside=True,
-        scales_projected=True,
-        counts_positions=True,
-        drops_embedding=False,
-        drops_residual=True,
-        dropout_modules="neither",
-    ),
-    "stablelm": replace(
-        TRANSFORMERS,
-        names_norm=True,
-        names_attention=True,
-        names_passed=True,
-        sums="residual-first",
-        drops_residual=True,
-    ),
-    "phi": replace(TRANSFORMERS, names_passed=True, sums="parts-first", drops_embedding=False, drops_residual=True),
-    "qwen2_moe": replace(TRANSFORMERS, balances=True, shared_first=True, masks=2, idle_mask=True),
-    "gpt_neox": replace(TRANSFORMERS, sums="late", drops_residual=True),
-    "falcon_h1": replace(TRANSFORMERS, scales_embedded=True, scales_parts=True),
-    "falcon": replace(
-        TRANSFORMERS,
-        own_scores=True,
-        wide_softmax=False,
-        copies_heads=True,
-        asks_for_groups=False,
-        sums="in-place",
-        masks_always=True,
-        own_linear=True,
-        own_products=True,
-        names_norm=True,
-        names_attention=True,
-        drops_residual=True,
-        dropout_modules="attention",
-    ),
-    "phi3": replace(TRANSFORMERS, joins_rotated=True, drops_residual=True),
-    "olmo": replace(TRANSFORMERS, wide_layer_norm=True, wide_rotary=True),
-    "qwen3": replace(TRANSFORMERS, norms_at_once=True),
-    "olmo2": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True),
-    "olmo3": replace(TRANSFORMERS, wide_scale=True, wide_rotary=True, norms_at_once=True, masks=2, masks_from=4),
-    "gpt_oss": replace(TRANSFORMERS, balances=True, wide_scale=True, masks=2, masks_from=2, half_tables=True),
-    "gemma2": replace(TRANSFORMERS, masks=2, masks_from=2),
-    "gemma3_text": replace(TRANSFORMERS, masks=2, masks_from=6),
-    "gemma3": replace(TRANSFORMERS, masks=2, masks_from=6),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), replace(TRANSFORMERS, sequence_tables=True, passes_positions=False)),
-    "qwen3_vl": replace(TRANSFORMERS, sequence_tables=True, norms_at_once=True),
-    "qwen3_vl_moe": replace(TRANSFORMERS, balances=True, sequence_tables=True, norms_at_once=True),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), GEMMA4),
-    "gemma4_unified": replace(GEMMA4, masks_jointly=True, masks_by_kind=True),
-    "llama4_text": replace(
-        TRANSFORMERS,
-        complex_rotary=True,
-        wide_softmax=False,
-        wide_weights=True,
-        names_attention=True,
-        unnamed_norms=True,
-        masks_by_kind=True,
-        wide_factors=True,
-        unfused="last_hidden_state",
-        takes_flash_attn=False,
-    ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), replace(TRANSFORMERS, norms_at_once=True)),
-    "mixtral": replace(TRANSFORMERS, balances=True, adapts_experts=True),
-    "qwen3_moe": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
-    "qwen3_next": QWEN3_NEXT,
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(QWEN3_NEXT, sequence_tables=True)),
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_text"), replace(QWEN3_NEXT, sequence_tables=True, balances=False, shared_first=False)
-    ),
-    "olmoe": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
-    "deepseek_v2": replace(TRANSFORMERS, adapts_experts=True, complex_rotary=True),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), replace(TRANSFORMERS, adapts_experts=True)),
-    "minimax_m2": replace(TRANSFORMERS, balances=True, adapts_experts=True, norms_at_once=True),
-    "cohere": replace(TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first"),
-    "cohere2": replace(
-        TRANSFORMERS, interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4
-    ),
-    "exaone4": replace(TRANSFORMERS, masks=0, masks_from=4),
-    **dict.fromkeys(("glm", "glm4"), replace(TRANSFORMERS, interleaved="spread")),
-    "ernie4_5": replace(TRANSFORMERS, interleaved="spread-wide", wide_rotary=True),
-    "granite": replace(TRANSFORMERS, scales_embedded=True),
-    "granitemoe": replace(TRANSFORMERS, balances=True, scales_embedded=True, unfused="num_experts"),
-    "granitemoehybrid": replace(
-        TRANSFORMERS,
-        balances=True,
-        scales_embedded=True,
-        unfused="num_experts",
-        names_routed=True,
-        passes_positions=False,
-    ),
-    "seed_oss": replace(TRANSFORMERS, drops_embedding=False, drops_residual=True, dropout_modules="neither"),
-    "starcoder2": replace(TRANSFORMERS, drops_residual=True, dropout_modules="neither"),
-}
-"""How each family runs in transformers 5.23.0, as ``models/NAME/modeling_NAME.py`` has it: ``NewGELUActivation``
-(activations.py), ``Olmo2RMSNorm`` and ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``,
-``eager_attention_forward`` of gpt2, ``FalconAttention._split_heads`` with ``reshape``. Which have adapters on stacked experts is in
-peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and ``_MOE_TARGET_MODULE_MAPPING``."""
-
-
 UNSLOTH = FamilyCode(cuts_sequences=True)
 """``LlamaAttention_fast_forward`` in unsloth/models/llama.py, ``run_attention`` in utils/attention_dispatch.py (2026.10.9)."""
 
@@ -243,11 +74,7 @@ _TORCHTITAN: Mapping[str, FamilyCode] = {
 
 _ONE_DECODER: Mapping[ModelCode, FamilyCode] = {"own": OWN, "litgpt": LITGPT, "unsloth": UNSLOTH}
 """Implementations whose families are settings of one decoder."""
-_BY_FAMILY: Mapping[ModelCode, Mapping[str, FamilyCode]] = {
-    "transformers": _TRANSFORMERS,
-    "torchtune": _TORCHTUNE,
-    "torchtitan": _TORCHTITAN,
-}
+_BY_FAMILY: Mapping[ModelCode, Mapping[str, FamilyCode]] = {"torchtune": _TORCHTUNE, "torchtitan": _TORCHTITAN}
 
 
 def family_code(stack: Stack, architecture: str) -> FamilyCode:
@@ -299,11 +126,13 @@ def _code_at(model_code: ModelCode, models: StackModels, architecture: str) -> F
 def _newest_code(code: ModelCode, architecture: str) -> FamilyCode:
     if code in _ONE_DECODER:
         return _ONE_DECODER[code]
-    if architecture not in (described := _BY_FAMILY[code]):
+    described = transformers_rows() if code == "transformers" else _BY_FAMILY[code]
+    if architecture not in described:
         raise CannotAnswerError(
             f"{code}'s code of family {architecture} is not described; that of {', '.join(sorted(described))} is"
         )
-    return described[architecture]
+    row = described[architecture]
+    return row if isinstance(row, FamilyCode) else replace(TRANSFORMERS, **row)
 
 
 def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import Attention, LatentAttention, Mixer, ModelSpec
 from memplan.step.kernels.family_code import family_code, tables_apart, tables_in_layers
-from memplan.step.kernels.family_fields import FamilyCode
 from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup

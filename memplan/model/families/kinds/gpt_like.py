@@ -4,25 +4,17 @@ from dataclasses import replace
 
 from memplan.model.families.common_parts import (
     GPT_NAMES,
-    Shape,
     attention,
     even_rotary,
     layer_norm,
     model,
-    rotary_dim,
-    shape,
+    plain_mlp,
     whole_heads,
 )
 from memplan.model.families.config_values import ConfigValues
+from memplan.model.families.family_fields import runs_as
+from memplan.model.families.kinds.parallel_families import FALCON_NAMES
 from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, TensorNames
-
-
-def _mlp(
-    config: ConfigValues, inner: int, activation: str, key: str = "activation_function", *, bias: bool = True
-) -> Mlp:
-    """Return a feed-forward part of two matrices; ``activation`` is what a missing ``key`` means."""
-    return Mlp(inner, config.activation(key, default=activation), gated=False, bias=bias)
-
 
 GPT2_NAMES = GPT_NAMES._replace(
     positions="transformer.wpe",
@@ -33,6 +25,16 @@ GPT2_NAMES = GPT_NAMES._replace(
 )
 
 
+@runs_as(
+    own_products=True,
+    wide_softmax=False,
+    placed_mask=True,
+    names_fed=True,
+    names_attention=True,
+    grouped_uncast=False,
+    drops_residual=True,
+    dropout_modules="both",
+)
 def gpt2(config: ConfigValues) -> ModelSpec:
     """GPT-2: learned positions, one fused projection, weights stored (in, out), dropout of 0.1.
 
@@ -43,7 +45,7 @@ def gpt2(config: ConfigValues) -> ModelSpec:
     config.only("reorder_and_upcast_attn", False)
     scale = None if config.flag("scale_attn_weights", default=True) else 1.0
     heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, scale=scale)
-    mlp = _mlp(config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_new")
+    mlp = plain_mlp(config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_new")
     return model(
         config,
         common,
@@ -56,123 +58,6 @@ def gpt2(config: ConfigValues) -> ModelSpec:
         rotary_tables=0,
         names=GPT2_NAMES,
     )
-
-
-NEOX_NAMES = TensorNames(
-    embedding="gpt_neox.embed_in",
-    layer="gpt_neox.layers.{}",
-    final_norm="gpt_neox.final_layer_norm",
-    attention="attention",
-    qkv="query_key_value",
-    output="dense",
-    up="dense_h_to_4h",
-    down="dense_4h_to_h",
-)
-
-
-def gpt_neox(config: ConfigValues) -> ModelSpec:
-    """GPT-NeoX and Pythia: attention and feed-forward in parallel, each behind a norm of its own.
-
-    Source: ``transformers/models/gpt_neox/modeling_gpt_neox.py``; https://arxiv.org/abs/2204.06745.
-    """
-    common = whole_heads(config)
-    config.expect("num_key_value_heads", common.num_attention_heads)
-    bias = config.flag("attention_bias", default=True)
-    rotated = rotary_dim(config, common.head_dim, default=0.25)
-    heads = attention(config, common, rotated, qkv_bias=bias, output_bias=bias, fused_qkv=True)
-    mlp = _mlp(config, config.integer("intermediate_size"), "gelu", "hidden_act")
-    parallel = config.flag("use_parallel_residual", default=True)
-    layer = Layer(heads, mlp, layer_norm(config), placement="parallel" if parallel else "pre", parallel_norms=2)
-    return model(config, common, layer, dropout=("attention_dropout", "hidden_dropout"), names=NEOX_NAMES)
-
-
-PHI_NAMES = TensorNames(
-    final_norm="model.final_layernorm",
-    output="dense",
-    query_norm="q_layernorm",
-    key_norm="k_layernorm",
-    up="fc1",
-    down="fc2",
-)
-
-
-def phi(config: ConfigValues) -> ModelSpec:
-    """Phi-1, Phi-1.5 and Phi-2: attention and feed-forward in parallel behind one norm, biases everywhere.
-
-    Source: ``transformers/models/phi/modeling_phi.py``; https://arxiv.org/abs/2309.05463.
-    """
-    common = shape(config)
-    heads = attention(
-        config,
-        common,
-        rotary_dim(config, common.head_dim, default=0.5),
-        qkv_bias=True,
-        output_bias=True,
-        query_key_norm=layer_norm(config) if config.flag("qk_layernorm") else None,
-    )
-    mlp = _mlp(config, config.integer("intermediate_size"), "gelu_new", "hidden_act")
-    return model(
-        config,
-        common,
-        Layer(heads, mlp, layer_norm(config), placement="parallel"),
-        dropout=("resid_pdrop", "embd_pdrop", "attention_dropout"),
-        head_bias=True,
-        names=PHI_NAMES,
-    )
-
-
-FALCON_NAMES = TensorNames(
-    embedding="transformer.word_embeddings",
-    layer="transformer.h.{}",
-    final_norm="transformer.ln_f",
-    attention="self_attention",
-    qkv="query_key_value",
-    output="dense",
-    up="dense_h_to_4h",
-    down="dense_4h_to_h",
-)
-
-
-def falcon(config: ConfigValues) -> ModelSpec:
-    """Falcon: one key-value head (7B) or groups of them (40B), attention and feed-forward in parallel.
-
-    ALiBi, which the oldest Falcons have instead of rotary positions, needs a bias on every score
-    and so other attention kernels: it is refused.
-
-    Source: ``transformers/models/falcon/modeling_falcon.py``; https://arxiv.org/abs/2311.16867.
-    """
-    grouped = config.flag("new_decoder_architecture")
-    common = _with_groups(config, whole_heads(config), grouped)
-    bias = config.flag("bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, fused_qkv=True)
-    mlp = _mlp(
-        config, config.integer("ffn_hidden_size", default=4 * common.hidden_size), "gelu", "activation", bias=bias
-    )
-    parallel = config.flag("parallel_attn", default=True)
-    norms = config.integer("num_ln_in_parallel_attn", default=2 if grouped else 1, maximum=2)
-    names = (
-        FALCON_NAMES._replace(input_norm="ln_attn", post_attention_norm="ln_mlp")
-        if parallel and norms == 2
-        else FALCON_NAMES
-    )
-    return model(
-        config,
-        common,
-        Layer(heads, mlp, layer_norm(config), placement="parallel" if parallel else "pre", parallel_norms=norms),
-        tied=True,
-        dropout=("attention_dropout", "hidden_dropout"),
-        names=names,
-    )
-
-
-def _with_groups(config: ConfigValues, common: Shape, grouped: bool) -> Shape:
-    """Return ``common`` with the key-value heads that the variant has."""
-    heads = common.num_attention_heads
-    groups = config.integer("num_kv_heads", "n_head_kv", default=heads)
-    if config.flag("multi_query", default=True) and not grouped:
-        groups = 1
-    config.divides("num_kv_heads", groups, "num_attention_heads", heads)
-    return replace(common, num_key_value_heads=groups)
 
 
 OPT_NAMES = TensorNames(
@@ -189,6 +74,14 @@ OPT_NAMES = TensorNames(
 )
 
 
+@runs_as(
+    feeds_inside=True,
+    scales_projected=True,
+    counts_positions=True,
+    drops_embedding=False,
+    drops_residual=True,
+    dropout_modules="neither",
+)
 def opt(config: ConfigValues) -> ModelSpec:
     """OPT: learned positions behind two rows that none has, and a ReLU in each layer's own code.
 
@@ -204,7 +97,7 @@ def opt(config: ConfigValues) -> ModelSpec:
     config.only("layerdrop", 0.0)
     config.ignore("init_std")
     heads = attention(config, common, 0, qkv_bias=bias, output_bias=bias)
-    mlp = _mlp(config, config.integer("ffn_dim"), "relu", bias=bias)
+    mlp = plain_mlp(config, config.integer("ffn_dim"), "relu", bias=bias)
     spec = model(
         config,
         common,
@@ -222,6 +115,15 @@ def opt(config: ConfigValues) -> ModelSpec:
 GPT_NEO_NAMES = GPT2_NAMES._replace(attention="attn.attention", output="out_proj")
 
 
+@runs_as(
+    steps_alone=True,
+    wide_scores="masked",
+    names_fed=True,
+    names_attention=True,
+    passes_positions=False,
+    drops_residual=True,
+    dropout_modules="both",
+)
 def gpt_neo(config: ConfigValues) -> ModelSpec:
     """GPT-Neo: GPT-2's layers, whose scores are in fp32 and not scaled; each keeps a mask of all positions, every other within a window.
 
@@ -237,7 +139,7 @@ def gpt_neo(config: ConfigValues) -> ModelSpec:
         common,
         Layer(
             heads,
-            _mlp(config, config.integer("intermediate_size", default=4 * common.hidden_size), "gelu_new"),
+            plain_mlp(config, config.integer("intermediate_size", default=4 * common.hidden_size), "gelu_new"),
             layer_norm(config),
         ),
         tied=True,
@@ -252,6 +154,14 @@ def gpt_neo(config: ConfigValues) -> ModelSpec:
 GPTJ_NAMES = GPT2_NAMES._replace(output="out_proj", up="fc_in", down="fc_out")
 
 
+@runs_as(
+    steps_alone=True,
+    wide_scores="divided",
+    interleaved="looked-up",
+    sums="parts-first",
+    drops_residual=True,
+    dropout_modules="both",
+)
 def gptj(config: ConfigValues) -> ModelSpec:
     """GPT-J: attention and feed-forward in parallel behind one norm, neighbours rotated, scores in fp32, a head with a bias.
 
@@ -266,7 +176,9 @@ def gptj(config: ConfigValues) -> ModelSpec:
         common,
         Layer(
             heads,
-            _mlp(config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_new"),
+            plain_mlp(
+                config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_new"
+            ),
             layer_norm(config),
             placement="parallel",
         ),
@@ -277,6 +189,15 @@ def gptj(config: ConfigValues) -> ModelSpec:
     )
 
 
+@runs_as(
+    steps_alone=True,
+    adds_inside=True,
+    names_fed=True,
+    passes_positions=False,
+    drops_embedding=False,
+    drops_residual=True,
+    dropout_modules="attention",
+)
 def bloom(config: ConfigValues) -> ModelSpec:
     """BLOOM, BLOOMZ: ALiBi in place of positions, a norm behind the embedding, a GELU that backward forms again.
 
@@ -303,6 +224,7 @@ def bloom(config: ConfigValues) -> ModelSpec:
     )
 
 
+@runs_as(names_fed=True, names_attention=True, drops_residual=True)
 def gpt_bigcode(config: ConfigValues) -> ModelSpec:
     """StarCoder, SantaCoder: GPT-2's layers with one head of keys and values for all; the model keeps a causal mask of all positions.
 
@@ -315,7 +237,7 @@ def gpt_bigcode(config: ConfigValues) -> ModelSpec:
     scale = None if config.flag("scale_attn_weights", default=True) else 1.0
     config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, scale=scale)
-    mlp = _mlp(
+    mlp = plain_mlp(
         config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_pytorch_tanh"
     )
     positions = config.integer("n_positions", "max_position_embeddings", default=1024)

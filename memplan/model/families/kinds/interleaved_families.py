@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from memplan.model.families.common_parts import (
     attention,
+    experts,
     factor,
     gated_mlp,
     model,
@@ -12,11 +13,13 @@ from memplan.model.families.common_parts import (
     shape,
     sliding_window,
 )
-from memplan.model.families.config_values import ConfigValues
-from memplan.model.families.layer_windows import layer_windows
-from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, Placement, TensorNames
+from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
+from memplan.model.families.family_fields import runs_as
+from memplan.model.families.layer_windows import layer_windows, rotating_layers
+from memplan.model.spec import Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, Placement, TensorNames
 
 
+@runs_as(interleaved="wide", centred_norms=True, sums="residual-first")
 def cohere(config: ConfigValues) -> ModelSpec:
     """Command R and Aya: attention and feed-forward in parallel behind one LayerNorm without a shift, and scaled logits.
 
@@ -41,6 +44,7 @@ def _cohere_norm(config: ConfigValues) -> Norm:
     return Norm("layer", epsilon=config.number("layer_norm_eps", default=1e-5))
 
 
+@runs_as(interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4)
 def cohere2(config: ConfigValues) -> ModelSpec:
     """Command R7B and Command A: Command R's layers, of which those within a window rotate and the others do not.
 
@@ -59,6 +63,7 @@ def cohere2(config: ConfigValues) -> ModelSpec:
     return model(config, common, layers, tied=True, logit_scale=factor(config, "logit_scale", 0.0625), **window)
 
 
+@runs_as(interleaved="spread-wide", wide_rotary=True)
 def ernie4_5(config: ConfigValues) -> ModelSpec:
     """ERNIE 4.5 without experts: Llama's layers, rotated in fp32.
 
@@ -70,6 +75,7 @@ def ernie4_5(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, tied=True)
 
 
+@runs_as(interleaved="spread")
 def glm(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2024: Llama's layers with one matrix for both projections up, and half of a head rotated.
 
@@ -87,6 +93,7 @@ def _glm(config: ConfigValues, placement: Placement, names: TensorNames) -> Mode
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1.5625e-7), placement=placement), names=names)
 
 
+@runs_as(interleaved="spread")
 def glm4(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2025, without experts: GLM's layers with norms on both sides of each part.
 
@@ -98,3 +105,72 @@ def glm4(config: ConfigValues) -> ModelSpec:
         post_feed_forward_norm="post_mlp_layernorm",
     )
     return _glm(config, "sandwich", names)
+
+
+@runs_as(
+    complex_rotary=True,
+    wide_softmax=False,
+    wide_weights=True,
+    names_attention=True,
+    unnamed_norms=True,
+    masks_by_kind=True,
+    wide_factors=True,
+    unfused="last_hidden_state",
+    takes_flash_attn=False,
+)
+def llama4_text(config: ConfigValues) -> ModelSpec:
+    """Llama 4, text: layers that rotate and attend within chunks beside some that do neither, experts beside a shared one in some or all.
+
+    Source: ``transformers/models/llama4/modeling_llama4.py`` and its configuration (v5.23.0).
+    """
+    common, norm = shape(config, key_value_heads=8, head_dim=128, vocab_size=202_048), rms_norm(config, 1e-5)
+    bias, count = config.flag("attention_bias"), common.num_hidden_layers
+    normed, tuned = config.flag("use_qk_norm", default=True), bool(config.keys.get("attn_temperature_tuning", True))
+    config.integers("no_rope_layers", count if config.keys.get("no_rope_layers") else None)
+    config.ignore("no_rope_layer_interval", "attention_chunk_size", "floor_scale", "attn_scale", "for_llm_compressor")
+    config.ignore("attn_temperature_tuning")  # released as 4 and as true, which mean the same
+    config.only("router_jitter_noise", 0.0)
+    still = attention(config, common, 0, qkv_bias=bias, output_bias=bias, scales_query=tuned)
+    lengths = Norm(weight=False, epsilon=norm.epsilon) if normed else None
+    turning = attention(
+        config, common, qkv_bias=bias, output_bias=bias, query_key_norm=lengths, norms_rotated=lengths is not None
+    )
+    dense = Mlp(config.integer("intermediate_size_mlp", default=16_384), config.activation("hidden_act"))
+    sparse, routed = experts(config, _llama4_mixture(config)), _llama4_sparse(config, count)
+    layers = [
+        Layer(turning if turns else still, sparse if has_experts else dense, norm)
+        for turns, has_experts in zip(rotating_layers(config.keys, count), routed, strict=False)
+    ]
+    windows = layer_windows(config.keys, count)
+    names = TensorNames(mlp="feed_forward", router="router", shared_experts="shared_expert")
+    return model(
+        config,
+        common,
+        layers,
+        layer_kinds=("chunked_attention",),
+        names=names,
+        window=max(windows, default=0),
+        full_layers=tuple([index for index, window in enumerate(windows) if not window]) if any(windows) else (),
+    )
+
+
+def _llama4_sparse(config: ConfigValues, count: int) -> list[bool]:
+    """Return for each layer whether it has experts: as listed, or every so many."""
+    step = config.integer("interleave_moe_layer_step", default=1, maximum=MAXIMUM_LAYERS)
+    listed = config.integers("moe_layers")
+    chosen = range(step - 1, count, step) if listed is None else listed
+    return [index in chosen for index in range(count)]
+
+
+def _llama4_mixture(config: ConfigValues) -> MixtureOfExperts:
+    inner = config.integer("intermediate_size", default=8192)
+    return MixtureOfExperts(
+        num_experts=config.integer("num_local_experts", "num_experts", default=16),
+        experts_per_token=config.integer("num_experts_per_tok", default=1),
+        intermediate_size=inner,
+        activation=config.activation("hidden_act"),
+        shared_intermediate_size=inner,
+        transposed=True,
+        every_expert=True,
+        normalised=False,
+    )

@@ -14,6 +14,7 @@ from memplan.model.families.common_parts import (
     sparse_layers,
 )
 from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
+from memplan.model.families.family_fields import runs_as
 from memplan.model.gated_delta_net import GatedDeltaNet
 from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 
@@ -22,6 +23,7 @@ ROTATED = 0.25
 """Share of a head's dimensions that is rotated where a config says nothing."""
 
 
+@runs_as(joins_none=True, shared_first=True, balances=True, norms_at_once=True)
 def qwen3_next(config: ConfigValues) -> ModelSpec:
     """Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
 
@@ -100,6 +102,7 @@ def _delta(config: ConfigValues, *, joined: bool) -> GatedDeltaNet:
     )
 
 
+@runs_as(sequence_tables=True, joins_none=True, norms_at_once=True)
 def qwen3_5_text(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6, dense, text: Qwen3-Next's layers with a projection each for query, key and value, gate, decay and correction.
 
@@ -109,6 +112,7 @@ def qwen3_5_text(config: ConfigValues) -> ModelSpec:
     return _hybrid(config, common, [gated_mlp(config)] * common.num_hidden_layers, joined=False)
 
 
+@runs_as(sequence_tables=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
 def qwen3_5_moe_text(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts, text: Qwen3.5's layers with routed experts beside a shared one in each.
 

@@ -14,10 +14,12 @@ from memplan.model.families.common_parts import (
     sliding_window,
 )
 from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
+from memplan.model.families.family_fields import runs_as
 from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, Placement, TensorNames
 
 
+@runs_as()
 def llama(config: ConfigValues) -> ModelSpec:
     """Llama 1 to 3, and the many models released as one: Yi, SmolLM, TinyLlama, Vicuna, CodeLlama.
 
@@ -29,6 +31,7 @@ def llama(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config)))
 
 
+@runs_as()
 def internlm3(config: ConfigValues) -> ModelSpec:
     """InternLM 3: Llama itself, two keys of which have names of their own; either biases are everywhere or nowhere.
 
@@ -43,6 +46,7 @@ def internlm3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config, bias=bias), rms_norm(config, 1e-5)))
 
 
+@runs_as()
 def mistral(config: ConfigValues) -> ModelSpec:
     """Mistral: Llama's layers with grouped queries and, in the first release, a sliding window.
 
@@ -54,6 +58,7 @@ def mistral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
+@runs_as()
 def ministral3(config: ConfigValues) -> ModelSpec:
     """Ministral 3: Mistral's layers, whose queries are scaled by their position after they are rotated.
 
@@ -65,6 +70,7 @@ def ministral3(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
+@runs_as()
 def qwen2(config: ConfigValues) -> ModelSpec:
     """Qwen1.5, Qwen2 and Qwen2.5: Llama's layers with biases on query, key and value.
 
@@ -76,6 +82,7 @@ def qwen2(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
+@runs_as(norms_at_once=True)
 def qwen3(config: ConfigValues) -> ModelSpec:
     """Qwen3: each head's queries and keys are normalised, and heads have a width of their own.
 
@@ -88,6 +95,7 @@ def qwen3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
+@runs_as(joins_rotated=True, drops_residual=True)
 def phi3(config: ConfigValues) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4: Llama's layers with query, key, value and with gate, up in one matrix each.
 
@@ -101,6 +109,7 @@ def phi3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)), dropout=dropout, **window)
 
 
+@runs_as()
 def smollm3(config: ConfigValues) -> ModelSpec:
     """SmolLM3: Llama's layers, of which every fourth rotates nothing.
 
@@ -125,6 +134,7 @@ def _rotating(config: ConfigValues, count: int) -> list[bool]:
     return [bool(value) for value in listed[:count]]
 
 
+@runs_as(names_norm=True, names_attention=True, names_passed=True, sums="residual-first", drops_residual=True)
 def stablelm(config: ConfigValues) -> ModelSpec:
     """StableLM 2 and StableLM-3B-4E1T: Llama's layers with LayerNorm and partly rotated heads.
 
@@ -140,6 +150,7 @@ def stablelm(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, dropout=("attention_dropout", "hidden_dropout"))
 
 
+@runs_as(wide_layer_norm=True, wide_rotary=True)
 def olmo(config: ConfigValues) -> ModelSpec:
     """OLMo 1: Llama's layers behind a LayerNorm that has neither scale nor shift; 1.7 clips queries, keys and values.
 
@@ -151,6 +162,7 @@ def olmo(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), Norm("layer", weight=False)))
 
 
+@runs_as(wide_scale=True, wide_rotary=True, norms_at_once=True)
 def olmo2(config: ConfigValues) -> ModelSpec:
     """OLMo 2: a norm after each part instead of before it, and all queries and keys normalised together.
 
@@ -169,6 +181,7 @@ def olmo2(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config, 1e-5), placement="post"))
 
 
+@runs_as(wide_scale=True, wide_rotary=True, norms_at_once=True, masks=2, masks_from=4)
 def olmo3(config: ConfigValues) -> ModelSpec:
     """OLMo 3: OLMo 2's layers, of which three of four look back through a window and have rotary tables of their own.
 
@@ -178,6 +191,7 @@ def olmo3(config: ConfigValues) -> ModelSpec:
     return replace(spec, rotary_tables=2, **sliding_window(config, spec.num_hidden_layers))
 
 
+@runs_as()
 def arcee(config: ConfigValues) -> ModelSpec:
     """Arcee's AFM: Llama's attention, and a feed-forward part of two matrices around a squared ReLU.
 
@@ -191,6 +205,7 @@ def arcee(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)))
 
 
+@runs_as(masks=0, masks_from=4)
 def exaone4(config: ConfigValues) -> ModelSpec:
     """EXAONE 4: a norm after each part, as in OLMo 2, normalised heads, and positions in windowed layers alone where there are any.
 
@@ -205,6 +220,7 @@ def exaone4(config: ConfigValues) -> ModelSpec:
     return model(config, common, [turning if width else still for width in windows], **window)
 
 
+@runs_as(scales_embedded=True)
 def granite(config: ConfigValues) -> ModelSpec:
     """Granite 3 and 4 without experts: Llama's layers with factors of the embedding, the scores, what layers add, and the logits.
 
@@ -226,6 +242,7 @@ def granite(config: ConfigValues) -> ModelSpec:
     )
 
 
+@runs_as()
 def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     """Hunyuan without experts: Llama's layers, whose queries and keys are normalised after they are rotated.
 
@@ -243,6 +260,7 @@ def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), norm), names=names)
 
 
+@runs_as(drops_embedding=False, drops_residual=True, dropout_modules="neither")
 def seed_oss(config: ConfigValues) -> ModelSpec:
     """Seed-OSS: Llama's layers with biases of queries, keys and values, and dropout behind both parts of a layer.
 
@@ -259,6 +277,7 @@ def seed_oss(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, dropout=("attention_dropout", "residual_dropout"), default_dropout=0.1)
 
 
+@runs_as(drops_residual=True, dropout_modules="neither")
 def starcoder2(config: ConfigValues) -> ModelSpec:
     """StarCoder2: LayerNorm, biases everywhere, a feed-forward part of two matrices, and dropout behind both parts of a layer.
 

@@ -15,11 +15,12 @@ from memplan.model.families.common_parts import (
     sparse_layers,
 )
 from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
+from memplan.model.families.family_fields import runs_as
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
-from memplan.model.families.layer_windows import layer_windows, rotating_layers
-from memplan.model.spec import Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, TensorNames
+from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec, TensorNames
 
 
+@runs_as(balances=True, adapts_experts=True)
 def mixtral(config: ConfigValues) -> ModelSpec:
     """Mixtral: Mistral with routed experts in every layer.
 
@@ -40,6 +41,7 @@ def mixtral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
+@runs_as(balances=True, adapts_experts=True, norms_at_once=True)
 def minimax_m2(config: ConfigValues) -> ModelSpec:
     """MiniMax-M2: Mixtral's layers, half of a head rotated, all queries and keys normalised together, experts chosen by sigmoids.
 
@@ -64,6 +66,7 @@ def minimax_m2(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, experts(config, mixture), norm))
 
 
+@runs_as(balances=True, shared_first=True, masks=2, idle_mask=True)
 def qwen2_moe(config: ConfigValues) -> ModelSpec:
     """Qwen1.5-MoE and Qwen2-MoE: routed experts beside shared ones, which a learned gate scales.
 
@@ -90,6 +93,7 @@ def _qwen2_mixture(config: ConfigValues) -> MixtureOfExperts:
     )
 
 
+@runs_as(balances=True, adapts_experts=True, norms_at_once=True)
 def qwen3_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3-MoE: Qwen3's attention with routed experts and no shared one.
 
@@ -112,6 +116,7 @@ def qwen3_moe(config: ConfigValues) -> ModelSpec:
     return model(config, common, layers, **window)
 
 
+@runs_as(balances=True, adapts_experts=True, norms_at_once=True)
 def olmoe(config: ConfigValues) -> ModelSpec:
     """OLMoE: all queries and keys normalised together, before they may be clipped, and routed experts in every layer.
 
@@ -138,6 +143,7 @@ def olmoe(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, experts(config, mixture), norm))
 
 
+@runs_as(balances=True, scales_embedded=True, unfused="num_experts")
 def granitemoe(config: ConfigValues) -> ModelSpec:
     """Granite 3 with experts, PowerMoE: Granite's layers and factors, with routed experts.
 
@@ -166,6 +172,7 @@ def granitemoe(config: ConfigValues) -> ModelSpec:
     )
 
 
+@runs_as(balances=True, wide_scale=True, masks=2, masks_from=2, half_tables=True)
 def gpt_oss(config: ConfigValues) -> ModelSpec:
     """gpt-oss: attention sinks, biases, and experts stored (experts, in, out).
 
@@ -192,6 +199,7 @@ def gpt_oss(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, names=TensorNames(router="router"), **window)
 
 
+@runs_as(adapts_experts=True, complex_rotary=True)
 def deepseek_v2(config: ConfigValues) -> ModelSpec:
     """DeepSeek-V2: latent attention, a few dense layers, then routed experts beside shared ones.
 
@@ -216,6 +224,7 @@ def deepseek_v2(config: ConfigValues) -> ModelSpec:
     return latent_mixture(config, mixture, dense=0, scale=1.0)
 
 
+@runs_as(adapts_experts=True)
 def deepseek_v3(config: ConfigValues) -> ModelSpec:
     """DeepSeek-V3 and R1: DeepSeek-V2's layers with a learned offset that steers the choice of experts.
 
@@ -241,6 +250,7 @@ def deepseek_v3(config: ConfigValues) -> ModelSpec:
     return latent_mixture(config, grouped(config, mixture, groups=8, used=4), dense=3, scale=2.5)
 
 
+@runs_as(adapts_experts=True)
 def glm4_moe(config: ConfigValues) -> ModelSpec:
     """GLM-4.5 to 4.7 and Air: grouped queries, half of a head rotated, a few dense layers, then DeepSeek-V3's experts.
 
@@ -262,6 +272,7 @@ def glm4_moe(config: ConfigValues) -> ModelSpec:
     return model(config, common, [front if index < first else rest for index in range(common.num_hidden_layers)])
 
 
+@runs_as(adapts_experts=True)
 def glm4_moe_lite(config: ConfigValues) -> ModelSpec:
     """GLM-4.7 Flash: DeepSeek-V3's latent attention with GLM-4.5's experts.
 
@@ -273,64 +284,6 @@ def glm4_moe_lite(config: ConfigValues) -> ModelSpec:
     config.only("mlp_layer_types", None, ["dense"] * first + ["sparse"] * (len(kinds) - first))
     config.expect("first_k_dense_replace", first)
     return latent_mixture(config, grouped(config, _glm4_mixture(config)), dense=first, scale=1.8, epsilon=1e-5)
-
-
-def llama4_text(config: ConfigValues) -> ModelSpec:
-    """Llama 4, text: layers that rotate and attend within chunks beside some that do neither, experts beside a shared one in some or all.
-
-    Source: ``transformers/models/llama4/modeling_llama4.py`` and its configuration (v5.23.0).
-    """
-    common, norm = shape(config, key_value_heads=8, head_dim=128, vocab_size=202_048), rms_norm(config, 1e-5)
-    bias, count = config.flag("attention_bias"), common.num_hidden_layers
-    normed, tuned = config.flag("use_qk_norm", default=True), bool(config.keys.get("attn_temperature_tuning", True))
-    config.integers("no_rope_layers", count if config.keys.get("no_rope_layers") else None)
-    config.ignore("no_rope_layer_interval", "attention_chunk_size", "floor_scale", "attn_scale", "for_llm_compressor")
-    config.ignore("attn_temperature_tuning")  # released as 4 and as true, which mean the same
-    config.only("router_jitter_noise", 0.0)
-    still = attention(config, common, 0, qkv_bias=bias, output_bias=bias, scales_query=tuned)
-    lengths = Norm(weight=False, epsilon=norm.epsilon) if normed else None
-    turning = attention(
-        config, common, qkv_bias=bias, output_bias=bias, query_key_norm=lengths, norms_rotated=lengths is not None
-    )
-    dense = Mlp(config.integer("intermediate_size_mlp", default=16_384), config.activation("hidden_act"))
-    sparse, routed = experts(config, _llama4_mixture(config)), _llama4_sparse(config, count)
-    layers = [
-        Layer(turning if turns else still, sparse if has_experts else dense, norm)
-        for turns, has_experts in zip(rotating_layers(config.keys, count), routed, strict=False)
-    ]
-    windows = layer_windows(config.keys, count)
-    names = TensorNames(mlp="feed_forward", router="router", shared_experts="shared_expert")
-    return model(
-        config,
-        common,
-        layers,
-        layer_kinds=("chunked_attention",),
-        names=names,
-        window=max(windows, default=0),
-        full_layers=tuple([index for index, window in enumerate(windows) if not window]) if any(windows) else (),
-    )
-
-
-def _llama4_sparse(config: ConfigValues, count: int) -> list[bool]:
-    """Return for each layer whether it has experts: as listed, or every so many."""
-    step = config.integer("interleave_moe_layer_step", default=1, maximum=MAXIMUM_LAYERS)
-    listed = config.integers("moe_layers")
-    chosen = range(step - 1, count, step) if listed is None else listed
-    return [index in chosen for index in range(count)]
-
-
-def _llama4_mixture(config: ConfigValues) -> MixtureOfExperts:
-    inner = config.integer("intermediate_size", default=8192)
-    return MixtureOfExperts(
-        num_experts=config.integer("num_local_experts", "num_experts", default=16),
-        experts_per_token=config.integer("num_experts_per_tok", default=1),
-        intermediate_size=inner,
-        activation=config.activation("hidden_act"),
-        shared_intermediate_size=inner,
-        transposed=True,
-        every_expert=True,
-        normalised=False,
-    )
 
 
 def _glm4_mixture(config: ConfigValues) -> MixtureOfExperts:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memplan.model.families.config_values import ConfigValues
+from memplan.model.families.family_fields import runs_as
 from memplan.model.families.kinds.linear_attention import qwen3_5_moe_text, qwen3_5_text
 from memplan.model.families.kinds.llama_like import qwen2, qwen3
 from memplan.model.families.kinds.mixtures import qwen3_moe
@@ -13,6 +14,7 @@ from memplan.model.spec import MixtureOfExperts, ModelSpec
 BLOCK = "model.visual.blocks.{}"
 
 
+@runs_as(sequence_tables=True, passes_positions=False)
 def qwen2_vl(config: ConfigValues) -> ModelSpec:
     """Qwen2-VL: Qwen2's layers behind a tower of blocks with layer norms and a merger of patches.
 
@@ -49,6 +51,7 @@ FULL_BLOCKS = (7, 15, 23, 31)
 """Blocks whose attention is over the whole image where a config names none (configuration_qwen2_5_vl.py, 5.23.0)."""
 
 
+@runs_as(sequence_tables=True, passes_positions=False)
 def qwen2_5_vl(config: ConfigValues) -> ModelSpec:
     """Qwen2.5-VL: Qwen2's layers behind a tower with gated feed-forward parts, windows of attention and a merger of patches.
 
@@ -90,6 +93,7 @@ DEEPSTACK = (8, 16, 24)
 """Blocks whose output goes to early layers where a config names none (configuration_qwen3_vl.py, 5.23.0)."""
 
 
+@runs_as(sequence_tables=True, norms_at_once=True)
 def qwen3_vl(config: ConfigValues) -> ModelSpec:
     """Qwen3-VL: Qwen3's layers behind a tower with learned positions, a merger of patches, and more mergers for early layers.
 
@@ -98,6 +102,7 @@ def qwen3_vl(config: ConfigValues) -> ModelSpec:
     return _behind_deep_tower(config, "qwen3", qwen3)
 
 
+@runs_as(balances=True, sequence_tables=True, norms_at_once=True)
 def qwen3_vl_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3-VL with experts: Qwen3-MoE's layers, whose chosen scores always add up to one, behind Qwen3-VL's tower.
 
@@ -166,6 +171,7 @@ def _add_merger(vision: ConfigValues, parts: TowerParts, name: str, normed: int,
         parts.add(f"model.visual.{name}.linear_fc2", output, width, bias=True, count=count)
 
 
+@runs_as(sequence_tables=True, joins_none=True, norms_at_once=True)
 def qwen3_5(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6, dense: its text model behind Qwen3-VL's tower, without mergers for early layers.
 
@@ -183,6 +189,7 @@ def _behind_tower(config: ConfigValues, text: Callable[[ConfigValues], ModelSpec
     return with_tower(config, text_inside(config, f"{config.family}_text", text), parts, MERGERS[:1])
 
 
+@runs_as(sequence_tables=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
 def qwen3_5_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts: its text model behind Qwen3-VL's tower, without mergers for early layers.
 

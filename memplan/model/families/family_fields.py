@@ -1,10 +1,13 @@
-"""What a family's model code can do otherwise than the bundled models."""
+"""What a family's model code can do otherwise than the bundled models, and what transformers' code of a family does."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from memplan.documents.frozen_values import dataclass
+
+Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +157,35 @@ class FamilyCode:
     def cuts(self, rotary_dim: int, head_dim: int) -> bool:
         """Tell whether the dimensions of a head that are rotated are cut out of it, and joined with the others again."""
         return 0 < rotary_dim < head_dim + self.joins_none
+
+
+GEMMA4: dict[str, Any] = {
+    "masks": 2,
+    "masks_from": 2,
+    "rotates_together": False,
+    "turns_each": True,
+    "powered_norms": True,
+    "scales_output": True,
+}
+"""What transformers' code of all kinds of Gemma 4 does."""
+
+
+def runs_as(**fields: Any) -> Callable[[Builder], Builder]:
+    """Return a decorator that says how transformers' code of a family computes, where it differs from that of Llama.
+
+    Args:
+        fields: Those of :class:`FamilyCode` that differ.
+
+    Source:
+        ``models/NAME/modeling_NAME.py`` of transformers 5.23.0; ``NewGELUActivation`` (activations.py), ``Olmo2RMSNorm`` and
+        ``GptOssRMSNorm`` (``self.weight * hidden_states`` before the cast), ``OlmoLayerNorm``, ``eager_attention_forward`` of
+        gpt2, ``FalconAttention._split_heads`` with ``reshape``. Which have adapters on stacked experts is in
+        peft/utils/transformers_weight_conversion.py (0.21.2), ``_MODEL_TO_CONVERSION_PATTERN`` and
+        ``_MOE_TARGET_MODULE_MAPPING``.
+    """
+
+    def marked(builder: Builder) -> Builder:
+        vars(builder).update(runs_as=fields)
+        return builder
+
+    return marked
