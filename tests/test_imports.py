@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -191,3 +192,17 @@ def test_values_are_named_for_what_they_are():
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
                 name = node.name.strip("_").lower()
             assert name not in NO_NAMES, f"{path}:{node.lineno}: {name}"
+
+
+def test_arguments_that_a_docstring_describes_are_there():
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+            else:
+                makers = [node] if isinstance(node, ast.FunctionDef) else []
+            if makers and (
+                listed := re.search(r"^Args:\n((?: .*\n?|\n)*)", ast.get_docstring(node) or "", re.MULTILINE)
+            ):
+                named = {one.arg for one in ast.walk(makers[0].args) if isinstance(one, ast.arg)}
+                assert not set(re.findall(r"^    (\w+): ", listed[1], re.MULTILINE)) - named, f"{path}:{node.lineno}"

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.cli.main import COMMANDS
+from tests.documents.test_loading import TEN_MISTAKES
 
 GPU = ("--gpu", "rtx4090")
 MOST_LINES = 48  # of help, which a screen of 80 columns shows without scrolling
@@ -416,20 +417,6 @@ def test_many_layers_are_planned_at_once_and_too_many_refused(cli, refused, writ
 
 
 # ------------------------------------------------------------------ files
-TEN_MISTAKES = """\
-descripton: a typo in a key
-status: prooven
-weights: {default: 3}
-master_weights: int4
-compute_dtype: fp8
-gradients: {dtype: bf16, lifetime: forever}
-micro_batch_size: '4'
-activation_checkpointing: off
-kernels: {attention: flash3}
-dropout: none
-"""
-
-
 def test_a_config_with_ten_mistakes_reports_ten_with_file_line_and_key(cli, write):
     path = write("mine.yaml", TEN_MISTAKES)
     ran = cli("fit", "gpt2", *GPU, "--config", path)

@@ -35,7 +35,7 @@ class Layouts(Answer):
     """Layouts that fit, the fastest first; each takes less memory than those before it.
 
     Attributes:
-        found: Every row with its time and traffic, or the nearest miss.
+        front: Every row with its time and traffic, or the nearest miss.
         catalog: What names were looked up in.
     """
 

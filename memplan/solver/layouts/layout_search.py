@@ -46,8 +46,9 @@ class Arm:
     """A layout with its checkpointing, whose batch is not chosen yet.
 
     Args:
-        plans: Its plan, by how many micro-batches a step has.
+        plan: Returns the plan of a config.
         batches: Micro-batches to try, and how many a step takes of each.
+        clock: How long steps of the first of them take, with their plan.
 
     Attributes:
         refusal: Why it cannot be planned; None as long as nobody knows that.

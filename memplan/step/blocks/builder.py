@@ -28,7 +28,7 @@ class Builder:
         weights: Parameters by name relative to a layer, or to the model.
 
     Attributes:
-        held: Values that a layer's code has names for until it returns.
+        named_values: Values that a layer's code has names for until it returns.
         named: The same for attention.
         given_keys: Keys and values of an earlier layer, where this one has none of its own.
         stores_keys: Whether later layers read those of this one.

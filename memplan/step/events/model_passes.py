@@ -72,10 +72,10 @@ class ModelPasses:
         copied = setup.copies_logits or around.copy_returned is not None
         named = "logits" in setup.stack.loop.holds or copied
         returned = taped.head.returned if named and taped.head.logits is not None else ()
-        self._held_logits = [value.storage for value in returned]
+        self._own_logits = [value.storage for value in returned]
         self._in_time = setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         # Names of the last step, what its graph has, and what a head is given, where the model names it until logits are there.
-        self._held, self._graph, self._named = list[int](), list[int](), list[int]()
+        self._last_logits, self._graph, self._named = list[int](), list[int](), list[int]()
         self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
         self._called_again = setup.stack.checkpointing.reentrant and setup.checkpointing != "none"
 
@@ -148,14 +148,14 @@ class ModelPasses:
         """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
         for part in parts:
             part.region_end()
-        self._hold(parts[-1])
+        self._keep_logits(parts[-1])
         self.around.turn()
         if self.inputs.setup.copies_logits:
-            measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._held)
-            self._held = []
+            measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._last_logits)
+            self._last_logits = []
         elif self.around.copy_returned is not None:
-            self.around.copy_returned(self._held)
-            self._held = []
+            self.around.copy_returned(self._last_logits)
+            self._last_logits = []
         self.stream.free_all(storage for part in parts for storage in part.cached)
         if (lowest := self.taped.lowest_turned) is None and not self._called_again:
             self.stream.free_all(arguments.staying)
@@ -172,15 +172,15 @@ class ModelPasses:
             for number in range(run.first, run.first + run.count):
                 yield str(number), layer
         head = events(taped.head.section)
-        for storage in self._held_logits if not self._in_time else ():
+        for storage in self._own_logits if not self._in_time else ():
             head = head.holding(storage)
         yield "", head
 
-    def _hold(self, head: PlayedSection) -> None:
+    def _keep_logits(self, head: PlayedSection) -> None:
         """Keep the logits that a loop's own name keeps alive, and let go of those of the last forward."""
         self._let_go()
-        self.stream.free_all([] if self._in_time else self._held)
-        self._held = [head.own_name(storage) for storage in self._held_logits]
+        self.stream.free_all([] if self._in_time else self._last_logits)
+        self._last_logits = [head.own_name(storage) for storage in self._own_logits]
 
     def _let_go(self) -> None:
         """Free what the graph of a loss has: attributes of nodes, the embedded tokens and their gradient."""
@@ -211,8 +211,8 @@ class ModelPasses:
             part = self._sections.section(events, handed, owned or named or stays)
             (self._named if chunked else hidden).extend([handed] if named else [])
             if renames and not number and played:
-                before = self._held or [NO_STORAGE] * len(self._held_logits)
-                for storage, other in zip(self._held_logits, before, strict=True):
+                before = self._last_logits or [NO_STORAGE] * len(self._own_logits)
+                for storage, other in zip(self._own_logits, before, strict=True):
                     part.frees_instead(storage, other)
             if arguments is not None and not number and played:
                 arguments.named_by(part)
