@@ -19,7 +19,7 @@ PairKernel = Literal["fused", "rows", "softmax"]
 InputGradients = Literal[
     "never", "checkpointed", "checkpointed-adapted", "always", "trained-layers", "reentrant", "prepared-reentrant"
 ]
-Cache = Literal["none", "views", "copies"]
+Cache = Literal["none", "views", "copies", "promoted-copies"]
 UnusedParameters = Literal[
     "never", "unless-checkpointed", "whole-unless-checkpointed", "preferences-unless-checkpointed"
 ]
@@ -86,6 +86,8 @@ class StackModels:
     formed_tables: tuple[str, ...] = ()
     # Families whose layers each keep those of all positions, and gather a sequence's rows.
     kept_tables: tuple[str, ...] = ()
+    # Families whose layers each keep a table of sines and cosines and attend step by step alone, and now are given rows of one table.
+    own_positions: tuple[str, ...] = ()
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
     # Families whose eager attention is given a mask of keys, the same for each query, and keeps probabilities to itself.
     row_masks: tuple[str, ...] = ()
@@ -93,6 +95,8 @@ class StackModels:
     unreturned: tuple[str, ...] = ()
     unmasked: tuple[str, ...] = ()  # Families that give torch's attention no mask where all tokens count, and now do
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
+    # Families whose last layer of each kind hands its keys and values on although no other layer attends to them.
+    hands_unread: tuple[str, ...] = ()
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
     # Families whose attention step by step forms probabilities in its scores' dtype.

@@ -68,7 +68,7 @@ class Attention:
     keys_as_values: bool = False  # One projection yields keys and values (Gemma 4's layers of full attention)
     scales_query: bool = False  # Rotated queries are multiplied by a factor for each position (Ministral 3)
     alibi: bool = False  # Scores get a bias that grows with distance, other for each head (BLOOM)
-    position_rows: int = 0  # Rows of a table of sines and cosines that each layer keeps (GPT-J); 0 for none
+    position_rows: int = 0  # Rows of a table of sines and cosines that the released code keeps (GPT-J); 0 for none
     windowed: bool = False  # Its layer makes a mask of a window of its own
     reuses: bool = False  # Keys and values are those of an earlier layer, within a window as it is (Gemma 4 E2B)
 

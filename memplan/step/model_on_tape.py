@@ -322,7 +322,7 @@ class _Kinds:
 
 def _runs(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Iterator[LayerRun]:
     """Yield runs of layers that run alike: within a window where there is a mask for it or not, checkpointed or not, staged or not."""
-    apart = alone(spec)
+    apart = alone(spec, setup)
 
     def way(number: int) -> tuple[bool, bool, bool, int]:
         retained = regime.staged and number == spec.num_hidden_layers - 1

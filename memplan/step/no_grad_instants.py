@@ -127,24 +127,37 @@ def _arguments(inputs: StepInputs) -> Form:
     return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
 
 
-def _reference_moments(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
-    """Yield the moments of a forward of the reference model, where there is one that runs."""
+def reference_model(inputs: StepInputs, taped: ModelOnTape) -> ModelOnTape | None:
+    """Return the reference model on tape, as its forward runs; None where there is none, or its results are known.
+
+    Args:
+        taped: The model that is trained.
+    """
     if inputs.setup.config.method.reference_model in ("none", "precomputed"):
-        return
+        return None
+    states = inputs.states
     if inputs.setup.config.adapter is not None:
         setup = replace(inputs.setup, config=replace(inputs.setup.config, adapter=None))
-        base = tuple(entry for entry in inputs.states.tensors if ".lora_" not in entry.tensor.name)
-        taped = model_on_tape(replace(inputs, setup=setup, states=replace(inputs.states, tensors=base)))
-    elif inputs.setup.stack.loop.own_comparison:
+        base = tuple(entry for entry in states.tensors if ".lora_" not in entry.tensor.name)
+        return model_on_tape(replace(inputs, setup=setup, states=replace(states, tensors=base)))
+    if inputs.setup.stack.loop.own_comparison:
         # its weights need no gradient, so that autocast keeps no casts of them (swift/pipelines/train/rlhf.py, 4.6.0)
-        still = tuple(replace(entry, trainable=False) for entry in inputs.states.tensors)
-        taped = model_on_tape(replace(inputs, states=replace(inputs.states, tensors=still)))
-    elif (narrow := reference_setup(inputs.setup)) is not inputs.setup:
-        copies = tuple(entry for entry in inputs.states.tensors if entry.tensor.name.startswith(REFERENCE))
+        still = tuple(replace(entry, trainable=False) for entry in states.tensors)
+        return model_on_tape(replace(inputs, states=replace(states, tensors=still)))
+    if (narrow := reference_setup(inputs.setup)) is not inputs.setup:
+        copies = tuple(entry for entry in states.tensors if entry.tensor.name.startswith(REFERENCE))
         named = tuple(replace(e, tensor=replace(e.tensor, name=e.tensor.name.removeprefix(REFERENCE))) for e in copies)
-        inputs = replace(inputs, setup=narrow, states=replace(inputs.states, tensors=named))
-        taped = model_on_tape(inputs)
-    for moment in forward_alone(inputs, taped, around, name, _arguments(inputs)):
+        return model_on_tape(replace(inputs, setup=narrow, states=replace(states, tensors=named)))
+    return taped
+
+
+def _reference_moments(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
+    """Yield the moments of a forward of the reference model, where there is one that runs."""
+    if (reference := reference_model(inputs, taped)) is None:
+        return
+    if inputs.setup.config.adapter is None and not inputs.setup.stack.loop.own_comparison:
+        inputs = replace(inputs, setup=reference_setup(inputs.setup))
+    for moment in forward_alone(inputs, reference, around, name, _arguments(inputs)):
         yield replace(moment, operation=f"reference: {moment.operation}")
 
 

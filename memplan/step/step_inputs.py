@@ -220,10 +220,11 @@ def _kept_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
     """Return what transformers' modules keep beside parameters."""
     if setup.stack.model_code != "transformers":
         return 0
-    part = spec.state_space
+    part, in_layers = spec.state_space, family_code(setup.stack, spec.architecture).interleaved == "looked-up"
+    own = spec.buffer_bytes * (spec.num_hidden_layers if in_layers else 1)
     if part is None or not part.multiplied:
-        return spec.buffer_bytes
-    return spec.buffer_bytes + spec.num_hidden_layers * part.projected_size * FLOAT_BYTES[setup.loaded_float]
+        return own
+    return own + spec.num_hidden_layers * part.projected_size * FLOAT_BYTES[setup.loaded_float]
 
 
 def own_rows(setup: TrainingSetup) -> Form:

@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.jobs import shipped_catalog
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
-from tests.survey.stacks.stack_records import read_records
+from tests.survey.stacks.stack_records import catalog_at, read_records
 
 RECORDS = Path(__file__).parent / "records"
 EXACT = {
@@ -30,9 +29,10 @@ UNCOUNTED_BYTES = 16_384
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_instant_is_the_librarys_own(name):
-    records = read_records(RECORDS / f"{name}.json")[1]
+    versions, records = read_records(RECORDS / f"{name}.json")
     for number in EXACT[name]:
-        plan, record = planned(StackJob.read(records[number].job), shipped_catalog()), records[number]
+        record = records[number]
+        plan = planned(StackJob.read(record.job), catalog_at(versions.get("transformers", "")))
         own = dict(plan.instants)
         off = {key: own[key] - size for key, size in record.instants.items() if abs(own[key] - size) > UNCOUNTED_BYTES}
         assert not off, number

@@ -11,10 +11,9 @@ import yaml
 
 pytest.importorskip("torch")
 
-from tests.jobs import shipped_catalog
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
-from tests.survey.stacks.stack_records import read_records
+from tests.survey.stacks.stack_records import catalog_at, read_records
 
 pytestmark = pytest.mark.thorough
 
@@ -320,13 +319,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
 
 
 @cache
-def plan_of(job: str):
-    return planned(StackJob.read(job), shipped_catalog())
+def plan_of(job: str, transformers: str):
+    return planned(StackJob.read(job), catalog_at(transformers))
 
 
-def follows(record) -> bool:
+def planned_records(path: Path):
+    """Return plans of a file's jobs, with models of the transformers that ran, and the records."""
+    versions, records = read_records(path)
+    return [(plan_of(record.job, versions.get("transformers", "")), record) for record in records]
+
+
+def follows(plan, record) -> bool:
     """Whether the formula has a record's peak, what persists and every instant within the limits."""
-    plan = plan_of(record.job)
     instants = dict(plan.instants)
     uncounted = UNCOUNTED_BYTES if plan.host.tensors else 0
     return (
@@ -341,10 +345,10 @@ def follows(record) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_formula_agrees_with_the_librarys_own_code_but_for_known_gaps_and_is_near_in_nearly_all_jobs(path):
-    records = read_records(path)[1]
-    assert {StackJob.read(record.job).stack for record in records} == {path.stem.partition(".")[0]}
-    assert {n for n, record in enumerate(records) if not follows(record)} == KNOWN_GAPS.get(path.stem, set())
-    pairs = [(plan_of(record.job).requested_bytes, record.peak_bytes) for record in records]
+    planned_jobs = planned_records(path)
+    assert {StackJob.read(record.job).stack for _, record in planned_jobs} == {path.stem.partition(".")[0]}
+    assert {n for n, pair in enumerate(planned_jobs) if not follows(*pair)} == KNOWN_GAPS.get(path.stem, set())
+    pairs = [(plan.requested_bytes, record.peak_bytes) for plan, record in planned_jobs]
     assert sum(abs(own - peak) <= PEAK_SHARE * peak for own, peak in pairs) >= NEAR[path.stem] * len(pairs)
 
 
@@ -363,21 +367,20 @@ def test_a_record_of_other_bytes_would_be_noticed():
     record = read_records(FILES[0])[1][0]
     data = json.loads(record.job)
     data["training"]["micro_batch_size"] += 1
-    assert plan_of(json.dumps(data)).requested_bytes != record.peak_bytes
+    assert plan_of(json.dumps(data), "").requested_bytes != record.peak_bytes
 
 
 def row_of(path: Path) -> str:
     """Return a record's row of the page: jobs, and those whose peak, instants and persistent bytes the formula has."""
-    records = read_records(path)[1]
-    plans = [(plan_of(record.job), record) for record in records]
+    plans = planned_records(path)
     off = [abs(plan.requested_bytes - record.peak_bytes) / record.peak_bytes for plan, record in plans]
     near = [
         all(abs(dict(plan.instants).get(name, size) - size) <= 0.01 * size for name, size in record.instants.items())
         for plan, record in plans
     ]
     equal = [plan.persistent_bytes == record.persistent_bytes for plan, record in plans]
-    shares = [f"{sum(part) / len(records):.1%}" for part in ([one <= PEAK_SHARE for one in off], near, equal)]
-    cells = (ROWS[path.stem], str(len(records)), shares[0], f"{max(off):.2%}", *shares[1:])
+    shares = [f"{sum(part) / len(plans):.1%}" for part in ([one <= PEAK_SHARE for one in off], near, equal)]
+    cells = (ROWS[path.stem], str(len(plans)), shares[0], f"{max(off):.2%}", *shares[1:])
     return f"| {' | '.join(cells)} |".replace("%", " %")
 
 

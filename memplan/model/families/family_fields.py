@@ -98,8 +98,9 @@ class FamilyCode:
     # Whether attention and the feed-forward part add what runs beside them themselves, until when they have their names.
     adds_inside: bool = False
     # How scores are formed where a family's only attention forms them of copies of queries and keys in fp32: ``masked`` by
-    # a mask of each layer's own before that of the model, or ``divided`` before it.
-    wide_scores: Literal["", "masked", "divided"] = ""
+    # a mask of each layer's own before that of the model, or ``divided`` before it; ``unnamed`` where nothing but the graph has
+    # the copies.
+    wide_scores: Literal["", "masked", "divided", "unnamed"] = ""
     # Whether layers run the feed-forward part themselves, on rows of all sequences, with one name for all that it forms.
     feeds_inside: bool = False
     scales_projected: bool = False  # Whether queries are scaled as they are projected, and scores by one
@@ -117,8 +118,8 @@ class FamilyCode:
     scales_output: bool = False  # Whether a layer's result is multiplied in its place by a number that is not trained
     # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``
     # by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
-    # ``looked-up`` in a table of each layer's own, by key and query apart.
-    interleaved: Literal["", "wide", "spread", "spread-wide", "looked-up"] = ""
+    # by key and query apart, ``in-turn`` by rows of the model's table and ``looked-up`` in one of each layer's own.
+    interleaved: Literal["", "wide", "spread", "spread-wide", "in-turn", "looked-up"] = ""
     centred_norms: bool = False  # Whether layer norms are formed operation by operation, in fp32
     half_tables: bool = False  # Whether a pair of dimensions shares its entries of the rotary tables
     # Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.

@@ -134,14 +134,8 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what comes back from host memory on a CUDA stream of its own is not told as events"
     if config.images.per_row:
         return "what images pass through is not told as events"
-    if plan.setup.scores:
-        return "a head that yields scores is not told as events"
     if plan.setup.answer_length:
         return "what generates completions and scores them is not told as events"
-    if plan.setup.compares_pairs or plan.setup.profile.loss == "log-probabilities":
-        return "a loss over pairs of whole logits is not told as events"
-    if config.method.reference_model in ("resident", "adapter-off"):
-        return "a reference model's forward is not told as events"
     if config.compile != "none":
         return "a compiled program's buffers are not told as events"
     layers = sum(run.count * (1 + expert_modules_of(run)) for run in plan.own.spec.runs)

@@ -18,7 +18,7 @@ from memplan.step.events.event_stream import EventStream, Libraries, PlayedSecti
 from memplan.step.events.head_events import measure_logits
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import evaluated_model
+from memplan.step.no_grad_instants import evaluated_model, reference_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.playing.section_events import SectionEvents, forward_events, section_events
 from memplan.step.states.parallel_shards import numbered
@@ -77,6 +77,7 @@ class ModelPasses:
         # Names of the last step, what its graph has, and what a head is given, where the model names it until logits are there.
         self._last_logits, self._graph, self._named = list[int](), list[int](), list[int]()
         self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
+        self._reference = reference_model(model.inputs, taped)
         self._called_again = setup.stack.checkpointing.reentrant and setup.checkpointing != "none"
 
     def play(self, mode: Mode) -> list[tuple[int, int]]:
@@ -115,6 +116,8 @@ class ModelPasses:
             chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
             chunks.region_end()
         lowest = self._leave_forward([part for _, part in parts], arguments)
+        if self._reference is not None:
+            self._without_gradients(self._reference)
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
         several = self.inputs.setup.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
@@ -274,10 +277,14 @@ class ModelPasses:
         return weight if settings.tied and not settings.value_head and weight.trainable and not weight.coded else None
 
     def _evaluate(self, batches: int) -> None:
-        """Write forwards without gradients, whose loss is over all logits at once."""
+        """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
-        taped, own = evaluated_model(self.inputs, self.taped), self._sections
-        self._sections = SectionPlayer(self.stream, self._evaluated_values)
+        own, self._sections = self._sections, SectionPlayer(self.stream, self._evaluated_values)
+        self._without_gradients(evaluated_model(self.inputs, self.taped), batches)
+        self._sections = own
+
+    def _without_gradients(self, taped: ModelOnTape, batches: int = 1) -> None:
+        """Write forwards that save nothing."""
         layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
         head = forward_events(evaluated_head(taped.settings, taped.weights))
         named = NO_STORAGE
@@ -290,4 +297,3 @@ class ModelPasses:
                 played.region_end()
             self.stream.free_all(storage for _, played in parts for storage in played.cached)
         self.stream.free_all([] if named == NO_STORAGE else [named])
-        self._sections = own

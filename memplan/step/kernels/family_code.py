@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from memplan.catalog.stacks import ModelCode, Stack, StackModels
 from memplan.errors import CannotAnswerError
@@ -100,6 +101,9 @@ def _code_at(model_code: ModelCode, models: StackModels, architecture: str) -> F
         masks = 1 if code.idle_mask else code.masks  # Qwen2-MoE's of windowed layers came with stacked experts
         code = replace(code, shared_first=False, adapts_experts=False, masks=masks, idle_mask=False)
         code = replace(code, loops_over_hit=architecture in models.hit_experts)
+    if architecture in models.own_positions:
+        own: dict[str, Any] = {"steps_alone": True, "wide_scores": "divided", "interleaved": "looked-up"}
+        code = replace(code, half_tables=False, dropout_modules="both", **own)
     if architecture in models.scales_embedded:
         code = replace(code, scales_embedded=True)
     attended = models.attended_of(architecture)

@@ -54,7 +54,8 @@ def cached(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
     """Return keys and values as the cache has them that a model makes for each forward and returns.
 
     Source:
-        ``DynamicCache.update`` in transformers/cache_utils.py (4.53.3), ``DynamicLayer.update`` (4.57.6 and 5.23.0).
+        ``DynamicCache.update`` in transformers/cache_utils.py (4.53.3), ``DynamicLayer.update`` (4.57.6 and 5.23.0, where values are
+        joined with nothing in the dtype of keys, and 5.24.0).
     """
     if builder.settings.cache == "none":
         return key, value
@@ -63,7 +64,8 @@ def cached(builder: Builder, key: Value, value: Value) -> tuple[Value, Value]:
         with builder.tape.alive(key, value):
             given[0] = _joined(builder, key, key.element_bytes)
             with builder.tape.alive(given[0]):
-                given[1] = _joined(builder, value, promoted(key, value))
+                wide = promoted(key, value) if builder.settings.cache == "promoted-copies" else value.element_bytes
+                given[1] = _joined(builder, value, wide)
     builder.tape.cached.update(x.storage for x in given)
     builder.tape.cache_stays = builder.settings.cache_stays
     builder.named_values += [] if builder.settings.cache_stays else given  # later layers too have them: ``named_cache``

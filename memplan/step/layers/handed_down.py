@@ -199,11 +199,16 @@ def as_given(value: Value) -> Given:
     return Given(value.width, value.element_bytes, value.needs_gradient, value.foreign)
 
 
-def sharings(spec: ModelSpec) -> dict[bool, Sharing]:
-    """Return the layers that share keys and values, within a window or not: those of the last layer of each kind that makes its own stay."""
+def sharings(spec: ModelSpec, unread: bool) -> dict[bool, Sharing]:
+    """Return the layers that share keys and values, within a window or not: those of the last layer of each kind that makes its own stay.
+
+    Args:
+        unread: Whether they stay where no other layer reads them (``kv_sharing_modes`` in
+            transformers/models/gemma4/configuration_gemma4.py, 5.24.0).
+    """
     full = frozenset(spec.full_layers)
     numbers = [(number, reuses(run.layer)) for run in spec.runs for number in range(run.first, run.first + run.count)]
-    if not any(reads for _, reads in numbers):
+    if not (unread or any(reads for _, reads in numbers)):
         return {}
     last = {number not in full: number for number, _ in numbers}
     stores = {number not in full: number for number, reads in numbers if not reads}

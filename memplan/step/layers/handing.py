@@ -29,7 +29,7 @@ class Handing:
 
     def __init__(self, spec: ModelSpec, setup: TrainingSetup, embedded: Value | None) -> None:
         self._spec, self._setup = spec, setup
-        self._sharings, self._stored = sharings(spec), dict[bool, Section]()
+        self._sharings, self._stored = sharings(spec, hands_unread(spec, setup)), dict[bool, Section]()
         self._layer_inputs = None if embedded is None else as_given(embedded)
 
     def note(self, run: LayerRun, handed: Handed, section: Section) -> None:
@@ -96,9 +96,14 @@ class Handing:
         return tuple([one._replace(needs_gradient=one.needs_gradient and not self._cuts_keys) for one in keys])
 
 
-def alone(spec: ModelSpec) -> set[int]:
+def hands_unread(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether a model's code hands keys and values on that no layer reads."""
+    return spec.architecture in setup.stack.models.hands_unread
+
+
+def alone(spec: ModelSpec, setup: TrainingSetup) -> set[int]:
     """Return the layers, numbered from 0, that are given, or hand on, something else than those like them."""
-    numbers = {number for share in sharings(spec).values() for number in share}
+    numbers = {number for share in sharings(spec, hands_unread(spec, setup)).values() for number in share}
     return numbers | ({0, spec.num_hidden_layers - 1} if spec.layer_input else set())
 
 

@@ -21,6 +21,8 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
     with builder.tape.alive(*heads):
         if builder.settings.code.interleaved == "looked-up":
             return _looked_up(builder, query, key, part)
+        if builder.settings.code.interleaved == "in-turn":
+            return _in_turn(builder, query, key, part, builder.settings.residual_bytes)
         if builder.settings.code.interleaved == "wide":
             return (*_turned_wide(builder, query, key), ())
         wide = builder.settings.code.interleaved == "spread-wide"
@@ -71,9 +73,9 @@ def _turned_in_part(builder: Builder, query: Value, key: Value, part: Attention,
 
 
 def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
-    """Return both turned by rows of the layer's table, the key first, and all that attention has names for until it returns.
+    """Return both turned by rows of the layer's table, and all that attention has names for until it returns.
 
-    Each looks at every entry twice, in copies of its own. The table is copied before, and a row's number for each entry.
+    The table is copied before, and a row's number for each entry.
     """
     # Source: ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py (5.23.0).
     tape, rotated = builder.tape, part.rotary_dim
@@ -87,21 +89,32 @@ def _looked_up(builder: Builder, query: Value, key: Value, part: Attention) -> t
             else _cast_rows(builder, rows, key.element_bytes)
         )
 
-    def turned(x: Value) -> Value:
-        spread = [_spread(builder, part, rows.element_bytes) for _ in ("sin", "cos")]
-        with tape.alive(*spread):
-            return turned_whole(builder, builder.sliced(x, x.width // part.head_dim * rotated), spread)
-
     with tape.alive(table, numbers, rows):
-        other = turned(key)
-        with tape.alive(other):
-            first = turned(query)
-            with tape.alive(first):
-                joined = joined_heads(builder, key, other)
-                with tape.alive(joined):
-                    whole = joined_heads(builder, query, first)
-                    whole.apart = joined.apart = True  # heads are joined between tokens
-                    return whole, joined, (table, numbers, rows, query, key, first, other)
+        whole, joined, named = _in_turn(builder, query, key, part, rows.element_bytes)
+        return whole, joined, (table, numbers, rows, *named)
+
+
+def _in_turn(
+    builder: Builder, query: Value, key: Value, part: Attention, element_bytes: int
+) -> tuple[Value, Value, tuple[Value, ...]]:
+    """Return both turned, the key first, and all that attention has names for until it returns: each looks at every entry twice, in copies of its own."""
+    # Source: ``GPTJAttention.forward`` in transformers/models/gptj/modeling_gptj.py (5.24.0).
+    tape = builder.tape
+
+    def turned(x: Value) -> Value:
+        spread = [_spread(builder, part, element_bytes) for _ in ("sin", "cos")]
+        with tape.alive(*spread):
+            return turned_whole(builder, builder.sliced(x, x.width // part.head_dim * part.rotary_dim), spread)
+
+    other = turned(key)
+    with tape.alive(other):
+        first = turned(query)
+        with tape.alive(first):
+            joined = joined_heads(builder, key, other)
+            with tape.alive(joined):
+                whole = joined_heads(builder, query, first)
+                whole.apart = joined.apart = True  # heads are joined between tokens
+                return whole, joined, (query, key, first, other)
 
 
 def _cast_rows(builder: Builder, rows: Value, element_bytes: int) -> Value:

@@ -187,7 +187,8 @@ def wide_attention(builder: Builder, given: Heads) -> Value:
     """Return attention of copies of query and key in fp32, whose probabilities the layer returns too: autocast narrows its products.
 
     Source:
-        ``GPTNeoSelfAttention._attn``, ``GPTJAttention._attn`` in transformers/models/gpt_neo and gptj (5.23.0).
+        ``GPTNeoSelfAttention._attn`` in transformers/models/gpt_neo (5.23.0); ``GPTJAttention._attn`` in models/gptj (5.23.0), and
+        ``eager_attention_forward`` (5.24.0).
     """
     tape, how, own = builder.tape, builder.settings.code.wide_scores, given.value
     with tape.alive(*given.tensors):
@@ -197,17 +198,18 @@ def wide_attention(builder: Builder, given: Heads) -> Value:
         with tape.alive(query, key):
             rows, columns = builder.lowered(query), builder.lowered(key)
             scores = scores_of(builder, rows, columns, given.number, rows.element_bytes)
+        with tape.alive(*((query, key) if how != "unnamed" else ())):
             if how == "masked":  # a mask of the module's own chooses between them and a number
                 scores = builder.pointwise("where", scores, packs=True)
-            if how == "divided":
-                scores = builder.pointwise("divide", scores)
+            if how != "masked":
+                scores = builder.pointwise("scale", scores)
             scores = masked_scores(builder, scores)
             with tape.alive(scores):
                 form = wide_probabilities if builder.settings.autocast else probabilities
                 weights = form(builder, scores)
             weights = builder.cast(weights, own.element_bytes, foreign=own.foreign)
             weights = builder.dropped(weights, builder.settings.attention_dropout)
-            name_weights(builder, weights, layer_returns=True)
+            name_weights(builder, weights, layer_returns=how != "unnamed")
             read, value = builder.lowered(weights), builder.lowered(own)
             return weighted_sum(builder, read, value, value.width, given.number)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from memplan.catalog.catalog import Catalog
+from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.escaping import json_text
 from memplan.documents.opening import read_text
 from memplan.documents.writing import write_file
@@ -64,6 +65,28 @@ def read_records(path: Path) -> tuple[dict[str, str], tuple[StackRecord, ...]]:
     """
     data = json.loads(read_text(path))
     return data["versions"], tuple(StackRecord(**record) for record in data["records"])
+
+
+@cache
+def catalog_at(transformers: str) -> Catalog:
+    """Return the shipped catalog with models as an older 5.x of transformers runs them under all stacks.
+
+    A job names no version of its own where its stack is the newest, of which newer packages may run since.
+    """
+    catalog = Catalog(data_directory())
+    newest = catalog.stack("plain-loop").versions["transformers"]
+    if transformers in ("", newest) or not transformers.startswith("5."):
+        return catalog
+    older, entries = catalog.stack(f"plain-loop@{transformers}"), dict(catalog.stacks.entries)
+    for name, stack in entries.items():
+        if stack.versions.get("transformers") == newest:
+            models = replace(
+                stack.models, hands_unread=older.models.hands_unread, own_positions=older.models.own_positions
+            )
+            cache = older.loop.cache if stack.loop.cache != "none" else "none"
+            entries[name] = replace(stack, models=models, loop=replace(stack.loop, cache=cache))
+    catalog.__dict__["stacks"] = replace(catalog.stacks, entries=entries)
+    return catalog
 
 
 def traced_records(jobs: Iterable[StackJob], catalog: Catalog) -> Iterator[StackRecord]:

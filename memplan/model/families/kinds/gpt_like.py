@@ -154,14 +154,7 @@ def gpt_neo(config: ConfigValues) -> ModelSpec:
 GPTJ_NAMES = GPT2_NAMES._replace(output="out_proj", up="fc_in", down="fc_out")
 
 
-@runs_as(
-    steps_alone=True,
-    wide_scores="divided",
-    interleaved="looked-up",
-    sums="parts-first",
-    drops_residual=True,
-    dropout_modules="both",
-)
+@runs_as(wide_scores="unnamed", interleaved="in-turn", half_tables=True, sums="parts-first", drops_residual=True)
 def gptj(config: ConfigValues) -> ModelSpec:
     """GPT-J: attention and feed-forward in parallel behind one norm, neighbours rotated, scores in fp32, a head with a bias.
 
@@ -184,7 +177,7 @@ def gptj(config: ConfigValues) -> ModelSpec:
         ),
         dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         head_bias=True,
-        buffer_bytes=4 * common.num_hidden_layers * rows * rotated,
+        buffer_bytes=4 * rows * rotated,
         names=GPTJ_NAMES,
     )
 
