@@ -273,7 +273,7 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     if not eager and builder.profile.attention == "flash" and part.head_dim % FLASH_WIDTH_MULTIPLE:
         return True
     code = builder.settings.code
-    joined = code.cuts(part.rotary_dim, part.head_dim) and code.interleaved != "in-turn" or code.joins_rotated
+    joined = (code.cuts(part.rotary_dim, part.head_dim) and code.interleaved != "in-turn") or code.joins_rotated
     partial = joined and builder.profile.rotary == "composite"
     put_out = part.norms_rotated and builder.profile.norm != "composite"
     ordered = builder.settings.code.contiguous_heads and not builder.settings.flash_attn
