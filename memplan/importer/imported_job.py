@@ -180,9 +180,9 @@ def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLi
     heads = question.mappings.heads()
     jobs, launchers = _by_role(sources, heads, question)
     main = jobs[-1] if jobs else launchers[-1]
-    if command is not None and command.config and main.kind:  # the file that it names says what a command is
+    if command is not None and command.config:  # the file that it names says what a command is
         below = jobs[0].keys if len(jobs) > 1 else None
-        main = replace(main, kind=other_kind(replace(main.keys, under=below), main.head) if below else "")
+        main = replace(main, kind=other_kind(replace(main.keys, under=below), main.head, unread=below is None))
     if jobs and len({told.head.trainer for told in jobs}) > 1:
         names = " and ".join(dict.fromkeys(f"{told.head.trainer} ({told.keys.name})" for told in jobs))
         raise InvalidFileError([f"files of {names}: give one trainer's and its launcher's"])

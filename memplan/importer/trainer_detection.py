@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,6 +22,12 @@ PARSED = "huggingface"
 
 FORM = "$form"
 """Whether keys are of a file, of Python or of a command line."""
+
+TRAINS = "$trains"
+"""Whether calls of a Python file may train: some name a trainer, or go back through a model themselves."""
+_TRAINING = re.compile(
+    r"(?<!pre)train(?!able)|backward|_fit$|get_peft_model$|(SFT|PO|OO|TO|Reward)Config$", re.IGNORECASE
+)
 
 NEGATION = "no_"
 
@@ -110,12 +117,16 @@ def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
     return max(map(len, patterns), default=0)
 
 
-def other_kind(keys: GivenKeys, head: TrainerHead) -> str:
-    """Return what a source is that has a trainer's keys and is no training job; nothing where it is one."""
-    said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING}
-    return next(
-        (other.kind for other in head.other_files if holds(other.when, lambda key: _stated_value(keys, key, said))), ""
-    )
+def other_kind(keys: GivenKeys, head: TrainerHead, *, unread: bool = False) -> str:
+    """Return what a source is that has a trainer's keys and is no training job; nothing where it is one.
+
+    Args:
+        unread: Whether a file that a command names is not there, so that the program alone can tell.
+    """
+    trains = keys.form != "python" or any(map(_TRAINING.search, keys.words))
+    said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING, TRAINS: trains}
+    others = [one for one in head.other_files if PROGRAM in one.when or not unread]
+    return next((one.kind for one in others if holds(one.when, lambda key: _stated_value(keys, key, said))), "")
 
 
 def _stated_value(keys: GivenKeys, key: str, said: Mapping[str, Any]) -> Any:

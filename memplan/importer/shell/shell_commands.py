@@ -149,7 +149,13 @@ class _Run:
         items = [item for token in node.items for item in fields(token.text, self.scope)]
         if node.variable:
             self._set(node.variable, items[0] if len(items) == 1 else UNKNOWN, node.items[:1], sure)
-        self.all(node.body, sure=sure and len(items) == 1)
+        before, files = dict(self.scope.variables), dict(self.written)
+        self.all(node.body, sure=sure and bool(items) and not any("$" in item for item in items))
+        variables = self.scope.variables
+        changed = [name for name, value in variables.items() if before.get(name, "") != value] if items[1:] else []
+        variables |= dict.fromkeys(changed, UNKNOWN)  # what the first turn leaves, and the last need not
+        if any(name != node.variable for name in changed):
+            self.written = {path: text for path, text in self.written.items() if files.get(path) == text}
         return None
 
     def _case(self, node: Case, sure: bool) -> bool | None:

@@ -81,7 +81,8 @@ def command_line(
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
     config = [str(job.flags[flag]) for flag in CONFIG_FLAGS if isinstance(job.flags.get(flag), str)]
     config = [text for text in (*config, *job.places) if text.endswith(FILES) or _CONFIG_SCRIPT.fullmatch(text)]
-    data = {key: value for key, value in job.flags.items() if not (key in CONFIG_FLAGS and str(value) in config)}
+    dropped = [key for key in CONFIG_FLAGS if "." not in key and str(job.flags.get(key)) in config]
+    data = {key: value for key, value in job.flags.items() if key not in dropped}
     given = {**(environment or {}), **variables}
     counted = "line" if lines else "word"
     return CommandLine(

@@ -56,8 +56,9 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
         return _notebook(_json_value(text, name), name)
     if path.suffix == ".py":
         from memplan.importer.sources.python_literals import python_keys
+        from memplan.importer.sources.trl_calls import trl_keys
 
-        return python_keys(text, name)
+        return trl_keys(python_keys(text, name))
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
     if isinstance(keys.data.get(MEGATRON), Mapping):
