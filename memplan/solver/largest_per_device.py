@@ -17,6 +17,7 @@ from memplan.solver.largest_value import (
     MOST_LAYERS,
     MOST_RANK,
     Answer,
+    Gauge,
     beyond_peak,
     gauge_of,
     largest,
@@ -124,6 +125,20 @@ def largest_values(
     return [_on(what, setup, _Plans(make, device.gpu, made), device, simulate) for device in able]
 
 
+def fitting_batch(compiled: CompiledPlan, plan: MemoryPlan) -> int:
+    """Return the largest micro-batch that FITS by share on the device of a plan, which is not sought where one sequence does not.
+
+    Raises:
+        CannotAnswerError: The device is none that the setup is for.
+    """
+    setup, device = plan.setup, plan.device
+    devices_for(setup, [device])
+    if plan.micro_batch_size == 1 and plan.verdict != "fits":
+        return 0
+    plans = _Plans(lambda _: compiled, device.gpu)
+    return _fitting("batch", setup, plans, device, partial(_evaluated, "batch", plans, device))[1].value
+
+
 def room_left(plan: MemoryPlan) -> dict[str, int]:
     """Return how large batch and sequence of a plan may be, each by itself, by key of the training config.
 
@@ -174,10 +189,8 @@ def _on(
     device: Device,
     simulate: Callable[..., MemoryPlan] | None,
 ) -> Largest:
-    gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0, least=True)
     evaluated: Callable[[int], MemoryPlan] = partial(_evaluated, what, plans, device)
-    fits = _answer(what, setup, plans, gauge.most_requested_bytes())
-    fits = _as_planned(fits, setup, device, evaluated, ("fits",))
+    gauge, fits = _fitting(what, setup, plans, device, evaluated)
     tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), fits.value)
     tight = _as_planned(tight, setup, device, evaluated, ("fits", "tight"))
     alone = gauge.without_reserve()
@@ -192,6 +205,15 @@ def _on(
     plan = evaluated(fits.value) if fits.value else None
     following = None if fits.bounded else evaluated(fits.value + fits.apart)
     return Largest(device, fits, tight, plan, following)
+
+
+def _fitting(
+    what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, evaluated: Callable[[int], MemoryPlan]
+) -> tuple[Gauge, Answer]:
+    """Return the gauge of a device, and the largest value that FITS by share."""
+    gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0, least=True)
+    fits = _answer(what, setup, plans, gauge.most_requested_bytes())
+    return gauge, _as_planned(fits, setup, device, evaluated, ("fits",))
 
 
 def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, guess: int = 0) -> Answer:

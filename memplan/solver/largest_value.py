@@ -8,7 +8,7 @@ so it is bisected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import lcm
@@ -112,7 +112,10 @@ def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
         sorting in the embedding's backward bend the forms a little, so b is then settled exactly.
     """
     limit, apart = min(MOST_BATCH, MAXIMUM_TOKENS // length), multiple_of_tokens(plan.setup, length)
-    guess = max(1, min((_crossing(plan, form, length, most_bytes) for form in _forms(plan)), default=1))
+    near = (plan.model.spec.vocab_size + EMBEDDING_DIRECT_INDICES) // length + 1
+    values = plan.values(near, length), plan.values(2 * near, length)
+    room = most_bytes - plan.constant_bytes
+    guess = max(1, min((_crossing(form, near, values, room) for form in _forms(plan)), default=1))
     return largest_multiple(lambda batch: plan.requested_bytes(batch, length) <= most_bytes, limit, guess, apart)
 
 
@@ -121,11 +124,9 @@ def _forms(plan: CompiledPlan) -> list[Coefficients]:
     return [(candidate.form + plan.forms.buffers).totals() for candidate in plan.candidates]
 
 
-def _crossing(plan: CompiledPlan, form: Coefficients, length: int, most_bytes: int) -> int:
-    """Return about where one form reaches ``most_bytes``: a straight line through two far batches."""
-    near = (plan.model.spec.vocab_size + EMBEDDING_DIRECT_INDICES) // length + 1
-    low, high = (sum(map(mul, form, plan.values(batch, length))) for batch in (near, 2 * near))
-    room = most_bytes - plan.constant_bytes
+def _crossing(form: Coefficients, near: int, values: Sequence[Sequence[int]], room: int) -> int:
+    """Return about where one form reaches so many bytes: a straight line through two far batches, ``near`` and twice it."""
+    low, high = (sum(map(mul, form, each)) for each in values)
     return near + (room - low) * near // (high - low) if high > low else MOST_BATCH
 
 

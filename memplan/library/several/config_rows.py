@@ -21,7 +21,7 @@ from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import simulated
+from memplan.plan.reserve.simulation import at_a_glance, simulated
 from memplan.report.document import Document
 from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.resolved import TrainingSetup
@@ -98,10 +98,8 @@ class Fit(Answer):
 
         One whose tensors alone are more than the device has is not simulated: its reserve is a share.
         """
-        plans = [
-            (way.plan if way.plan.exceeds_device else simulated(way.plan, least=False), way.batch) for way in self._ways
-        ]
-        return tuple(Method(plan, _batch(plan, batch)) for plan, batch in plans)
+        ways = [(way.plan if way.plan.exceeds_device else at_a_glance(way.plan), way.batch) for way in self._ways]
+        return tuple(Method(plan, _batch(plan, batch)) for plan, batch in ways)
 
     @cached_property
     def _ways(self) -> tuple[Method, ...]:
@@ -199,18 +197,19 @@ def fit(model: ModelGiven = None, **options: Unpack[JobOptions]) -> Fit:
 
 def _methods(inputs: JobInputs, model: Model, device: Device) -> tuple[Method, ...]:
     """Return the methods of a model on a device, those that can be planned, with the allocator's share."""
-    from memplan.solver.largest_per_device import largest_values
+    from memplan.solver.largest_per_device import fitting_batch
 
     kinds = () if ("activation_checkpointing",) in keys_set(inputs) else CHECKPOINTING
     ways = [replace(inputs, options={**inputs.options, "activation_checkpointing": kind}) for kind in kinds] or [inputs]
+    experimental = _experimental(ways[0], model, device)
     methods = []
-    for name in (*METHODS, *_experimental(ways, model, device)):
+    for name in (*METHODS, *experimental):
         for way in ways:
             with suppress(MemplanError):
-                compiled = CompiledPlan(model, _suited(name, way, model, device)[0])
+                known = experimental.get(name) if way is ways[0] else None
+                compiled = known or CompiledPlan(model, _suited(name, way, model, device)[0])
                 plan = compiled.evaluate(device)
-                (largest,) = largest_values("batch", model, plan.setup, [device], compiled)
-                methods.append(Method(plan, largest.fits.value))
+                methods.append(Method(plan, fitting_batch(compiled, plan)))
     return tuple(methods)
 
 
@@ -220,24 +219,30 @@ def _batch(plan: MemoryPlan, batch: int) -> int:
     return max(batch, own) if plan.verdict == "fits" else min(batch, own - 1)
 
 
-def _experimental(ways: Sequence[JobInputs], model: Model, device: Device) -> Sequence[str]:
-    """Return the experimental config to show: one that fits, of those the one that trained closest to fp32."""
+def _experimental(inputs: JobInputs, model: Model, device: Device) -> Mapping[str, CompiledPlan]:
+    """Return the experimental config to show, if any: one that fits, of those the one that trained closest to fp32."""
     from memplan.plan.suggested.suggested_configs import SOUND
     from memplan.report.plans.fit_answer import ORDER
     from memplan.training.learning import records_of
 
-    catalog = ways[0].catalog
-    records = records_of(catalog)
-    result = []
-    for name, config in catalog.configs.entries.items():
-        learnt = records.verdict(config.evidence or "")
-        if learnt in SOUND and name not in METHODS:
+    records = records_of(inputs.catalog)
+    learnt = {name: records.verdict(config.evidence or "") for name, config in inputs.catalog.configs.entries.items()}
+    able: dict[str, CompiledPlan] = {}
+    for name in (name for name, verdict in learnt.items() if verdict in SOUND and name not in METHODS):
+        with suppress(MemplanError):
+            setup, _ = _suited(name, inputs, model, device)
+            if setup.config.status == "experimental":
+                able[name] = CompiledPlan(model, setup)
+    small = [name for name, plan in able.items() if plan.ranks or plan.persistent_bytes <= device.memory_bytes]
+    for names in (small, able):  # all of them only where none of the small ones runs
+        result = []
+        for name in names:
             with suppress(MemplanError):
-                setup, _ = _suited(name, ways[0], model, device)
-                if setup.config.status == "experimental":
-                    plan = CompiledPlan(model, setup).evaluate(device)
-                    result.append((ORDER[plan.verdict], SOUND.index(learnt), plan.device_bytes, name))
-    return [min(result)[-1]] if result else []
+                plan = able[name].evaluate(device)
+                result.append((ORDER[plan.verdict], SOUND.index(learnt[name]), plan.device_bytes, name))
+        if result and (best := min(result))[0] < ORDER["no"]:
+            break
+    return {best[-1]: able[best[-1]]} if result else {}
 
 
 def _plans(

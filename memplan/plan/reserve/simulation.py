@@ -29,7 +29,7 @@ from memplan.step.tapes.linear_forms import Part
 from memplan.units import ceil_div
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from memplan.plan.memory_plan import MemoryPlan, Verdict
 
@@ -62,17 +62,18 @@ class Simulation:
 
     Args:
         expandable: Whether segments are expandable; the driver then has no choice of addresses.
+        placements: Whether new segments are below those before: each way that it is played.
     """
 
-    __slots__ = ("_before", "_expandable", "_peaks", "_stream")
+    __slots__ = ("_before", "_expandable", "_peaks", "_stream", "_ways")
 
-    def __init__(self, events: RunEvents, *, expandable: bool) -> None:
+    def __init__(self, events: RunEvents, *, expandable: bool, placements: Sequence[bool] = PLACEMENTS) -> None:
         self._expandable = expandable
+        self._ways = placements[:1] if expandable else placements
         streams = events.stream.streams
         self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes, streams)
         self._before = Stream(events.sizes, events.codes[: events.steps[0]], streams=streams)
-        ways = PLACEMENTS[:1] if expandable else PLACEMENTS
-        self._peaks = [self._played(downwards=downwards) for downwards in ways]
+        self._peaks = [self._played(downwards=downwards) for downwards in self._ways]
 
     def runs_in(self, capacity_bytes: int) -> bool:
         """Whether the run survives in so many bytes of segments, wherever the driver puts them."""
@@ -80,8 +81,7 @@ class Simulation:
             return True
         if min(peaks.allocated_bytes for peaks in self._peaks) > capacity_bytes:
             return False
-        ways = PLACEMENTS[:1] if self._expandable else PLACEMENTS
-        return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in ways)
+        return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in self._ways)
 
     @property
     def before_steps_bytes(self) -> int:
@@ -198,7 +198,8 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
 class Runs:
     """Runs that were simulated, which plans share whose events are the same: those of one job on several devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, placements: Sequence[bool] = PLACEMENTS) -> None:
+        self._placements = placements
         self._known: dict[tuple[object, ...], tuple[MemoryPlan, Simulation]] = {}
 
     def __getitem__(self, plan: MemoryPlan) -> Simulation:
@@ -206,7 +207,7 @@ class Runs:
         expandable = plan.setup.config.allocator == "expandable"
         key = id(plan.forms), plan.values, plan.allowances.library_bytes, expandable
         if key not in self._known:
-            self._known[key] = plan, Simulation(events_of(plan), expandable=expandable)
+            self._known[key] = plan, Simulation(events_of(plan), expandable=expandable, placements=self._placements)
         return self._known[key][1]
 
 
@@ -260,6 +261,15 @@ def simulated(
         reserve_by_share="",
         by_share=by_share,
     )
+
+
+def at_a_glance(plan: MemoryPlan) -> MemoryPlan:
+    """Return a simulated plan without the least that it needs, one way of placing segments standing for both where a share has room too."""
+    if plan.verdict == "fits":
+        one = simulated(plan, least=False, runs=Runs(PLACEMENTS[:1]), tight=False)
+        if one.verdict == "fits":
+            return one
+    return simulated(plan, least=False)
 
 
 def _beside_streams(plan: MemoryPlan) -> MemoryPlan:
