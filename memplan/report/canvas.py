@@ -5,7 +5,7 @@ from textwrap import wrap
 
 from memplan.documents.frozen_values import dataclass
 
-NARROWEST, WIDEST_BAR = 10, 44
+NARROWEST, WIDEST_BAR = 6, 44
 EIGHTHS = " ▏▎▍▌▋▊▉"
 """Parts of a column; a whole one is ``█`` (Unicode, Block Elements)."""
 
@@ -48,16 +48,19 @@ class Canvas:
         return f"{left}{track[: cells[2]]}{right}{track[cells[2] :]}"
 
     def bars(self, rows: Sequence[tuple[str, str, int, str]], indent: int = 2) -> tuple[str, ...]:
-        """Return a line for each row of label, size in words, size, and a note behind its bar; the largest sets the scale."""
+        """Return a line for each row of label, size in words, size, and a note behind its bar, or below; the largest sets the scale."""
         labels, words = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
         room, most = self.width - indent - labels - words - 4, max(1, *(value for *_, value, _ in rows))
         fitting = [(room - len(note) - 2) * most // value for *_, value, note in rows if note and value]
+        fitting = [columns for columns in fitting if columns >= NARROWEST]
         columns = max(NARROWEST, min(WIDEST_BAR, room, *fitting))
-        lines = (
-            (f"{label:<{labels}}  {text:>{words}}", self.bar(value, most, columns), note)
-            for label, text, value, note in rows
-        )
-        return tuple(" " * indent + "  ".join(filter(None, line)) for line in lines)
+        lines: list[str] = []
+        for label, text, value, note in rows:
+            line = f"{' ' * indent}{label:<{labels}}  {text:>{words}}  {self.bar(value, most, columns)}"
+            beside = len(line) + 2 + len(note) <= self.width
+            lines.append(f"{line}  {note}".rstrip() if beside else line.rstrip())
+            lines += [] if beside else self.folded(note, indent + 2)
+        return tuple(lines)
 
     def joined(self, parts: Iterable[str], between: str = ", ", indent: int = 0) -> list[str]:
         """Return parts on as few lines as hold them; none is broken that fits in one by itself."""
@@ -95,6 +98,8 @@ class Canvas:
             return whole
         lines: list[str] = []
         hanging = indent + heads + 2
+        if any(hanging + len(part) > self.width for _, _, parts in rows for part in parts):
+            hanging = indent + 2
         for head, text, parts in rows:
             lines += self.folded(f"{head:<{heads}}  {text}", indent, hanging)
             options = bool(parts) and parts[0].startswith("--")

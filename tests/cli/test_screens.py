@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from memplan.cli.output import _shows_blocks
+from memplan.report.canvas import Canvas
 
 JOBS = [
     ("llama-8b", "rtx4090", "qlora"),
@@ -29,6 +30,22 @@ def test_the_first_line_is_the_verdict_and_nothing_is_wider_than_80_columns(cli,
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 36
     assert any(f"<- peak: {plan['peak']['instant']}" in line for line in lines)
+
+
+NARROW = [
+    ("fit", "llama-8b", "--gpu", "rtx4090"),
+    ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "qlora"),
+    ("max", "llama-8b", "--for", "batch", "--config", "qlora"),
+    ("where", "llama-70b", "--config", "tier1"),
+    ("compare", "llama-8b", "-c", "qlora", "-c", "lora", "--gpu", "rtx4090"),
+    ("recommend", "--gpu", "rtx3060"),
+]
+
+
+@pytest.mark.parametrize("arguments", NARROW, ids=" ".join)
+def test_rows_keep_within_a_narrow_terminal(cli, monkeypatch, arguments):
+    monkeypatch.setattr("memplan.cli.output._canvas", lambda *, terminal: Canvas(40))
+    assert max(map(len, cli(*arguments).out.splitlines())) <= 40
 
 
 def test_changes_are_in_the_words_of_the_stack(cli):

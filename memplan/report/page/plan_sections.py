@@ -25,19 +25,25 @@ if TYPE_CHECKING:
     from memplan.plan.suggested.suggestions import WhatIf
 
 
+MOST_BESIDE = 3
+"""Columns that a narrow page shows beside each other."""
+
+
 def text(value: str) -> str:
     """Return a text as one line that is nothing but text, in HTML too."""
     return escape(escaped(value))
 
 
 def table(content: Table, caption: str, identity: str = "") -> str:
-    """Return a table with a caption and headers, which scrolls by itself where a page is narrow."""
+    """Return a table with a caption and headers; on a narrow page one of many columns has a line for each cell, others scroll."""
     name = f' id="{identity}"' if identity else ""
+    name += ' class="many"' if len(content.headers) > MOST_BESIDE else ""
     sides = ['class="number"' if header.startswith(">") else "" for header in content.headers]
     head = "".join(
         f'<th scope="col" {side}>{text(header)}</th>' for header, side in zip(content.names, sides, strict=True)
     )
-    rows = "".join(_row(row, sides) for row in content.rows)
+    labelled = [f'data-label="{text(header)}" {side}' for header, side in zip(content.names, sides, strict=True)]
+    rows = "".join(_row(row, labelled) for row in content.rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}"><table{name}>'
         f"<caption>{text(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
@@ -107,7 +113,7 @@ def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str
     return section(
         "answer",
         "Answer",
-        f'<p class="verdict {plan.verdict}" id="verdict">{word}</p><p id="sentence">{text(sentence)}</p>'
+        f'<p class="verdict {plan.verdict}" id="verdict">{word}</p><p id="sentence">{text(sentence.removeprefix(f"{word}: "))}</p>'
         f'<dl class="figures">{listed}</dl>{_gauge(plan)}<p class="quiet">{"<br>".join(map(text, (*heading(plan), *([note] if note else []))))}</p>{shown}',
     )
 
@@ -137,11 +143,11 @@ def components_section(plan: MemoryPlan) -> str:
         f'<tr><th scope="row">{swatch(line.name)} {text(line.name)}</th><td class="number">{text(format_bytes(line.bytes))}</td>'
         f'<td class="number">{share(line.bytes, plan.device_bytes)}</td><td class="bar"><svg aria-hidden="true" viewBox="0 0 {GAUGE} 12" '
         f'preserveAspectRatio="none">{rectangle(line.name, 0, max(4, line.bytes * GAUGE // largest), 12)}</svg></td>'
-        f"<td>{text(line.kind)}</td></tr>"
+        f'<td class="kind">{text(line.kind)}</td></tr>'
         for line in plan.components
     )
     caption = f"At the peak: {plan.peak.name} ({plan.peak.operation})"
-    head = '<th scope="col">component</th><th scope="col" class="number">bytes</th><th scope="col" class="number">share</th><td></td><th scope="col">kind</th>'
+    head = '<th scope="col">component</th><th scope="col" class="number">bytes</th><th scope="col" class="number">share</th><td></td><th scope="col" class="kind">kind</th>'
     content = (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Components"><table><caption>{text(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{table(totals_table(plan, ''), 'Totals')}"

@@ -17,7 +17,8 @@ from memplan.units import format_bytes, format_count
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
 
-GAUGE = 24
+GAUGE, LEAST_GAUGE = 24, 8
+"""Columns of the gauge of a method, at most and at least."""
 LEAST_NEEDS = 11
 """Characters that the column of what is needed has at least."""
 HEADERS = ("method", "checkpointing", "needs", "", "max batch")
@@ -39,12 +40,15 @@ def methods_screen(
     more = f"Not planned: {', '.join(missing)} (--config NAME says why). " if missing else ""
     notes = dict.fromkeys(note for plan in plans for note in card_notes(plan))
     shared = any(plan.reserve_by_share and not plan.exceeds_device for plan in plans)
-    shares = "~ and max batch with a share." if shared else "max batch with a share; -b N simulates it."
+    estimates = "~ and max batch are estimates" if shared else "max batch is an estimate"
+    least = (
+        "> is what tensors take alone; " if any(plan.reserve_by_share and plan.exceeds_device for plan in plans) else ""
+    )
     words = [
         *_words(plans),
         *notes_on_models(plans),
         *notes,
-        f"> is without the allocator's reserve, {shares}",
+        f"{least}{estimates}; -b N plans a batch in full.",
         f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
@@ -72,7 +76,10 @@ def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) ->
     names = [plan.setup.name for plan, _ in rows]
     needs = [_needs(plan, unit) for plan, _ in rows]
     widest, wide = (max(map(len, column)) for column in ((*names, HEADERS[0]), (*needs, " " * LEAST_NEEDS)))
-    columns = max(8, min(GAUGE, canvas.width - widest - wide - 41))
+    rest = widest + wide + 41
+    columns = min(GAUGE, canvas.width - rest)
+    if columns < LEAST_GAUGE:
+        return _below_names(rows, needs, wide)
     title = f"  {HEADERS[0]:<{widest}}  {HEADERS[1]}  {HEADERS[2]:>{wide}}  {'':<5}  {'':<{columns + 2}}  {HEADERS[4]}"
     lines = []
     for place, (plan, batch) in enumerate(rows):
@@ -83,6 +90,16 @@ def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) ->
             f"  {name:<{widest}}  {kind:<13}  {needs[place]:>{wide}}  {verdict:<5}  {gauge}  {batch or '-':>9}"
         )
     return (title.rstrip(), *lines)
+
+
+def _below_names(rows: Sequence[tuple[MemoryPlan, int]], needs: Sequence[str], wide: int) -> tuple[str, ...]:
+    """Return the same without gauges, each method's name above its lines, for a narrow terminal."""
+    lines = [f"  {'checkpoint':<10}  {HEADERS[2]:>{wide}}  {'':<5}  batch"]
+    for place, (plan, batch) in enumerate(rows):
+        name, verdict = plan.setup.name, VERDICT_WORDS[plan.verdict]
+        lines += [name] if not place or rows[place - 1][0].setup.name != name else []
+        lines.append(f"  {plan.setup.checkpointing:<10}  {needs[place]:>{wide}}  {verdict:<5}  {batch or '-':>5}")
+    return tuple(lines)
 
 
 def _needs(plan: MemoryPlan, unit: str) -> str:

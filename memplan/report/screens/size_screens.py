@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import log2
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def max_screen(
         lines += [((name, *map(_size, rows)), rows) for name, rows in by_device.items()]
     cells = [line for line, _ in lines]
     columns = _room(cells, canvas)
-    table = _aligned([(line, bar(rows, columns) if rows else "") for line, rows in lines])
+    table = _aligned([(line, bar(rows, columns) if rows else "") for line, rows in lines], canvas)
     left = len({row.device.name for row in models}) - len(usual)
     more = f"{left} more GPUs, and the bounds of all: --all." if left else "The bounds besides: -v."
     by_share = [] if all(row.simulated or not row.largest_fitting for row in models) else [BY_SHARE]
@@ -125,7 +126,7 @@ def values_screen(
     more = [f"{left} more GPUs: --all."] if left else []
     return (
         *_folded([head], canvas),
-        _aligned(list(zip(cells, bars, strict=True))),
+        _aligned(list(zip(cells, bars, strict=True)), canvas),
         *_folded([*more, *([] if all(map(is_simulated, rows)) else [BY_SHARE]), sentence], canvas),
     )
 
@@ -150,7 +151,7 @@ def where_screen(
     more += notes_on_models([row.plan for row in rows[:1]])
     return (
         *_folded([head], canvas),
-        *([_aligned(list(zip(cells, gauges, strict=True)))] if rows else []),
+        *([_aligned(list(zip(cells, gauges, strict=True)), canvas)] if rows else []),
         *_folded([*more, *words], canvas),
     )
 
@@ -192,7 +193,7 @@ def compare_screen(
     differing = f"{count} setting{' differs' if count == 1 else 's differ'}; "
     rest = f"{differing if count else ''}{'all' if narrow else 'component by component'}: -v."
     words = _folded([rest, *notes_on_models(plans), str(sentence)], canvas)
-    return (*_folded([str(head)], canvas), _aligned(list(zip(headed, gauges, strict=True))), narrow, *words)
+    return (*_folded([str(head)], canvas), _aligned(list(zip(headed, gauges, strict=True)), canvas), narrow, *words)
 
 
 def _without_changes(table: Table) -> Table:
@@ -233,7 +234,8 @@ def recommend_screen(
         ]
         sizes = [max((choice.largest_fitting_parameters for _, choice in result), default=0) for result in choices]
     columns = _room(cells, canvas)
-    table = _aligned(list(zip(cells, ["", *(canvas.bar(size, most, columns) for size in sizes)], strict=True)))
+    bars = ["", *(canvas.bar(size, most, columns) for size in sizes)]
+    table = _aligned(list(zip(cells, bars, strict=True)), canvas)
     left = len(rows) - len(shown)
     return (
         *_folded([head], canvas),
@@ -271,19 +273,26 @@ def _widths(cells: Sequence[tuple[str, ...]]) -> list[int]:
     ]
 
 
-def _aligned(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return lines of cells, the first of which are headers; a leading ``>`` aligns a column to the right."""
+def _aligned(rows: Sequence[Row], canvas: Canvas) -> tuple[str, ...]:
+    """Return lines of cells, the first of which are headers; a leading ``>`` aligns a column to the right.
+
+    Columns for which a terminal is too narrow are on a line below.
+    """
     cells = [line for line, _ in rows]
     widths = _widths(cells)
     right = [header.startswith(">") for header in cells[0]]
+    ends = list(accumulate(widths, lambda end, width: end + 2 + width, initial=0))[1:]
+    first = sum(end <= canvas.width for end in ends) or 1
     lines = []
     for line, behind in rows:
         texts = [cell.removeprefix(">") if line is cells[0] else cell for cell in line]
-        shown = (
+        shown = [
             text.rjust(width) if end else text.ljust(width)
             for text, width, end in zip(texts, widths, right, strict=True)
-        )
-        lines.append(f"  {'  '.join((*shown, behind))}".rstrip())
+        ]
+        below = "  ".join(text.strip() for text in shown[first:])
+        lines.append(f"  {'  '.join((*shown[:first], behind))}".rstrip())
+        lines += [f"      {below}".rstrip()] if below.strip() else []
     return tuple(lines)
 
 

@@ -59,7 +59,7 @@
         window.memplanChart(answer.timeline);
         if (path === "/full") {
           history.replaceState(null, "", `/?token=${token}&${query()}`);
-          document.getElementById("said").textContent = document.getElementById("sentence").textContent;
+          document.getElementById("said").textContent = ["verdict", "sentence"].map((id) => document.getElementById(id).textContent).join(": ");
           document.body.dataset.full = String(mine);
         }
       }

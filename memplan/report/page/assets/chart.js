@@ -33,7 +33,7 @@
   }
 
   // Where a job takes a small part of the GPU, the chart is as high as the job, and says what lies beyond it.
-  const beyond = (job) => data.usable > 4 * job;
+  const beyond = (job) => data.usable > 2.5 * job;
 
   function marks(u, unit) {
     const {ctx, bbox} = u, ratio = devicePixelRatio;
@@ -53,10 +53,10 @@
     const limits = [["usable", data.usable, "--no", [], far], ["expected", data.expected, "--text", [6, 4], far]];
     for (const [name, size, tone, dash, side] of limits) {
       const above = size / unit > u.scales.y.max, y = above ? bbox.top + 18 * ratio : u.valToPos(size / unit, "y", true);
-      ctx.strokeStyle = ctx.fillStyle = colour(tone);
+      ctx.strokeStyle = colour(tone);
       ctx.textAlign = side;
       if (!above) line(ctx, bbox.left, y, bbox.left + bbox.width, y, dash.map((one) => one * ratio));
-      ctx.fillText(`${name} ${shown(size)}${above ? " (above)" : ""}`, side === "left" ? bbox.left + 4 * ratio : bbox.left + bbox.width - 4 * ratio, y - 4 * ratio);
+      write(ctx, `${name} ${shown(size)}${above ? " (above)" : ""}`, side === "left" ? bbox.left + 6 * ratio : bbox.left + bbox.width - 6 * ratio, y - 4 * ratio, colour(tone));
     }
     const x = u.valToPos(data.peak + 0.5, "x", true), y = u.valToPos((data.context + total(data.peak)) / unit, "y", true);
     ctx.fillStyle = colour("--text");
@@ -66,11 +66,17 @@
     const label = `peak ${shown(total(data.peak))}`, start = x + (late ? -12 * ratio - ctx.measureText(label).width : 12 * ratio);
     if (bbox.width < 420 * ratio) return ctx.restore();
     ctx.textAlign = "left";
-    ctx.fillStyle = colour("--panel");
-    ctx.fillRect(start - 4 * ratio, y - 24 * ratio, ctx.measureText(label).width + 8 * ratio, 18 * ratio);
-    ctx.fillStyle = colour("--text");
-    ctx.fillText(label, start, y - 8 * ratio);
+    write(ctx, label, start, y - 8 * ratio, colour("--text"));
     ctx.restore();
+  }
+
+  // Words stand on a ground of their own: lines and layers run behind them.
+  function write(ctx, words, x, y, tone) {
+    const ratio = devicePixelRatio, {width} = ctx.measureText(words);
+    ctx.fillStyle = colour("--panel");
+    ctx.fillRect((ctx.textAlign === "right" ? x - width : x) - 3 * ratio, y - 15 * ratio, width + 6 * ratio, 16 * ratio);
+    ctx.fillStyle = tone;
+    ctx.fillText(words, x, y);
   }
 
   function line(ctx, x, y, toX, toY, dash) {
