@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -241,6 +242,8 @@ def _extra_hint(word: str, where: str) -> str:
 
     try:
         catalog = open_catalog(None)
+        if Path(word).is_file():
+            return f"; did you mean --config {word}?"
         if word in catalog.gpus:
             return f"; did you mean --gpu {word}?"
         return f"; did you mean --config {word}?" if word in catalog.configs else f" (see: {where})"

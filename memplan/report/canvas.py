@@ -84,7 +84,9 @@ class Canvas:
     def between(self, left: str, right: str, indent: int = 0) -> list[str]:
         """Return two texts at both ends of a line, or of two where one is too short."""
         gap = self.width - len(left) - len(right)
-        return [f"{left}{' ' * gap}{right}"] if gap >= 2 else [left, *self.folded(right, indent)]
+        return (
+            [f"{left}{' ' * gap}{right}"] if gap >= 2 else [*self.folded(left, 0, indent), *self.folded(right, indent)]
+        )
 
     def columns(self, rows: Sequence[tuple[str, str, Sequence[str]]], indent: int = 2) -> list[str]:
         """Return rows of a head, words, and parts of a setting: beside each other where every row is one line, else below.

@@ -35,6 +35,7 @@ def test_the_first_line_is_the_verdict_and_nothing_is_wider_than_80_columns(cli,
 NARROW = [
     ("fit", "llama-8b", "--gpu", "rtx4090"),
     ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "qlora"),
+    ("fit", "llama-8b", "--gpu", "rtx4090", "--method", "inference"),
     ("max", "llama-8b", "--for", "batch", "--config", "qlora"),
     ("where", "llama-70b", "--config", "tier1"),
     ("compare", "llama-8b", "-c", "qlora", "-c", "lora", "--gpu", "rtx4090"),

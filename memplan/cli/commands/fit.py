@@ -40,11 +40,11 @@ def fit_command(
     Exit code 0: it fits (or is TIGHT, without --strict); 1: it does not; 3: that cannot be said.
     """
     device = grid.counted(device)
-    if _serves(method):
+    if _serves(method, training.settings or []):
         if plot.plot is not None:
             raise InvalidFileError(["--plot: serving has no picture; leave it out"])
         _refuse_training_options(model, device, training, grid)
-        return _served(model, device, method, verdict, output)
+        return _served(model, device, method, verdict, output, detail)
     options = job_options(output, grid.over(training), model, device)
     options["gpus_per_node"] = grid.gpus_per_node
     if method.method not in (None, "pretrain"):
@@ -96,12 +96,12 @@ def _ranks(
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
 
 
-def _serves(method: MethodOptions) -> bool:
+def _serves(method: MethodOptions, settings: list[str]) -> bool:
     """Tell whether serving is asked for."""
     if method.method is not None:
         from memplan.library.runs.served_model import refuse_method
 
-        refuse_method(method.method)
+        refuse_method(method.method, settings)
     if method.method == "inference":
         return True
     given = [name for name in SERVING if getattr(method, name) != getattr(MethodOptions(), name)]
@@ -132,6 +132,7 @@ def _served(
     method: MethodOptions,
     verdict: VerdictOptions,
     output: OutputOptions,
+    detail: DetailOptions,
 ) -> int:
     """Answer for a model that is served."""
     from memplan.library.lookup import find_model
@@ -140,7 +141,7 @@ def _served(
     options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine.value)
     catalog = output.catalog()
     answer = serve(find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
+    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 
 
 SERVING = ("context", "concurrency", "kv_dtype", "weights", "engine")

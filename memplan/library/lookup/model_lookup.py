@@ -8,7 +8,7 @@ from typing import Any
 from memplan.catalog.catalog import Catalog
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import GuessedNameWarning, InvalidFileError
-from memplan.library.lookup.model_names import ResolvedName, resolve_model_name
+from memplan.library.lookup.model_names import ResolvedName, resolve_model_name, without_address
 from memplan.library.lookup.trainer_files import file_model, is_trainer_file, refuse_no_model
 from memplan.model.families import model_spec
 from memplan.model.model import Model
@@ -52,7 +52,7 @@ def find_model(text: str | None, shapes: Shapes, catalog: Catalog) -> Model:
     Raises:
         MemplanError: An unknown name, an unreadable file, or both a name and shapes.
     """
-    given = shapes.given()
+    given, text = shapes.given(), text and without_address(text)
     if text is None and not given:
         raise InvalidFileError(
             [

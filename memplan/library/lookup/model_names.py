@@ -45,6 +45,20 @@ class ResolvedName:
     weights: str | None = None  # Format of the released weights where the name says that they are quantised
 
 
+HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
+
+
+def without_address(text: str) -> str:
+    """Return the id of a repository for its address in a hub, and any other text as it is.
+
+    Example:
+        >>> without_address("https://huggingface.co/Qwen/Qwen3-4B/tree/main"), without_address("llama-8b")
+        ('Qwen/Qwen3-4B', 'llama-8b')
+    """
+    match = HUB.fullmatch(text)
+    return match[1] if match else text
+
+
 def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) -> ResolvedName:
     """Return what a name means: a folder, a cached repository, an entry, a mirror of one, or a guess, in this order.
 

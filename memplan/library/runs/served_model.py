@@ -1,5 +1,6 @@
 """``memplan fit --method inference``: does serving this model fit, and how far does it go?"""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -143,16 +144,21 @@ def _refuse(options: InferenceOptions) -> None:
         raise InvalidFileError(problems)
 
 
-def refuse_method(method: str) -> None:
+def refuse_method(method: str, settings: Sequence[str] = ()) -> None:
     """Refuse a method that is not planned.
+
+    Args:
+        settings: What is set besides.
 
     Raises:
         CannotAnswerError: It is known, and not modelled.
         InvalidFileError: It is not known.
     """
     if method == "grpo":
-        text = "method grpo: it needs what generates and how much: give TRL's file, or method.rollout in a config"
-        raise InvalidFileError([text])
+        if any(setting.startswith("method.rollout") for setting in settings):
+            return
+        text = "say how much is generated, such as -b 8 --set method.rollout.completion_length=1024, or give TRL's file"
+        raise InvalidFileError([f"method grpo: {text}"])
     if method in OTHER_METHODS:
         raise CannotAnswerError(
             f"method {method} is not modelled: its other models, log-probabilities or rollouts are in no plan yet; "

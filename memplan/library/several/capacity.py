@@ -201,9 +201,7 @@ class Where(Answer):
         document = where_document(self.model, self.setup, self.placements, unit, self.prices)
         head, words = str(document.blocks[0]), [str(block) for block in document.blocks[2:]]
         ordered = places_in_order(self.placements, self.prices)
-        if self.prices is not None:
-            return document
-        return replace(document, screen=lambda canvas: where_screen(ordered, canvas, unit, head, words))
+        return replace(document, screen=lambda canvas: where_screen(ordered, canvas, unit, head, words, self.prices))
 
 
 @checked

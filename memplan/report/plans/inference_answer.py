@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import memplan
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import active_parameter_count, parameter_count
 from memplan.model.model import Model
-from memplan.report.document import Document, Table
+from memplan.report.canvas import Canvas
+from memplan.report.document import Block, Document, Table
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -37,8 +39,7 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
     served, spec = answer.served, answer.model.spec
     total = served.device_bytes
     head = (
-        f"{WORDS[served.verdict]:<6} {format_bytes(total, unit)} expected, {format_bytes(served.upper_bytes, unit)} "
-        f"worst case, {format_bytes(served.usable_bytes, unit)} usable",
+        _verdict(answer, unit),
         f"       {answer.device.name}, served, engine {answer.request['engine']}",
         f"{spec.name} ({format_count(parameter_count(answer.model.inventory))}), weights {answer.request['weights']}, "
         f"cache {answer.request['kv_dtype']},",
@@ -55,7 +56,44 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
     )
     failed = served.verdict == "no" or (strict and served.verdict == "tight")
     blocks = (head, table, reach, tuple(f"Assumed: {note}" for note in answer.notes))
-    return Document(_data(answer, catalog_hash), blocks, 1 if failed else 0)
+    screen = partial(_screen, answer, unit, reach)
+    return Document(_data(answer, catalog_hash), blocks, 1 if failed else 0, screen=screen)
+
+
+def _verdict(answer: ServedAnswer, unit: str) -> str:
+    served = answer.served
+    sizes = (
+        format_bytes(size, unit or "GiB") for size in (served.device_bytes, served.upper_bytes, served.usable_bytes)
+    )
+    expected, upper, usable = next(sizes), *(size.rpartition(" ")[0] for size in sizes)
+    return f"{WORDS[served.verdict]:<5}  {expected} expected, {upper} worst case, {usable} usable"
+
+
+def _screen(answer: ServedAnswer, unit: str, reach: Sequence[str], canvas: Canvas) -> tuple[Block, ...]:
+    """Return the answer on one screen: a bar for every component, a gauge, and how far it goes."""
+    served, spec, request = answer.served, answer.model.spec, answer.request
+    usable, total = format_bytes(served.usable_bytes, unit or "GiB"), served.device_bytes
+    percent = f"{_percent(total, served.usable_bytes)} % of {usable} usable"
+    job = (
+        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))})",
+        f"served by {'a serving engine' if request['engine'] == 'serving' else request['engine']}",
+        f"weights {request['weights']}",
+        f"cache {request['kv_dtype']}",
+        f"context {request['context']:,}",
+        f"{request['concurrency']:,} at once",
+    )
+    rows = [(name, format_bytes(size, unit or "GiB"), size, "") for name, size in served.components.items() if size]
+    gauge = canvas.gauge(total, served.upper_bytes, served.usable_bytes, max(8, canvas.width - len(percent) - 8))
+    return (
+        (*canvas.between(_verdict(answer, unit), answer.device.name, 7), *canvas.joined(job, indent=7)),
+        (*canvas.bars(rows), f"  {gauge} {percent}"),
+        tuple(line for text in reach for line in canvas.folded(text, 0, 2)),
+        tuple(line for note in answer.notes for line in canvas.folded(f"Assumes: {note}", 0, 2)),
+    )
+
+
+def _percent(part: int, whole: int) -> int:
+    return (200 * part + whole) // max(1, 2 * whole)
 
 
 def inference_sentence(answer: ServedAnswer, unit: str = "") -> str:

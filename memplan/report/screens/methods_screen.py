@@ -48,7 +48,7 @@ def methods_screen(
         *_words(plans),
         *notes_on_models(plans),
         *notes,
-        f"{least}{estimates}; -b N plans a batch in full.",
+        f"{least}{estimates}: try it with -b N.",
         f"{more}Every config: --all. In full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))

@@ -90,7 +90,7 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
         f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))})",
         plan.setup.label,
         config.method.stage if config.method.stage != "sft" else "",
-        f"micro-batch {plan.micro_batch_size}{' pairs' if plan.setup.rows_per_sample > 1 else ''}",
+        f"micro-batch {plan.micro_batch_size}{_pairs(plan)}",
         f"sequence {plan.sequence_length}",
         f"accumulation {steps}" if steps > 1 else "",
         f"checkpointing {plan.setup.config.checkpointing_words}",
@@ -98,6 +98,12 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
     known = config.status in ("proven", "works")
     what = f"learning: {config.status}; {config.description}"
     return [*canvas.joined(parts, indent=7), *([] if known else canvas.folded(what, 7))]
+
+
+def _pairs(plan: MemoryPlan) -> str:
+    if plan.setup.rows_per_sample == 1:
+        return ""
+    return " pair" if plan.micro_batch_size == 1 else " pairs"
 
 
 def _components(plan: MemoryPlan, canvas: Canvas, unit: str) -> tuple[str, ...]:

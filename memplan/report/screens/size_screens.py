@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memplan.plan.sizes.largest_model import LargestModel
     from memplan.plan.sizes.placements import Placement
     from memplan.plan.suggested.suggested_configs import SuggestedConfigs
+    from memplan.report.largest.largest_model_answer import Prices
     from memplan.solver.largest_per_device import Largest
 
 MOST_ROWS = 20
@@ -132,13 +133,23 @@ def values_screen(
 
 
 def where_screen(
-    rows: Sequence[Placement], canvas: Canvas, unit: str, head: str, words: Sequence[str]
+    rows: Sequence[Placement],
+    canvas: Canvas,
+    unit: str,
+    head: str,
+    words: Sequence[str],
+    prices: Prices | None = None,
 ) -> tuple[Block, ...]:
-    """Return the first of the places where a job fits, each with how full it makes them."""
-    shown = rows[:MOST_PLACES]
+    """Return the first of the places where a job fits, each with how full it makes them; with prices, those that have one."""
+    hourly = prices.hourly if prices else {}
+    shown = [row for row in rows if not hourly or row.device.name in hourly][:MOST_PLACES] or rows[:MOST_PLACES]
     cells = [(">count", ">bound", "gpu", ">needs", ">of"), *(_place(row, unit) for row in shown)]
     if all(row.bound is None for row in shown):
         cells = [(count, *rest) for count, _, *rest in cells]
+    if prices is not None:
+        costs = (row.count * hourly[row.device.name] if row.device.name in hourly else None for row in shown)
+        words_of = ("" if cost is None else prices.text(cost) for cost in costs)
+        cells = [(cost, *rest) for cost, rest in zip((">per hour", *words_of), cells, strict=True)]
     columns = _room(cells, canvas)
     gauges = [
         "",
