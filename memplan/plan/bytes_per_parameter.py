@@ -2,9 +2,10 @@
 
 from fractions import Fraction
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.training_config import ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import Role
+from memplan.model.inventory import ROLES, Role
 from memplan.step.states.parallel_shards import share
 from memplan.step.tensors.update_kernels import slot_bytes
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
@@ -28,13 +29,12 @@ class BytesPerParameter:
         return self.weights + self.master_weights + self.gradients + self.optimizer_states
 
 
-def bytes_per_parameter(setup: TrainingSetup) -> BytesPerParameter:
-    """Return the exact bytes per parameter of a large hidden matrix under a setup.
+def bytes_per_parameter(setup: TrainingSetup, role: Role = "hidden_matrix") -> BytesPerParameter:
+    """Return the exact bytes per parameter of a large matrix of a role under a setup.
 
     The uniform figure that the notes' tables use: every parameter is charged as a hidden matrix,
     whole blocks only, without what a tensor has once.
     """
-    role: Role = "hidden_matrix"
     layout = setup.formats[role]
     if setup.config.adapter is not None or setup.config.freeze != ALL_TRAIN:
         return BytesPerParameter(layout.bytes_per_element, Fraction(0), Fraction(0), Fraction(0))
@@ -48,6 +48,13 @@ def bytes_per_parameter(setup: TrainingSetup) -> BytesPerParameter:
         part * (gradient if accumulates else 0),
         part * _state_bytes(setup, role, own),
     )
+
+
+def least_bytes_per_parameter(setup: TrainingSetup) -> Fraction:
+    """Return what each parameter takes at least on one GPU that has them all: the least of any role; 0 where weights may be elsewhere."""
+    if setup.config.parallel != Parallel() or setup.offloads_weights:
+        return Fraction(0)
+    return min(bytes_per_parameter(setup, role).total for role in ROLES)
 
 
 def _state_bytes(setup: TrainingSetup, role: Role, own: int) -> Fraction:

@@ -10,12 +10,12 @@ from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
-from memplan.plan.bytes_per_parameter import bytes_per_parameter
+from memplan.plan.bytes_per_parameter import bytes_per_parameter, least_bytes_per_parameter
 from memplan.plan.job_allowances import devices_for, searched_allowances
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
-from memplan.training.stack_models import as_trained
+from memplan.training.stack_models import as_trained, built_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,15 @@ class _Planned:
         except MemplanError as error:
             return error
 
+    @cached_property
+    def _least_bytes(self) -> int:
+        """Bytes of states that it has at least, without planning it; 0 for one that is refused."""
+        try:
+            built = built_by(self._model, self._setup)
+        except MemplanError:
+            return 0
+        return int(parameter_count(built.inventory) * least_bytes_per_parameter(self._setup))
+
     @property
     def refusal(self) -> str:
         """Why it is not planned; nothing where it is."""
@@ -122,6 +131,8 @@ class _Planned:
 
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
+        if not room.holds(self._least_bytes):
+            return False
         planned = self._planned
         if isinstance(planned, MemplanError) or not room.holds(planned.least_bytes(*self._job)):
             return False

@@ -151,9 +151,10 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
 def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
     """Yield the cheapest changes, in the words of the job's stack, each with what the device holds then, with memory to spare."""
     flips = any(change.flips_verdict for change in plan.suggestions)
-    yield "What to change:" if flips else "No change by itself makes it fit; what to start with:"
+    yield from canvas.folded("What to change:" if flips else "No change by itself makes it fit; what to start with:")
     if plan.needed_bytes != plan.device_bytes:
-        yield f"  (with memory to spare, where the job as it is takes {format_bytes(plan.device_bytes, unit)})"
+        as_it_is = f"(with memory to spare, where the job as it is takes {format_bytes(plan.device_bytes, unit)})"
+        yield from canvas.folded(as_it_is, 2)
     yield from canvas.columns(
         [
             (
@@ -193,8 +194,8 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
         if value > now[key]
     ]
     if not rows:
-        return ["No larger batch and no longer sequence is likely to fit."]
-    return ["Room that is left, by the allocator's usual share, for either of:", *canvas.columns(rows)]
+        return canvas.folded("No larger batch and no longer sequence is likely to fit.")
+    return [*canvas.folded("Room that is left, by the allocator's usual share, for either of:"), *canvas.columns(rows)]
 
 
 def own_words(plan: MemoryPlan, key: str, value: int) -> str:
