@@ -9,7 +9,7 @@ from memplan.step.kernels.image_rows import image_batch
 from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.states.model_states import ModelStates
-from memplan.step.states.muon_scratch import codec_scratch, decoding_bytes, decoding_rows_bytes
+from memplan.step.states.muon_scratch import codec_scratch, decoding_sizes, row_decoding
 from memplan.step.states.optimizer_scratch import (
     Temporaries,
     emptied_names,
@@ -138,10 +138,10 @@ def _taped(setup: TrainingSetup, entry: TensorStates, emptied: bool, stored: boo
         foreign=entry.element_bytes == 2 == setup.compute_bytes
         and not entry.quantized
         and entry.format_name != setup.config.compute_dtype,
-        decoding_bytes=scales if parametrised else decoding_bytes(entry, setup.compute_bytes),
+        decoding_sizes=(scales,) if parametrised else decoding_sizes(entry, setup.compute_bytes),
         scales_bytes=0 if parametrised else scales,
         decoded_bytes=_decoded_bytes(setup, entry),
-        decoding_rows_bytes=scales if parametrised else decoding_rows_bytes(entry, setup.compute_bytes),
+        row_decoding=row_decoding(entry, setup.compute_bytes),
         decoding_parts=_decoding_parts(setup, entry),
         decoded_alike=entry.quantized and setup.stack.projections.codes_from == "fp16",
         integers=entry.quantized and setup.formats[entry.tensor.role].product == "integers",

@@ -12,7 +12,7 @@ from memplan.catalog.training_config import Gradients
 from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.timing import PICOSECONDS, Rates, Work, micro_batch_picoseconds, update_work, work_of
-from memplan.step.states.muon_scratch import decoding_bytes
+from memplan.step.states.muon_scratch import decoding_sizes
 from memplan.step.tensors.tensor_states import tensor_states
 from memplan.step.tensors.update_kernels import slot_bytes
 from memplan.training.resolution.resolve_config import resolve
@@ -92,7 +92,7 @@ def test_decoding_takes_what_the_library_allocates(catalog, name, shape, dtype):
     entry = tensor_states(resolve(config, catalog, "test"), tensor, frozen=False)
     copy = rows * columns * exact.itemsize
     assert entry.format_name == name
-    assert copy + decoding_bytes(entry, exact.itemsize) == decoded
+    assert copy + sum(decoding_sizes(entry, exact.itemsize)) == decoded
 
 
 # ------------------------------------------------------------------ time

@@ -20,7 +20,7 @@ from memplan.step.tapes.linear_forms import (
 )
 
 PLACES = tuple(product(Part, Quantity))
-VALUES = quantities(3, 1000, 50_257, Pieces(8))
+VALUES = quantities(3, 1000, (50_257, 768), Pieces(8))
 
 
 def drawn(rng: random.Random) -> Form:

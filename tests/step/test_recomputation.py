@@ -14,7 +14,7 @@ from memplan.step.tapes.linear_forms import Part, Pieces, Quantity, quantities
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import NEW, Traits, Value, Weight
 
-ONE_TOKEN = quantities(1, 1, 1, Pieces(1))
+ONE_TOKEN = quantities(1, 1, (1, 1), Pieces(1))
 WIDTHS = (3, 5, 7, 11)
 
 

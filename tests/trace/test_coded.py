@@ -17,6 +17,7 @@ from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
 from memplan.training.resolved import FLOAT_BYTES  # noqa: E402
 from tests.survey.agreement import cut_model  # noqa: E402
+from tests.survey.drawn_jobs import Job, verdict  # noqa: E402
 
 CODED = ("tier1", "tier2", "tier3", "q4-adam", "q4-muon-int8", "iq3-muon-int4", "iq2-fp8-muon-int4")
 FAST = ("tier1", "tier3", "q4-adam")
@@ -48,6 +49,29 @@ def test_a_float_weight_beside_codes_whose_gradients_are_fp32_has_a_store_as_the
     model = cut_model("pythia-1b", catalog)
     plan = CompiledPlan(model, setup).evaluate(Device(catalog.gpus["h100-sxm-80gb"], "h100-sxm-80gb"))
     assert dict(plan.instants).items() >= trace_training(model, setup).instant_bytes.items()
+
+
+@pytest.mark.parametrize(("family", "rows", "length"), [("llama", 300, 1), ("llama", 300, 700), ("gpt2", 4096, 17)])
+def test_of_a_coded_table_the_rows_that_are_looked_up_are_decoded(family, rows, length, catalog):
+    """Some at a time: fewer of a short sequence than of a whole table, and more of a long one than a small table has."""
+    shape = {
+        "hidden_size": 768,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 1024,
+    }
+    if family == "gpt2":
+        shape = {"n_embd": 512, "n_head": 8, "n_layer": 1, "n_positions": 64}
+    keys = {
+        "weights": {"default": "bf16", "embedding": "iq2-s"},
+        "optimizer": {"default": "muon-bf16"},
+        "description": "",
+    }
+    model = {"model_type": family, "vocab_size": rows, **shape}
+    drawn = verdict(Job(model, {**keys, "sequence_length": length, "evaluation": True}), catalog)
+    assert (drawn.outcome, drawn.reason, drawn.peak_share, dict(drawn.differences)) == ("agrees", "", 0.0, {})
+    assert abs(drawn.reserve_share) < 0.015  # one of 84 segments
 
 
 def test_the_bundled_optimizer_steps_every_weight_of_a_tier(catalog):

@@ -134,7 +134,8 @@ class ServedModel:
         regime = regime_of(self.model, self.setup, batch, length)
         temporaries = step_temporaries(self.setup, states.tensors)
         taped = model_on_tape(StepInputs(self.model.spec, self.setup, states, regime, 0, temporaries, 0))
-        values = quantities(batch, length, self.model.spec.vocab_size, Pieces(1))
+        spec = self.model.spec
+        values = quantities(batch, length, (spec.vocab_size, spec.hidden_size), Pieces(1))
         moments = (moment for section in taped.layers for moment in section.evaluated().forward)
         return max(moment.form.total_bytes(values) for moment in moments)
 

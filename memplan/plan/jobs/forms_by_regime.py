@@ -188,8 +188,8 @@ class FormsByRegime:
             chunk, more = min(predicted, most), next_rows(predicted, most, whole=whole)
         pieces = Pieces(profile.loss_chunks, chunk, row, more)
         scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
-        routed = routed_to(spec)
-        return quantities(batch, length, spec.vocab_size, pieces, answer, ranks, images, rows, scanned, routed)
+        table = spec.vocab_size, spec.hidden_size
+        return quantities(batch, length, table, pieces, answer, ranks, images, rows, scanned, routed_to(spec))
 
 
 def refuse_window(model: Model, setup: TrainingSetup, length: int) -> None:

@@ -194,7 +194,7 @@ def _norm_of_sum(
     frozen, width = list[Value](), 4 if base.integers else base.element_bytes
     if base.coded:
         decoded = builder.constant(size, 4 if base.integers else builder.compute)
-        scratch = [(ONE, base.decoding_bytes)]
+        scratch = [(ONE, sum(base.decoding_sizes))]
         frozen = [tape.make("decode", decoded, scratch=scratch, decoding=base.decoding_parts)]
     read = list(frozen)
     if width != own or base.foreign != x.foreign:

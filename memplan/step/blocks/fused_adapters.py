@@ -134,7 +134,7 @@ def _read(builder: Builder, names: Sequence[str]) -> list[Value]:
     for weight in [builder.weight(f"{name}.weight") for name in names]:
         if weight.parametrised:
             with builder.tape.alive(*read):
-                scratch = [(ONE, weight.decoding_bytes)] if weight.decoding_bytes else []
+                scratch = [(ONE, size) for size in weight.decoding_sizes if size]
                 read.append(builder.tape.make("decode", builder.constant(weight.copy_bytes, 1), scratch=scratch))
     return read
 

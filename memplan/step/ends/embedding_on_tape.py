@@ -40,7 +40,7 @@ def embedding_section(settings: EndSettings, weights: Named) -> Section:
     if block.divided:
         return Section(tape, entry, divided_embedding(builder, weight, Traits(workspace=sums)))
     x = tape.value(TOKENS, block.hidden_size, block.embedded_bytes)
-    table, decoding = _looked_up(weight)
+    table, decoding = _looked_up(weight, TOKENS)
     with tape.alive(*_gathered_codes(builder, weight, TOKENS)):
         tape.apply("embedding", [], x, weights=[table], traits=Traits(scratch=decoding, workspace=sums))
     # A library that asks for a gradient asks for that of what its module returns, which may scale where there is a scale.
@@ -69,7 +69,7 @@ def _embed_layers(builder: Builder, x: Value, settings: EndSettings) -> None:
     """Make the embeddings of every layer, beside the embedded tokens ``x``."""
     tape, name = builder.tape, builder.settings.names.layer_embedding
     tape.instant = "layer 1 backward"  # behind the layers' own, and before what is left is the embedding's alone
-    table, decoding = _looked_up(builder.weight(f"{name}.weight"))
+    table, decoding = _looked_up(builder.weight(f"{name}.weight"), TOKENS)
     rows = tape.value(TOKENS, table.columns, builder.settings.embedded_bytes)
     with tape.alive(x):
         tape.apply(
@@ -85,12 +85,16 @@ def _embed_layers(builder: Builder, x: Value, settings: EndSettings) -> None:
         tape.awaited.append((tape.layer_inputs, tape.layer_inputs.coefficient))
 
 
-def _looked_up(table: Weight) -> tuple[Weight, list[tuple[Quantity, int]]]:
-    """Return a table whose rows alone are decoded, and what that takes, in forward alone."""
-    decoding = [(quantity, size) for _, quantity, size in table.decoding]
-    return replace(
-        table, copy_bytes=0, decoding_bytes=0, decoding_rows_bytes=0, decoded_bytes=0, scales_bytes=0
-    ), decoding
+def _looked_up(table: Weight, places: Quantity) -> tuple[Weight, list[tuple[Quantity, int]]]:
+    """Return a table whose rows alone are decoded, and what that takes, in forward alone.
+
+    Args:
+        places: What is looked up.
+    """
+    each, once = table.row_decoding
+    at_once = Quantity.DECODED_TOKENS if places is TOKENS else Quantity.DECODED_POSITIONS
+    sizes = [*[(at_once, size) for size in each], *([(Quantity.ONE, once)] if once else [])]
+    return replace(table, copy_bytes=0, decoding_sizes=(), decoded_bytes=0, scales_bytes=0), sizes
 
 
 def _gathered_codes(builder: Builder, table: Weight, places: Quantity) -> list[Value]:
@@ -103,14 +107,14 @@ def _gathered_codes(builder: Builder, table: Weight, places: Quantity) -> list[V
         return []
     codes = builder.tape.value(places, table.own_bytes // table.rows, 1, Part.TEMPORARIES)
     builder.tape.make("look-up", codes)
-    return [codes] if table.decoding_bytes else []
+    return [codes] if table.decoding_sizes else []
 
 
 def _with_positions(builder: Builder, x: Value) -> Value:
     """Return the embedding with that of learned positions added."""
     tape, block, places = builder.tape, builder.settings, position_quantity(builder.settings.code)
     weight = builder.weight(f"{block.names.positions}.weight")
-    table, decoding = _looked_up(weight)
+    table, decoding = _looked_up(weight, places)
     rows = tape.value(places, block.hidden_size, block.residual_bytes)
     ids = [tape.value(places, 1, 8)] if block.code.forms_tables else []
     with tape.alive(x, *_gathered_codes(builder, weight, places)):

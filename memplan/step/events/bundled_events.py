@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan.step.events.event_stream import EventStream
 from memplan.step.states.muon_batches import MuonBatch, batch_phases, is_exchanged, round_exchanges, round_workspaces
-from memplan.step.states.muon_scratch import adamw_sizes, muon_phases
+from memplan.step.states.muon_scratch import adamw_sizes, muon_phases, updating_decoder_sizes
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
@@ -19,6 +19,7 @@ def updated(stream: EventStream, setup: TrainingSetup, entry: TensorStates) -> N
         return
     _, own, coding = adamw_sizes(setup, entry)
     storages = stream.allocate_all(own)
+    stream.passing(*updating_decoder_sizes(entry))
     stream.passing(*coding)
     _release(stream, storages)
 
@@ -79,6 +80,7 @@ def _orthogonalised(stream: EventStream, setup: TrainingSetup, entry: TensorStat
     stream.free_all([exact, norms, norm])
     stream.free_all(stream.allocate_all(phases.workspace))
     own = stream.allocate_all(phases.weights)
+    stream.passing(*updating_decoder_sizes(entry))
     stream.passing(*phases.coding)
     stream.free_all([*own, *update])
 

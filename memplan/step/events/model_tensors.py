@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 from memplan.catalog.stacks import StackModels
 from memplan.step.kernels.family_code import tables_apart
-from memplan.step.states.muon_scratch import codec_scratch
+from memplan.step.states.muon_scratch import table_sizes
 from memplan.step.states.parallel_shards import Named, in_layers
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
@@ -86,18 +86,17 @@ class ModelTensors:
             buffers: Bytes of all of them.
         """
         positions = buffers.coefficient(Part.ACTIVATIONS, Quantity.POSITIONS) * values[Quantity.POSITIONS]
-        codecs = {
-            e.coded_as.codec: codec_scratch(e.coded_as).table_bytes for _, e in self.all if e.coded_as is not None
-        }
+        layouts = {e.coded_as.codec: e.coded_as for _, e in self.all if e.coded_as is not None}
+        codecs = [size for layout in layouts.values() for size in table_sizes(layout)]
         stack, spec, parallel = self._inputs.setup.stack, self._inputs.spec, self._inputs.setup.config.parallel
         together = parallel.together if parallel.pipeline > 1 else 1
         batch = [part.element_bytes * values[Quantity.TOKENS] for part in stack.batch] * together
         layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
         apart = 1 if stack.model_code == "torchtitan" else 2  # ``RoPE`` has cosines and sines in one
         tables = apart * max(layers or spec.rotary_tables, 1)
-        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs.values())
+        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs)
         whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
-        return [*batch, *[positions // tables] * tables, *codecs.values(), *[rest // whole] * whole]
+        return [*batch, *[positions // tables] * tables, *codecs, *[rest // whole] * whole]
 
     def replaced_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
         """Return the bytes of each table that a model is made with, and that others take the place of."""

@@ -4,9 +4,11 @@ Every turn of a loop over chunks takes and gives back the same memory, so that t
 """
 
 from collections.abc import Iterable
+from math import isqrt
 
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
 from memplan.documents.frozen_values import dataclass
+from memplan.step.tapes.linear_forms import DECODED_ELEMENTS
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.step.tensors.update_kernels import is_exempt
 from memplan.training.resolved import TrainingSetup
@@ -176,36 +178,63 @@ def _stretch_sizes(slots: Iterable[StateSlot], elements: int) -> list[int]:
     ]
 
 
-def decoding_bytes(entry: TensorStates, compute_bytes: int) -> int:
-    """Return what decoding a weight for a product takes besides the decoded copy: some rows at a time, in fp32.
+def decoding_sizes(entry: TensorStates, compute_bytes: int) -> tuple[int, ...]:
+    """Return what decoding a weight for a product takes besides the decoded copy: some rows at a time, in fp32, and what decodes them.
 
     Source:
         ``dequantise_bytes`` in memplan/muon/weights/quantised.py, measured.
     """
-    if entry.coded_as is None:
-        return 0
-    scratch = codec_scratch(entry.coded_as)
-    exact = decoding_rows_bytes(entry, compute_bytes)
-    decoded = min(_rows_at_once(entry) * entry.tensor.shape[-1], CHUNK_ELEMENTS)
-    return exact + scratch.decoding_bytes * decoded // entry.coded_as.block_elements + scratch.once_bytes
-
-
-def decoding_rows_bytes(entry: TensorStates, compute_bytes: int) -> int:
-    """Return the fp32 rows that a weight is decoded into, some at a time, where products are not in fp32."""
-    if entry.coded_as is None or compute_bytes == 4:
-        return 0
-    return 4 * _rows_at_once(entry) * entry.tensor.shape[-1]
-
-
-def _rows_at_once(entry: TensorStates) -> int:
     columns = entry.tensor.shape[-1]
-    return min(max(CHUNK_ELEMENTS // columns, 1), entry.tensor.elements // columns)
+    rows = min(max(DECODED_ELEMENTS // columns, 1), entry.tensor.elements // columns)
+    each, once = row_decoding(entry, compute_bytes)
+    return tuple([size for size in (*[rows * size for size in each], once) if size])
+
+
+def row_decoding(entry: TensorStates, compute_bytes: int) -> tuple[tuple[int, ...], int]:
+    """Return what decoding takes for each row that is decoded at a time, and once.
+
+    Source:
+        ``QuantisedWeight.rows`` in memplan/muon/weights/quantised.py, ``_decode_part`` in grid_formats.py.
+    """
+    if entry.coded_as is None:
+        return (), 0
+    columns = entry.tensor.shape[-1]
+    exact = () if compute_bytes == 4 else (4 * columns,)
+    return (*exact, *_decoder_sizes(entry.coded_as, columns)), codec_scratch(entry.coded_as).once_bytes
+
+
+def updating_decoder_sizes(entry: TensorStates) -> tuple[int, ...]:
+    """Return what an update takes to decode the first of the stretches that it goes through; nothing where weights are floats."""
+    if entry.coded_as is None:
+        return ()
+    elements = min(chunk_elements(entry.tensor.elements, entry.coded_as.block_elements), entry.tensor.elements)
+    return _decoder_sizes(entry.coded_as, elements)
+
+
+def _decoder_sizes(layout: StorageFormat, elements: int) -> tuple[int, ...]:
+    """Return the decoder's tensors for so many elements, of which those that are as wide as fp32 are the last."""
+    decoded = min(elements, DECODED_ELEMENTS)
+    wide, rest = divmod(codec_scratch(layout).decoding_bytes * decoded // layout.block_elements, 4 * decoded)
+    narrow, least = divmod(rest, ceil_div(decoded, 2))
+    sizes = *[ceil_div(decoded, 2)] * narrow, least, *[4 * decoded] * wide
+    return tuple([size for size in sizes if size])
 
 
 def codec_scratch(layout: StorageFormat) -> CodecScratch:
     """Return what the codec of a format takes."""
     assert layout.codec_scratch is not None  # required of coded formats (memplan/catalog/update_classes.py)
     return layout.codec_scratch
+
+
+def table_sizes(layout: StorageFormat) -> list[int]:
+    """Return the tables that a grid's codes point into: its points, one over the distances between any two, and half their squares.
+
+    Source:
+        ``grid_of`` in memplan/muon/weights/grid_formats.py; grids have 256, 512 or 1,024 points.
+    """
+    size = codec_scratch(layout).table_bytes
+    points = 1 << isqrt(size // 4).bit_length() >> 1
+    return [size - 4 * points * points - 4 * points, 4 * points * points, 4 * points] if size else []
 
 
 def chunk_elements(elements: int, block: int) -> int:

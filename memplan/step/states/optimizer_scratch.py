@@ -7,7 +7,7 @@ from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, STACKED
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import Role
 from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches, round_phases
-from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, decoding_bytes, muon_phases
+from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, decoding_sizes, muon_phases
 from memplan.step.states.stacked_updates import stacked_scratch
 from memplan.step.states.update_algorithms import run_of, scratch_of
 from memplan.step.tensors.tensor_states import TensorStates
@@ -267,7 +267,7 @@ def average_bytes(setup: TrainingSetup, tensors: Iterable[TensorStates]) -> int:
     for entry, current, previous in zip(trained, decoded, [0, *decoded], strict=False):
         own = setup.config.compute_dtype if entry.quantized else entry.format_name
         cast = 0 if own == name else entry.tensor.elements * FLOAT_BYTES[name]
-        decoding = previous + decoding_bytes(entry, setup.compute_bytes) if entry.quantized else 0
+        decoding = previous + sum(decoding_sizes(entry, setup.compute_bytes)) if entry.quantized else 0
         result = max(result, current + max(cast, decoding))
     return result
 

@@ -57,6 +57,8 @@ class Quantity(IntEnum):
     SCAN_PAIRS = 35
     SCAN_SQUARE = 36
     EXPERT_ROWS = 37
+    DECODED_TOKENS = 38
+    DECODED_POSITIONS = 39
 
 
 QUANTITIES: dict[Quantity, str] = {
@@ -98,6 +100,8 @@ QUANTITIES: dict[Quantity, str] = {
     Quantity.SCAN_PAIRS: "b*(s+1)^2",
     Quantity.SCAN_SQUARE: "(s+1)^2",
     Quantity.EXPERT_ROWS: "ceil(b*t*k/E)",
+    Quantity.DECODED_TOKENS: "min(b*t, d)",
+    Quantity.DECODED_POSITIONS: "min(t, d)",
 }
 """Quantity -> how formulas write it; b is the micro-batch size, t the sequence length, c its tokens that are generated, V the vocabulary.
 
@@ -105,7 +109,7 @@ tp is the number of GPUs that share matrices. m is the number of blocks of 128 t
 n is b*t where that is more than 3072, and nothing otherwise: beyond, the embedding's backward sorts.
 p8192 is the number of positions that a model has tables for, n2 that of tokens by which a second piece of a loss takes more, n3 those
 that are left for the last of pieces with as many tokens each.
-A token passes through k of E experts, which are as often chosen each.
+A token passes through k of E experts, which are as often chosen each. Of rows that are looked up in a coded table d are decoded at a time.
 p is the number of patches of a row's images, i that of the tokens which they become. s is the number of chunks of a sequence that state
 space layers scan.
 """
@@ -119,6 +123,10 @@ LATE_CHUNKS = 3
 
 TILE_TOKENS = 4096
 """Tokens whose logits are formed together (``TOKEN_CHUNK_SIZE`` in trl/kernels/chunked_logprob.py, 1.16.0)."""
+
+
+DECODED_ELEMENTS = 1 << 20
+"""Elements of a coded weight that are decoded at a time, in whole rows (``DECODE_CHUNK`` in memplan/muon/weights/quantised.py)."""
 
 
 class Part(IntEnum):
@@ -145,7 +153,7 @@ class Form:
 
     Example:
         >>> form = single_form(Part.LOGITS, Quantity.TOKENS, 3) + single_form(Part.GRADIENTS, Quantity.ONE, 5) * 2
-        >>> form.coefficient(Part.LOGITS, Quantity.TOKENS), form.total_bytes(quantities(2, 100, 50, Pieces(8)))
+        >>> form.coefficient(Part.LOGITS, Quantity.TOKENS), form.total_bytes(quantities(2, 100, (50, 8), Pieces(8)))
         (3, 610)
     """
 
@@ -251,7 +259,7 @@ class Pieces(NamedTuple):
 def quantities(
     batch: int,
     length: int,
-    vocab: int,
+    table: tuple[int, int],
     pieces: Pieces,
     answer: int = 0,
     ranks: int = 1,
@@ -265,7 +273,7 @@ def quantities(
     Args:
         batch: Sequences.
         length: Tokens of each.
-        vocab: Rows of the embedding.
+        table: Rows and columns of the embedding.
         pieces: What the loss is formed in.
         answer: Tokens of one sequence that have labels; 0 for all that have a token before them.
         ranks: GPUs that share each sequence between the matrices that they share.
@@ -283,7 +291,7 @@ def quantities(
     row = pieces.row or ceil_div(length, pieces.number)
     rows = -(-length // row)
     many = tokens if tokens > EMBEDDING_DIRECT_INDICES else 0
-    touched = min(many, vocab)
+    touched, decoded = min(many, table[0]), max(DECODED_ELEMENTS // table[1], 1)
     answered = answered_tokens(batch, length, answer)
     tile = min(answered, TILE_TOKENS)
     delta = ceil_div(length, CHUNK_TOKENS)
@@ -296,7 +304,8 @@ def quantities(
     ends = (min(answered - tile, TILE_TOKENS), batch * images[0], batch * images[1], table_rows, pieces.next_rows)
     bucketed = (batch * round_up(length + 1, 128), (tokens - batch - 1) % chunk + 1)
     layers = (*_chunks_scanned(batch, length, scanned), ceil_div(tokens * routed[0], routed[1]))
-    return attended + embedded + predicted + sequences + labelled + ends + bucketed + layers
+    looked_up = (min(tokens, decoded), min(length, decoded))
+    return attended + embedded + predicted + sequences + labelled + ends + bucketed + layers + looked_up
 
 
 def _chunks_scanned(batch: int, length: int, tokens: int) -> tuple[int, ...]:

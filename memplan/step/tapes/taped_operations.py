@@ -9,9 +9,6 @@ from typing import Literal, NamedTuple
 from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, Storage, constant_form
 
-DECODER_PIECE_BYTES = 2**19
-"""Most that one of a decoder's tensors takes, rows in fp32 aside (memplan/muon/weights/weight_formats.py)."""
-
 Mode = Literal["first", "again", "filled", "layer"]
 """How weight gradients fare: stored from now on, added to ones already there, added to zeros where the last step left some,
 or used at once."""
@@ -50,13 +47,14 @@ class Weight:
     foreign: bool = False  # Whether it is stored in the 16-bit dtype that products are not computed in
     emptied: bool = False  # Whether a step takes its gradient away even where gradients are filled with zeros
     summed: bool = False  # Whether autograd adds up several gradients of it before it is stored
-    decoding_bytes: int = 0  # What making a dequantised copy takes besides
+    decoding_sizes: tuple[int, ...] = ()  # What making a dequantised copy takes besides
     # Scales of its codes in fp32 where these are codes themselves: formed, and then added to their mean, for a product,
     # and formed alone for backward.
     scales_bytes: int = 0
     # The weight in the dtype that it was quantised from, where backward decodes it so and then casts it.
     decoded_bytes: int = 0
-    decoding_rows_bytes: int = 0  # How much of that is one tensor: rows in fp32
+    # What decoding rows that are looked up takes for each that is decoded at a time, and once.
+    row_decoding: tuple[tuple[int, ...], int] = (), 0
     # Temporaries of forming that copy by operators of torch, in order; negative for one that goes when the next is there.
     decoding_parts: tuple[int, ...] = ()
     decoded_alike: bool = False  # Whether a product of forward decodes it as one of backward does
@@ -72,10 +70,8 @@ class Weight:
 
     @property
     def decoding(self) -> list[Storage]:
-        """What making a dequantised copy takes besides: rows in fp32, and tensors of half a MiB at most."""
-        pieces, rest = divmod(self.decoding_bytes - self.decoding_rows_bytes, DECODER_PIECE_BYTES)
-        sizes = [self.decoding_rows_bytes, *[DECODER_PIECE_BYTES] * pieces, rest]
-        return [(Part.TEMPORARIES, Quantity.ONE, size) for size in sizes if size]
+        """What making a dequantised copy takes besides."""
+        return [(Part.TEMPORARIES, Quantity.ONE, size) for size in self.decoding_sizes if size]
 
     @property
     def scales(self) -> list[Storage]:
