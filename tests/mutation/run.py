@@ -7,7 +7,7 @@ folder or module, and which of cosmic-ray's operators mutate it, stands in ``[to
 pyproject.toml; without a name, all that stands there is mutated. A sample of each module is drawn with a
 seed, the same one every time. Each mutant is tried in a forked process, in which all modules and the catalog are loaded
 already, and gets the changed code in place of a function's; what is changed outside of functions, or in what reads the
-catalog, is tried first, before anything is loaded. The test that notices a mutant has to pass without it. ``--again
+catalog, is tried first, before anything is loaded, with all of them; a function with those that come to it. The test that notices a mutant has to pass without it. ``--again
 results.json`` tries those that survived an earlier run. A survivor that changed what ``explained`` there names is told
 apart, with the reason. The exit code is 1 where another mutant survived, 3 where not all could be tried in time.
 """
@@ -36,10 +36,13 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+from covering import Chosen, Comes, Function, comes_to
+
 ROOT = Path(__file__).parent.parent.parent
 SECONDS_PER_TEST = 600
 """A test that takes longer is ended: the mutant loops."""
 MEMORY_BYTES = 8 * 2**30
+OPTIONS = ("-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not benchmark")
 WITH_TORCH = "memplan/dryrun", "memplan/lab", "memplan/measure", "memplan/muon", "memplan/trace"
 READ_THE_CATALOG = "memplan/catalog", "memplan/documents", "memplan/errors", "memplan/units"
 Mutant = tuple[int, str, int]
@@ -226,6 +229,7 @@ class _Trial:
         self.functions: Mapping[tuple[str, str, int], Sequence[FunctionType]] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self._pass: dict[str, bool] = {}
+        self._comes: dict[str, Comes] = {}
 
     def try_one(self, module: str, mutant: Mutant) -> bool:
         """Try a mutant; return whether it was: one that a loaded function can take waits until all are."""
@@ -239,13 +243,15 @@ class _Trial:
             return True
         if bodies is not None and not self.functions:
             return False
-        swaps = [(one, code) for key, code in (bodies or {}).items() for one in self.functions.get((module, *key), ())]
+        keys = [(module, *key) for key in bodies or ()]
+        swaps = [(one, bodies[key[1:]]) for key in keys if bodies for one in self.functions.get(key, ())]
         if time.monotonic() > self.until or (bodies and not swaps):
             self._note(module, "untried")
             return True
         tests = [module, *self.tests[max((name for name in self.tests if module.startswith(name)), key=len)]]
+        chosen = self._that_come_to(tests[1:], keys) if swaps else None
         path.write_text(text, encoding="utf-8")  # for processes that tests start
-        failed = _first_failure(tests, swaps)
+        failed = _first_failure(tests, swaps, chosen)
         path.write_text(source, encoding="utf-8")
         if failed and not self._passes(failed):
             raise SystemExit(f"{module}: fails before anything is mutated: {failed}")
@@ -254,6 +260,12 @@ class _Trial:
         survivor = {"line": mutant[0], "operator": mutant[1], "change": change, "explained": why}
         self._note(module, "killed" if failed else "explained" if why else "survived", {} if failed else survivor)
         return True
+
+    def _that_come_to(self, tests: Sequence[str], keys: Sequence[Function]) -> dict[str, float]:
+        """Return the tests that come to any of some functions, with the seconds that each takes."""
+        for one in set(tests) - set(self._comes):
+            self._comes[one] = comes_to(one, self.functions, OPTIONS, [_Unhurried()])
+        return {test: took for one in tests for key in keys for test, took in self._comes[one].get(key, {}).items()}
 
     def _passes(self, test: str) -> bool:
         if test not in self._pass:
@@ -296,12 +308,23 @@ def _bodies(code: CodeType) -> tuple[list[object], dict[tuple[str, int], CodeTyp
     return run, bodies
 
 
-def _first_failure(tests: Sequence[str], swaps: Sequence[tuple[FunctionType, CodeType]]) -> str:
+def _first_failure(
+    tests: Sequence[str],
+    swaps: Sequence[tuple[FunctionType, CodeType]],
+    chosen: Mapping[str, float] | None = None,
+) -> str:
     """Return the first test that fails, or takes too long, in a process of its own; nothing where all pass.
 
     Args:
         swaps: Functions, and the code that they have there.
+        chosen: Tests of all but the first file that are run, with the seconds that each takes; all where nothing is said.
     """
+    if chosen is not None:
+        files = {test.partition("::")[0] for test in chosen}
+        tests = [
+            tests[0],
+            *[one for one in tests[1:] if any(file == one or file.startswith(f"{one}/") for file in files)],
+        ]
     read, write = os.pipe()
     process = os.fork()
     if not process:
@@ -315,8 +338,8 @@ def _first_failure(tests: Sequence[str], swaps: Sequence[tuple[FunctionType, Cod
                 os.dup2(null, stream)
             import pytest
 
-            given = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            code = int(pytest.main([*given, "-m", "not slow and not benchmark", *tests], [_Told(write)]))
+            plugins = [_Told(write), *([] if chosen is None else [Chosen(chosen, tests[0])])]
+            code = int(pytest.main([*OPTIONS, "-x", *tests], plugins))
         finally:
             os._exit(code)
     os.close(write)
@@ -326,17 +349,21 @@ def _first_failure(tests: Sequence[str], swaps: Sequence[tuple[FunctionType, Cod
     return "" if status in (0, 5) else last or tests[-1]  # 5: a module without an example
 
 
-class _Told:
-    """Says which test runs, or failed to be found."""
-
-    def __init__(self, to: int) -> None:
-        self._to = to
+class _Unhurried:
+    """Lets hypothesis take its time: on a busy machine no mutant would survive."""
 
     def pytest_sessionstart(self) -> None:
         from hypothesis import HealthCheck, settings
 
         settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        settings.load_profile("unhurried")  # on a busy machine no mutant would survive
+        settings.load_profile("unhurried")
+
+
+class _Told(_Unhurried):
+    """Says which test runs, or failed to be found."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         signal.alarm(SECONDS_PER_TEST)
