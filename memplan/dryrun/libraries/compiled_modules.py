@@ -114,10 +114,13 @@ class CompiledModules:
                 # This build has no CUDA to import from.
                 with replaced(torch.backends.cuda, {"is_built": lambda: False}):
                     import_module("torch._inductor.cudagraph_trees")
-                from torch._dynamo import config
+                from torch._dynamo import config, trace_rules
                 from torch._dynamo.variables.builder import VariableBuilder
 
                 VariableBuilder._type_dispatch()  # keeps the classes that it takes for tensors
+                trace_rules.clear_lru_cache()
+                with own_names():  # torch's functions by what they are, where libraries have had it look at others
+                    trace_rules.get_torch_obj_rule_map()
             enter = self._stack.enter_context
             enter(_with_torch_compile())
             enter(pretended_compiler(self._capability, "cuda", self._values.forget_numbers, self._pads))

@@ -18,6 +18,7 @@ from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def known_libraries(
             ),
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
+            "pynvml": lambda module: stack.enter_context(replaced(module, _driver())),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
             "trl.kernels.chunked_logprob": lambda module: _silent(module, stack, kernels == "cuda"),
             "unsloth_zoo.tokenizer_utils": lambda module: stack.enter_context(
@@ -101,6 +103,23 @@ def _slow_path(notes: list[str]) -> Callable[[], bool]:
         return False
 
     return enabled
+
+
+def _driver() -> dict[str, Any]:
+    """Return what NVIDIA's driver says of the pretended GPU (pynvml 13.0)."""
+
+    def memory(*_: Any) -> Any:
+        free, total = torch.cuda.mem_get_info()
+        return SimpleNamespace(total=total, free=free, used=total - free)
+
+    idle = dict.fromkeys(("nvmlInit", "nvmlShutdown", "nvmlDeviceGetHandleByIndex"), lambda *_: None)
+    return {
+        **idle,
+        "nvmlDeviceGetCount": torch.cuda.device_count,
+        "nvmlDeviceGetName": lambda _: torch.cuda.get_device_name(),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=0, memory=0),
+    }
 
 
 def _refused_extension(*_: Any, **__: Any) -> Any:

@@ -207,6 +207,7 @@ def _with_inner_devices(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function to whose C++ a device of CUDA's is named as C++ knows it."""
 
     def named(*args: Any, **options: Any) -> Any:
+        options.pop("pin_memory", None)  # which ``torch.tensor`` does below its operators, by CUDA's driver
         if "device" in options:
             options["device"] = inner_device(options["device"])
         return function(

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from memplan.dryrun.machine.run_checkpoints import RunCheckpoints
+from memplan.dryrun.terms.other_programs import harmless_program
 from memplan.dryrun.terms.outcome import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 _FORKS = ("fork", "forkpty", "execv", "execve")
 """What makes another process of this one; all else that does goes by these."""
-_PROGRAMS = ("system", "posix_spawn", "posix_spawnp")
+_PROGRAMS = {"system": 0, "posix_spawn": 1, "posix_spawnp": 1}
+"""What starts another program, and where it is told which."""
 _WRITES = frozenset("wax+")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -48,8 +50,10 @@ class SandboxedFiles:
         with ExitStack() as stack:
             stack.enter_context(replaced(BaseProcess, {"start": self._refused_process}))
             stack.enter_context(replaced(os, {name: self._refused_process for name in _FORKS if hasattr(os, name)}))
-            stack.enter_context(replaced(os, {name: self._started(getattr(os, name)) for name in _PROGRAMS}))
-            stack.enter_context(replaced(subprocess.Popen, {"__init__": self._started(subprocess.Popen.__init__)}))
+            stack.enter_context(
+                replaced(os, {name: self._started(getattr(os, name), at) for name, at in _PROGRAMS.items()})
+            )
+            stack.enter_context(replaced(subprocess.Popen, {"__init__": self._started(subprocess.Popen.__init__, 1)}))
             stack.enter_context(replaced(torch, {"save": self._saved, "load": self.checkpoints.load}))
             if find_spec("safetensors") is not None:
                 tensors = import_module("safetensors.torch")
@@ -104,11 +108,16 @@ class SandboxedFiles:
 
         return opened
 
-    def _started(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Refuse processes that the script starts; what libraries ask other programs is no training."""
+    def _started(self, function: Callable[..., Any], at: int) -> Callable[..., Any]:
+        """Refuse processes that the script starts, but for those that tell something; what libraries ask other programs is no training."""
 
         def started(*args: Any, **options: Any) -> Any:
-            return self._refused_process() if self._lines.caller() else function(*args, **options)
+            if "args" in options:
+                args = (*args, options.pop("args"))
+            harmless = harmless_program(args[at])
+            if harmless is None:
+                return self._refused_process() if self._lines.caller() else function(*args, **options)
+            return function(*args[:at], harmless, *args[at + 1 :], **options)
 
         return started
 

@@ -203,7 +203,46 @@ def _listed_ctc_loss(logs: Tensor, targets: Tensor, lengths: Tensor, target_leng
     return out
 
 
-_FORMS: Mapping[str, Callable[..., Tensor | None]] = {
+def _batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and inverse deviation of each channel (``batch_norm_stats_cuda`` in aten/src/ATen/native/cuda/Normalization.cu)."""
+    del eps
+    return _wide(x, x.shape[1]), _wide(x, x.shape[1])
+
+
+def _gathered_norm_stats(x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    del x
+    return _wide(mean, mean.shape[1]), _wide(mean, mean.shape[1])
+
+
+def _wide(like: Tensor, length: int) -> Tensor:
+    return like.new_empty(length, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+
+
+def _normed(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _normed_gradient(gradient: Tensor, x: Tensor, *_: Any) -> Tensor:
+    del gradient
+    return torch.empty_like(x)
+
+
+def _reduced_norm_gradient(
+    gradient: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor | None, *needed: bool
+) -> tuple[Tensor | None, ...]:
+    """Return two sums of each channel, and the gradients of weight and bias, where they are needed."""
+    del gradient, deviation
+    likes = (mean, mean, x if weight is None else weight, x if weight is None else weight)
+    needs = (needed[0], needed[0], needed[1], needed[2])
+    return tuple(like.new_empty(x.shape[1]) if need else None for like, need in zip(likes, needs, strict=True))
+
+
+_FORMS: Mapping[str, Callable[..., Any]] = {
+    "batch_norm_stats": _batch_norm_stats,
+    "batch_norm_gather_stats_with_counts": _gathered_norm_stats,
+    "batch_norm_elemt": _normed,
+    "batch_norm_backward_reduce": _reduced_norm_gradient,
+    "batch_norm_backward_elemt": _normed_gradient,
     "_grouped_mm": _grouped_mm,
     "multi_margin_loss_backward": _like_what_it_is_of,
     "multilabel_margin_loss_backward": _like_what_it_is_of,
