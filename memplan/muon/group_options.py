@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +89,6 @@ NOT_OFFERED = {
 """Options of ``torch.optim`` that are refused in words where they are asked for, and accepted where they are off."""
 
 _POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements", "projection_interval")
-_NOT_NEGATIVE = ("lr", "lr_scale", "weight_decay", "eps", "adamw_eps")
 _CHOICES = {
     "algorithm": ALGORITHMS,
     "momentum_rounding": ROUNDINGS,
@@ -126,23 +127,38 @@ def checked_options(group: Mapping[str, Any]) -> None:
             raise unknown_choice(key, group[key], choices)
     if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUSTMENTS:
         raise unknown_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
-    for key in _NOT_NEGATIVE:
-        if isinstance(group[key], str) or not float(group[key]) >= 0:
-            raise OptimizerError(f"{key}: expected a number of at least 0, got {group[key]!r}")
-    for key in _POSITIVE:
-        if not isinstance(group[key], int) or group[key] < 1:
-            raise OptimizerError(f"{key}: expected an integer of at least 1, got {group[key]!r}")
-    for key in ("projection_rank", "low_rank", "batch_bytes"):
-        if not isinstance(group[key], int) or group[key] < 0:
-            raise OptimizerError(f"{key}: expected an integer of at least 0, got {group[key]!r}")
-    if not isinstance(group["share_replicas"], bool):
-        raise OptimizerError(f"share_replicas: expected True or False, got {group['share_replicas']!r}")
-    for value in (group["momentum"], *group["betas"]):
-        if not 0 <= value < 1:
-            raise OptimizerError(f"momentum and betas: expected numbers in [0, 1), got {value!r}")
+    for key, default in DEFAULTS.items():
+        expected = _mismatch(key, group[key], default)
+        if expected:
+            raise OptimizerError(f"{key}: expected {expected}, got {group[key]!r}")
     codec_of(group)
     resolved_schedule(group["ns_coefficients"], group["ns_steps"])
     checked_workspace(group["ns_workspace"], group["ns_chunk_columns"])
+
+
+def _mismatch(key: str, value: Any, default: Any) -> str:
+    """Return what a value should have been by its option's default, or "" where it is that."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "True or False"
+    if isinstance(default, int):
+        least = 1 if key in _POSITIVE else 0
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return "" if whole and value >= least else f"an integer of at least {least}"
+    if key == "betas":
+        pair = isinstance(value, list | tuple) and len(value) == len(default)
+        return "" if pair and all(_is_number(one, 1.0) for one in value) else "two numbers in [0, 1)"
+    if isinstance(default, float):
+        below = 1.0 if key == "momentum" else inf
+        return (
+            "" if _is_number(value, below) else "a number in [0, 1)" if below == 1 else "a finite number of at least 0"
+        )
+    return ""
+
+
+def _is_number(value: Any, limit: float) -> bool:
+    """Tell whether a value is a number, or a tensor of one, that is at least 0 and below ``limit``."""
+    number = isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return number and not isinstance(value, bool) and 0 <= float(value) < limit
 
 
 def codec_of(group: Mapping[str, Any]) -> Codec:

@@ -28,9 +28,9 @@ from memplan.muon.parameter_updates import batches_of, needs_exchange, rounds_of
 from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.sharded.divisions import anywhere, draw_number, is_divided
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.muon.stores.rounding_noise import phases_of
+from memplan.muon.stores.rounding_noise import SEED_STEP, phases_of, seed_of
 from memplan.muon.updates.backward_hooks import BackwardHooks, clip_gradients_
-from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle
+from memplan.muon.updates.handles import Handle, SplitHandle
 from memplan.muon.updates.offload import buffers_on, finish_copies
 from memplan.muon.updates.rounds import Shard, update_round_
 
@@ -91,6 +91,10 @@ class Muon(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         checked_keys(options)
+        if not isinstance(seed, int) or not isinstance(check_finite, bool):
+            raise OptimizerError(
+                f"expected a whole seed, and check_finite True or False; got {seed!r}, {check_finite!r}"
+            )
         given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         self.seed = seed
         self.gradient_format = gradient_format
@@ -144,12 +148,9 @@ class Muon(torch.optim.Optimizer):
 
     def _adopt(self, handle: Handle, group: Group) -> None:
         """Make the state of a new parameter."""
-        state = initial_state(handle, group)
-        if group["master"] == "split":
-            state["mantissa"] = torch.zeros(handle.shape, dtype=torch.int16, device=handle.key.device)
-            assert isinstance(handle, FloatHandle)
+        state = self.state[handle.key] = initial_state(handle, group)
+        if "mantissa" in state:
             handle = SplitHandle(handle.key, state["mantissa"], handle.store)
-        self.state[handle.key] = state
         self._parameters.add(handle, group)
         if self.gradient_format or self._backward.releasing:
             self._backward.listen([(handle, group)])
@@ -199,6 +200,9 @@ class Muon(torch.optim.Optimizer):
         if any(handle.key.is_cuda for handle, _ in ready) and torch.cuda.is_current_stream_capturing():
             raise OptimizerError("a step reads counters on the host, and cannot be captured in a CUDA graph")
         self._parameters.refuse_changes(ready, self.param_groups)
+        for handle, group in ready:
+            if not self.state.get(handle.key):  # who clears states begins anew
+                self.state[handle.key] = initial_state(handle, group)
 
     def _refuse_unusable(self, handles: list[Handle]) -> None:
         """Raise if a gradient is not finite; the host waits once for each device."""
@@ -240,8 +244,8 @@ class Muon(torch.optim.Optimizer):
     def _seeded_generator(self, key: Tensor) -> torch.Generator:
         """Return a generator seeded by the seed, the parameter's place and its step alone."""
         step = int(self.state[key]["step"])
-        seed = (self.seed * 1_000_003 + step) * 1_000_003 + draw_number(self._parameters.places[key], key)
-        return torch.Generator(key.device).manual_seed(seed)
+        place = draw_number(self._parameters.places[key], key)
+        return torch.Generator(key.device).manual_seed(seed_of(self.seed * SEED_STEP + step, place))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:

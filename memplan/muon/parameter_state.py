@@ -43,9 +43,13 @@ def checked_handles(group: Group, gradient_format: str | None) -> tuple[list[Han
         OptimizerError: If the group's algorithm cannot update an entry.
     """
     entries = group["params"]
+    if isinstance(entries, set):
+        raise OptimizerError("a set of parameters has no order, which rounding and checkpoints go by: give a list")
     single = isinstance(entries, Tensor) or hasattr(entries, "as_handle")
     named = [entry if isinstance(entry, tuple) else ("", entry) for entry in ([entries] if single else entries)]
     handles = [_handle_of(entry, gradient_format) for _, entry in named]
+    if len({handle.key for handle in handles}) < len(handles):
+        raise OptimizerError("a group lists a parameter twice, which would be updated twice in a step")
     for handle, (name, _) in zip(handles, named, strict=True):
         checked_parameter(handle, group, name)
         if is_divided(handle.key):
@@ -87,12 +91,9 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
     floating = handle.key.is_floating_point() or not isinstance(handle, FloatHandle)
     if not floating or handle.key.is_sparse:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: expected dense real numbers")
-    if handle.key.dtype == torch.float64:
-        raise OptimizerError(
-            f"{label} of dtype torch.float64: updates are computed in fp32, and would lose half of its bits"
-        )
-    if isinstance(handle, FloatHandle) and not handle.parameter.is_contiguous():
-        raise OptimizerError(f"{label} of shape {shape} is not contiguous in memory")
+    problem = memory_problem(handle)
+    if problem:
+        raise OptimizerError(f"{label} {problem}")
     if group["algorithm"] == "muon" and len(shape) not in (2, 3):
         raise OptimizerError(
             f"{label} of shape {shape}: Muon takes matrices, or stacks of them; give it algorithm 'adamw', or use Muon.from_model"
@@ -106,6 +107,15 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {low_rank}")
     if group["projection_rank"] and (len(shape) != 2 or group["projection_rank"] > min(shape) or group["offload"]):
         raise OptimizerError(f"{label} of shape {shape}: cannot be projected to rank {group['projection_rank']}")
+
+
+def memory_problem(handle: Handle) -> str:
+    """Return why a parameter's memory cannot be updated in place, or ""."""
+    if handle.key.dtype == torch.float64:
+        return "of dtype torch.float64: updates are computed in fp32, and would lose half of its bits"
+    if isinstance(handle, FloatHandle) and not handle.parameter.is_contiguous():
+        return f"of shape {tuple(handle.shape)} is not contiguous in memory"
+    return ""
 
 
 def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | None, label: str) -> None:
@@ -189,7 +199,9 @@ def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
         state = {name: pinned(tensor, parameters) for name, tensor in state.items()}
     shaped = {name: t.view(handle.shape) if name in (MOMENTUM, FIRST, SECOND) and t.numel() == elements else t
               for name, t in state.items()}  # fmt: skip
-    return {**shaped, "step": torch.zeros(())}
+    if group["master"] == "split":
+        shaped["mantissa"] = torch.zeros(handle.shape, dtype=torch.int16, device=parameters)
+    return {**shaped, "step": torch.zeros((), dtype=torch.float32, device="cpu")}
 
 
 def share_states(content: Group, handles: Iterable[tuple[Handle, Group]]) -> None:

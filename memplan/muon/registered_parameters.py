@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memplan.muon.group_options import DEFAULTS, LAYOUT_KEYS, checked_options
-from memplan.muon.parameter_state import parameter_name
+from memplan.muon.parameter_state import memory_problem, parameter_name
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from memplan.muon.updates.handles import Handle
@@ -28,6 +29,7 @@ class RegisteredParameters:
     # In what order they came, which stochastic rounding depends on.
     places: dict[Tensor, int] = field(default_factory=dict)
     layouts: dict[Tensor, Group] = field(default_factory=dict)  # The options by which their states were made
+    shapes: dict[Tensor, torch.Size] = field(default_factory=dict)  # Likewise, of this rank's part
     # The options of each group, by its identity, when they were last found to be sound.
     checked: dict[int, list[Any]] = field(default_factory=dict)
 
@@ -35,6 +37,7 @@ class RegisteredParameters:
         """Remember a new parameter."""
         self.handles[handle.key] = handle
         self.places[handle.key] = len(self.places)
+        self.shapes[handle.key] = handle.shape
         self.layouts[handle.key] = {key: group[key] for key in STATE_KEYS}
 
     def of(self, groups: Sequence[Group]) -> Iterator[tuple[Handle, Group]]:
@@ -48,6 +51,12 @@ class RegisteredParameters:
                 if key not in self.handles:
                     name = parameter_name(groups, key)
                     raise OptimizerError(f"{name} is in a group and has no state: give it to add_param_group")
+                if self.handles[key].key is not key:
+                    name = parameter_name(groups, key)
+                    raise OptimizerError(
+                        f"{name}: other codes have taken the place of those that the optimizer was given, as "
+                        "load_state_dict(assign=True) puts them: make the optimizer after that"
+                    )
                 yield self.handles[key], group
 
     def refuse_changes(self, ready: Sequence[tuple[Handle, Group]], groups: Sequence[Group]) -> None:
@@ -58,9 +67,18 @@ class RegisteredParameters:
                 checked_options({**DEFAULTS, **group})
                 self.checked[id(group)] = values
         for handle, group in ready:
-            for key, value in self.layouts[handle.key].items():
-                if group[key] != value:
-                    raise OptimizerError(
-                        f"{parameter_name(groups, handle.key)}: its state was made with {key} {value!r}, and its group "
-                        f"now says {group[key]!r}; a state cannot change its form: make a new optimizer"
-                    )
+            problem = memory_problem(handle) or self._changed(handle, group)
+            if problem:
+                raise OptimizerError(f"{parameter_name(groups, handle.key)} {problem}")
+
+    def _changed(self, handle: Handle, group: Group) -> str:
+        """Return in what a parameter or its group no longer fits its state, or ""."""
+        if handle.shape != self.shapes[handle.key]:
+            return f"has shape {tuple(handle.shape)} now, and its state is for {tuple(self.shapes[handle.key])}"
+        for key, value in self.layouts[handle.key].items():
+            if group[key] != value:
+                return (
+                    f"has a state that was made with {key} {value!r}, and its group now says {group[key]!r}; "
+                    "a state cannot change its form: make a new optimizer"
+                )
+        return ""

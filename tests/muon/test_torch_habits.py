@@ -285,7 +285,7 @@ def test_a_state_that_no_longer_fits_its_group_is_refused(change, release):
     train(model, optimizer)
     before = model[1].weight.detach().clone()
     optimizer.param_groups[0].update(change)
-    with pytest.raises(OptimizerError, match=r"1\.weight: its state was made|3\.weight: its state was made"):
+    with pytest.raises(OptimizerError, match=r"[13]\.weight has a state that was made"):
         train(model, optimizer)
     assert torch.equal(before, model[1].weight)
 

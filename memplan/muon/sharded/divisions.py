@@ -156,7 +156,7 @@ def anywhere(flag: bool, parameters: Iterable[Any]) -> bool:
 
     meshes = {parameter.device_mesh: parameter for parameter in parameters if is_divided(parameter)}
     for mesh, parameter in meshes.items():
-        value = torch.tensor(float(flag), device=parameter.device)
+        value = torch.tensor(float(flag), dtype=torch.float32, device=parameter.device)
         for mesh_dim in range(mesh.ndim):
             dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group(mesh_dim))
         flag = flag if value.is_meta else bool(value)

@@ -97,10 +97,10 @@ class GaussianCodec(BlockCodec):
 
     def scratch(self, elements: int, device: torch.device) -> Scratch:
         """Return values, factors, a wide index, and the codebook."""
-        levels = torch.tensor(self.levels, device=device)
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=device)
         return Scratch(
-            values=torch.empty(elements, device=device),
-            factors=torch.empty(elements // self.block_elements, device=device),
+            values=torch.empty(elements, dtype=torch.float32, device=device),
+            factors=torch.empty(elements // self.block_elements, dtype=torch.float32, device=device),
             index=torch.empty(elements, dtype=torch.int32, device=device),
             levels=levels,
             boundaries=(levels[1:] + levels[:-1]).mul_(0.5),

@@ -123,7 +123,7 @@ class PlainCodec:
         """Return nothing for fp32."""
         if self.dtype == torch.float32:
             return Scratch()
-        return Scratch(values=torch.empty(elements, device=device))
+        return Scratch(values=torch.empty(elements, dtype=torch.float32, device=device))
 
     def scratch_bytes(self, elements: int) -> int:
         """Return 0 for fp32, else ``4 * elements``."""
@@ -191,8 +191,8 @@ class BlockCodec:
         """Return values and factors, and an index where codes are packed."""
         index = torch.empty(elements, dtype=index_dtype(self.bits), device=device) if self.bits < 8 else None
         return Scratch(
-            values=torch.empty(elements, device=device),
-            factors=torch.empty(elements // self.block_elements, device=device),
+            values=torch.empty(elements, dtype=torch.float32, device=device),
+            factors=torch.empty(elements // self.block_elements, dtype=torch.float32, device=device),
             index=index,
         )
 

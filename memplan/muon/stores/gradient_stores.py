@@ -133,10 +133,10 @@ class GradientStore:
         if self.codes is None:
             self.codes = torch.empty(self.shape, dtype=self.dtype, device=gradient.device)
             if self.dtype.itemsize == 1:
-                self.scale = torch.zeros((), device=gradient.device)
+                self.scale = torch.zeros((), dtype=torch.float32, device=gradient.device)
         flat, codes = gradient.contiguous().view(-1), self.codes.view(-1)
         if self.scale is None:
-            total = torch.empty(min(self.chunk_elements, flat.numel()), device=flat.device)
+            total = torch.empty(min(self.chunk_elements, flat.numel()), dtype=torch.float32, device=flat.device)
             part = torch.empty_like(total)
             for start in starts(flat.numel(), self.chunk_elements):
                 codes[start : start + self.chunk_elements].copy_(
@@ -153,10 +153,10 @@ class GradientStore:
             self.add_(gradient)
 
     def _add_scaled(self, flat: Tensor, codes: Tensor, scale: Tensor, fresh: bool) -> None:
-        total = torch.empty(min(self.chunk_elements, flat.numel()), device=flat.device)
+        total = torch.empty(min(self.chunk_elements, flat.numel()), dtype=torch.float32, device=flat.device)
         part = torch.empty_like(total)
-        largest = torch.zeros((), device=flat.device)
-        here = torch.zeros((), device=flat.device)
+        largest = torch.zeros((), dtype=torch.float32, device=flat.device)
+        here = torch.zeros((), dtype=torch.float32, device=flat.device)
         limit = torch.finfo(self.dtype).max
         for start in starts(flat.numel(), self.chunk_elements):
             values = self._sum(flat, codes, scale, start, fresh, total, part)
@@ -203,7 +203,7 @@ class GradientStore:
         assert self.codes is not None
         if self.scale is None:
             return _norm(self.codes)
-        flat, total = self.codes.view(-1), torch.zeros((), device=self.codes.device)
+        flat, total = self.codes.view(-1), torch.zeros((), dtype=torch.float32, device=self.codes.device)
         for start in starts(flat.numel(), self.chunk_elements):
             total.hypot_(_norm(flat[start : start + self.chunk_elements].float()))
         return total.mul_(self.scale)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 ADVANCE = (sqrt(5) - 1) / 2
 """What phases advance by in a step: the golden ratio's inverse, whose multiples fill [0, 1) most evenly."""
+SEED_STEP = 1_000_003
 _TAG = 0x9E3779B9
 """Sets the phases apart from the numbers drawn for single steps."""
 
@@ -31,18 +32,23 @@ class Phases(torch.Generator):
     shift: float = 0.0  # How far the phases have come, in [0, 1)
 
 
+def seed_of(first: int, second: int) -> int:
+    """Return a generator's seed from two numbers, of any size."""
+    return (first * SEED_STEP + second) % (1 << 63)
+
+
 def phases_of(device: torch.device, seed: int, place: int, step: Tensor | int) -> Phases:
     """Return the phases of a parameter, by its place among all, at a step; without a shift where there is no memory."""
     without = device.type == "meta"
     phases = Phases("cpu" if without else device)
-    phases.manual_seed((seed * 1_000_003 + place) * 1_000_003 + _TAG)
+    phases.manual_seed(seed_of(seed * SEED_STEP + place, _TAG))
     phases.shift = 0.0 if without else int(step) * ADVANCE % 1.0
     return phases
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Tensor:
     """Return fp32 numbers in [0, 1), phases advanced."""
-    numbers = torch.rand(shape, generator=generator, device=device)
+    numbers = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
     return numbers.add_(generator.shift).frac_() if isinstance(generator, Phases) else numbers
 
 

@@ -43,7 +43,7 @@ def clip_gradients_(
     if not float(max_norm) >= 0:
         raise OptimizerError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     norms = [gradient.norm() for gradient in gradients]
     total = _total([norm.to(norms[0].device) for norm in norms], parameters)
     if error_if_nonfinite and not bool(total.isfinite()):

@@ -100,11 +100,11 @@ def _accumulate(
 ) -> None:
     """Move every momentum of floats towards its gradient, and write what is to be orthogonalised into ``update``."""
     momenta = _flat(state[MOMENTUM] for state in states)
-    new = torch.empty(update.shape, device=update.device)
+    new = torch.empty(update.shape, dtype=torch.float32, device=update.device)
     torch._foreach_copy_(list(new), gradients)
     means = momenta
     if momenta[0].dtype != torch.float32:
-        means = list(torch.empty(update.shape, device=update.device))
+        means = list(torch.empty(update.shape, dtype=torch.float32, device=update.device))
         torch._foreach_copy_(means, momenta)
     torch._foreach_lerp_(means, list(new), 1 - options.momentum)
     if options.nesterov:
@@ -132,7 +132,7 @@ def _accumulate_codes(
     for name, parts in rows.items():
         torch._foreach_copy_(parts, _flat(state[name] for state in states))
     scratch = codec.scratch(elements, update.device)
-    new = torch.empty(update.shape, device=update.device)
+    new = torch.empty(update.shape, dtype=torch.float32, device=update.device)
     torch._foreach_copy_(list(new), gradients)
     momentum = Stretch(together, MOMENTUM, 0, elements)
     mean = codec.load(momentum, scratch)

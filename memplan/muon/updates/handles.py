@@ -144,7 +144,7 @@ class FloatHandle:
         """Return nothing for fp32, else an fp32 copy of a stretch."""
         if self.parameter.dtype == torch.float32:
             return None
-        return torch.empty(elements, device=self.parameter.device)
+        return torch.empty(elements, dtype=torch.float32, device=self.parameter.device)
 
     def scratch_bytes(self, elements: int, stochastic: bool = False) -> int:
         """Return 0 for fp32, else ``4 * elements``."""

@@ -116,7 +116,7 @@ def _buffers(shape: torch.Size, options: MuonOptions, device: torch.device) -> t
     unit = block // gcd(columns, block)
     count = min(max(options.chunk_elements // columns // unit, 1) * unit, rows)
     length = padded(count * columns, block)
-    return count, options.codec.scratch(length, device), torch.empty(length, device=device)
+    return count, options.codec.scratch(length, device), torch.empty(length, dtype=torch.float32, device=device)
 
 
 def _factors(state: State, shape: torch.Size, rank: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _stored(factor: Tensor, state: State, slot: str) -> Tensor:
     count = factor.numel()
     length = padded(count, FACTOR.block_elements)
     scratch = FACTOR.scratch(length, factor.device)
-    values = torch.zeros(length, device=factor.device)
+    values = torch.zeros(length, dtype=torch.float32, device=factor.device)
     values[:count].copy_(factor.reshape(-1))
     whole = Stretch(state, slot, 0, count)
     FACTOR.store(values, whole, scratch)

@@ -30,7 +30,10 @@ _POWER_ITERATIONS = 2
 def projection_state(shape: torch.Size, group: dict[str, Any], codec: Codec, device: torch.device) -> State:
     """Return ``projection``, fp32 ``(m, rank)``, and the momentum of ``rank * n`` elements."""
     short, long, rank = min(shape), max(shape), group["projection_rank"]
-    return {**codec.empty(MOMENTUM, rank * long, device), PROJECTION: torch.zeros(short, rank, device=device)}
+    return {
+        **codec.empty(MOMENTUM, rank * long, device),
+        PROJECTION: torch.zeros(short, rank, dtype=torch.float32, device=device),
+    }
 
 
 def projected_step_(
@@ -66,8 +69,8 @@ def projected_step_(
 def projected(basis: Tensor, gradient: Gradient, shape: torch.Size, length: int) -> Tensor:
     """Return ``P.mT @ G``, fp32 ``(rank, n)``; of the transpose for a tall matrix."""
     rows, columns = shape
-    buffer = torch.empty(length, device=basis.device)
-    low = torch.zeros(basis.shape[1], max(shape), device=basis.device)
+    buffer = torch.empty(length, dtype=torch.float32, device=basis.device)
+    low = torch.zeros(basis.shape[1], max(shape), dtype=torch.float32, device=basis.device)
     for first, last in _row_chunks(shape, length):
         part = _read(gradient, buffer, first, last, columns)
         if rows <= columns:
@@ -82,7 +85,7 @@ def refresh_(
 ) -> None:
     """Point ``basis`` along the gradient's leading singular vectors, by subspace iteration from noise."""
     rows, columns = shape
-    buffer = torch.empty(length, device=basis.device)
+    buffer = torch.empty(length, dtype=torch.float32, device=basis.device)
     if not basis.any():
         basis.normal_(generator=generator)
     for _ in range(_POWER_ITERATIONS):

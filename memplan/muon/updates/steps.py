@@ -132,7 +132,7 @@ def accumulate_(
     codec, elements = options.codec, update.numel()
     length = chunk_length(elements, options.chunk_elements, codec.block_elements)
     scratch = codec.scratch(length, update.device)
-    gradients = torch.empty(length, device=update.device)
+    gradients = torch.empty(length, dtype=torch.float32, device=update.device)
     for start in starts(elements, length):
         count = min(length, elements - start)
         staged, offset = stager.fetch(state, start, count)
@@ -192,7 +192,7 @@ def apply_(
 ) -> None:
     """Subtract ``rate * update`` from the decayed weights, a chunk at a time and in fp32."""
     length = chunk_length(update.numel(), options.chunk_elements, handle.block_elements)
-    exact = torch.empty(length, device=update.device)
+    exact = torch.empty(length, dtype=torch.float32, device=update.device)
     scratch = handle.scratch(length)
     noise = options.phases or (generator if options.stochastic_weights else None)
     for start in starts(update.numel(), length):
@@ -224,7 +224,7 @@ def adamw_step_(
     elements, device = handle.shape.numel(), handle.key.device
     length = adamw_chunk_length(handle, options)
     scratches = first.scratch(length, device), second.scratch(length, device)
-    gradients = torch.empty(length, device=device)
+    gradients = torch.empty(length, dtype=torch.float32, device=device)
     weights = handle.scratch(length)
     state["step"] += 1
     step = float(state["step"])

@@ -24,18 +24,40 @@ if TYPE_CHECKING:
 
 
 class CodedParameter(nn.Parameter):
-    """Codes, uint8, with the store of their matrix's gradient."""
+    """Codes, uint8, with the store of their matrix's gradient.
+
+    To autograd they are integers, which need no gradient; setting ``requires_grad`` freezes or thaws the matrix.
+    """
 
     store: GradientStore  # Where layers leave the gradient
+    anchor: Tensor
+    """Takes part in every product, so that autograd knows when the gradient is complete; it is empty."""
 
-    def __new__(cls, codes: Tensor, store: GradientStore) -> CodedParameter:
-        """Return a parameter over the memory of ``codes``, which needs no gradient."""
+    def __new__(cls, codes: Tensor, store: GradientStore, trained: bool = True) -> CodedParameter:
+        """Return a parameter over the memory of ``codes``."""
         made: CodedParameter = super().__new__(cls, codes, requires_grad=False)
         made.store = store
+        made.anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=trained)
         return made
 
-    def __init__(self, codes: Tensor, store: GradientStore) -> None:
+    def __init__(self, codes: Tensor, store: GradientStore, trained: bool = True) -> None:
         """Do nothing: ``__new__`` has done it."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """False, as for all integers; whether the matrix is trained is said by ``anchor``."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> CodedParameter:
+        """Train the matrix, or freeze it: its layers then leave no gradient."""
+        self.anchor.requires_grad_(requires_grad)
+        if not requires_grad:
+            self.store.clear()
+        return self
 
     @property
     def grad(self) -> Tensor | None:
@@ -54,14 +76,15 @@ class CodedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedParameter:
         """Return a copy with a copied store, which the copy of the module shares."""
         if id(self) not in memo:
-            memo[id(self)] = CodedParameter(self.data.clone(), copy.deepcopy(self.store, memo))
+            store = copy.deepcopy(self.store, memo)
+            memo[id(self)] = CodedParameter(self.data.clone(), store, self.anchor.requires_grad)
         copied: CodedParameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the codes and the store."""
         del protocol
-        return CodedParameter, (self.data, self.store)
+        return CodedParameter, (self.data, self.store, self.anchor.requires_grad)
 
 
 _WITHOUT_NUMBERS = frozenset({
@@ -114,8 +137,6 @@ class QuantisedWeight(nn.Module):
         self.shape = torch.Size((codes.shape[0], columns))
         self.gradient = GradientStore("bf16", self.shape)
         self.codes = CodedParameter(codes.contiguous(), self.gradient)
-        self.anchor = torch.empty(0, requires_grad=True)
-        """Takes part in every product, so that autograd knows when the gradient is complete; it is empty."""
 
     @classmethod
     @torch.no_grad()
@@ -157,7 +178,7 @@ class QuantisedWeight(nn.Module):
         step = max(DECODE_CHUNK // self.shape[1], 1)
         exact = None
         if out.dtype != torch.float32:
-            exact = torch.empty(min(step, out.shape[0]) * self.shape[1], device=out.device)
+            exact = torch.empty(min(step, out.shape[0]) * self.shape[1], dtype=torch.float32, device=out.device)
         for first in starts(out.shape[0], step):
             part = out[first : first + step]
             blocks = codes[first : first + step].view(-1, self.format.block_bytes)
@@ -166,6 +187,13 @@ class QuantisedWeight(nn.Module):
             else:
                 part.copy_(self.format.decode_(blocks, exact[: part.numel()]).view(part.shape))
         return out
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Load codes; those that ``assign=True`` puts in place are a parameter of this class again."""
+        trained = self.codes.anchor.requires_grad
+        super()._load_from_state_dict(*arguments)
+        if not isinstance(self.codes, CodedParameter):
+            self.codes = CodedParameter(self.codes.data, self.gradient, trained)
 
     def receive(self, gradient: Tensor) -> None:
         """Take over, or add, the gradient that one product formed."""
@@ -243,12 +271,16 @@ class QuantisedHandle:
 
     def on_gradient(self, call: Callable[[], None]) -> Any:
         """Register a hook of the anchor, which is called once all products have left their gradients."""
-        hook = self.weight.anchor.register_post_accumulate_grad_hook
-        return hook(lambda _: call())  # type: ignore[no-untyped-call]
+        anchor = self.weight.codes.anchor
+        trained = anchor.requires_grad
+        anchor.requires_grad_()  # a frozen matrix may be trained later
+        hook = anchor.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
+        anchor.requires_grad_(trained)
+        return hook
 
     def scratch(self, elements: int) -> Tensor | None:
         """Return an fp32 copy of a stretch."""
-        return torch.empty(elements, device=self.key.device)
+        return torch.empty(elements, dtype=torch.float32, device=self.key.device)
 
     def scratch_bytes(self, elements: int, stochastic: bool = False) -> int:
         """Return ``4 * elements``, and what decoding and encoding allocate for a part of the stretch."""

@@ -37,8 +37,9 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight: QuantisedWeight = ctx.weight
         through = grad @ weight.dequantised(grad.dtype) if ctx.needs_input_grad[0] else None
-        weight.receive(grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1]))
-        return through, torch.empty(0), None
+        if ctx.needs_input_grad[1]:
+            weight.receive(grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1]))
+        return through, torch.empty(0, dtype=torch.float32, device="cpu"), None
 
 
 class _Lookup(torch.autograd.Function):
@@ -62,7 +63,7 @@ class _Lookup(torch.autograd.Function):
         if ctx.padding is not None:
             dense[ctx.padding].zero_()
         weight.receive(dense)
-        return None, torch.empty(0), None, None, None
+        return None, torch.empty(0, dtype=torch.float32, device="cpu"), None, None, None
 
 
 class QuantisedLinear(nn.Module):
@@ -83,7 +84,9 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W.mT + bias``; ``x`` is ``(..., in_features)``."""
-        y = cast("Tensor", _Product.apply(x, self.weight.anchor, self.weight))  # type: ignore[no-untyped-call]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = cast("Tensor", _Product.apply(x, self.weight.codes.anchor, self.weight))  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -96,18 +99,25 @@ class QuantisedEmbedding(nn.Module):
         padding_idx: A row that takes no gradient, if any.
     """
 
+    like: Tensor  # Empty, of the rows' dtype: what moves a model moves it too
+
     def __init__(
         self, weight: QuantisedWeight, dtype: torch.dtype = torch.bfloat16, padding_idx: int | None = None
     ) -> None:
         super().__init__()
         self.weight = weight
-        self.dtype = dtype
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=weight.codes.device), persistent=False)
         self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = weight.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows, which follows ``half`` and its like."""
+        return self.like.dtype
+
     def forward(self, index: Tensor) -> Tensor:
         """Return ``(*index.shape, embedding_dim)``."""
-        arguments = index, self.weight.anchor, self.weight, self.dtype, self.padding_idx
+        arguments = index, self.weight.codes.anchor, self.weight, self.dtype, self.padding_idx
         rows = _Lookup.apply(*arguments)  # type: ignore[no-untyped-call]
         return cast("Tensor", rows)
 

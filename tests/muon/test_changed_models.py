@@ -1,0 +1,214 @@
+"""What a user changes around the optimizer between steps: parameters, their memory, torch's defaults, the precision of products."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memplan.muon import Muon, OptimizerError, split_parameters
+
+from .small_training import FORMS, TOKENS, backward, network, same, train, weights
+
+# ---------------------------------------------------------------- what torch has set for all
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("format", [None, "q4-0"])
+@pytest.mark.parametrize("form", [*FORMS, {"momentum_format": "ternary", "rounding": "golden"}], ids=str)
+def test_a_default_dtype_changes_nothing(form, format, dtype):
+    plain, other = network(format), network(format)
+    train(plain, Muon.from_model(plain, lr=0.02, **form))
+    torch.set_default_dtype(dtype)
+    try:
+        optimizer = Muon.from_model(other, lr=0.02, **form)
+        train(other, optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(plain, other)
+    assert all(state["step"].dtype == torch.float32 for state in optimizer.state.values())
+
+
+def test_steps_are_counted_on_the_cpu_whatever_the_default_device():
+    model = network("q4-0")
+    with torch.device("meta"):
+        optimizer = Muon.from_model(model, momentum_format="int8")
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("seed", [20_261_129, 2**63 - 1, 2**64, -1])
+@pytest.mark.parametrize("rounding", ["stochastic", "golden"])
+def test_any_whole_number_is_a_seed(seed, rounding):
+    results = []
+    for _ in range(2):
+        model = network(dtype=torch.bfloat16)
+        train(model, Muon.from_model(model, lr=0.02, rounding=rounding, seed=seed))
+        results.append(model)
+    assert same(*results)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_a_parameter_of_another_dtype_shape_or_order_is_refused_before_anything_changes():
+    changes = {
+        "float64": lambda weight: weight.double(),
+        "not contiguous": lambda weight: torch.zeros(weight.shape[::-1]).mT,
+        r"has shape \(48, 64\) now": lambda weight: weight[:48].clone(),
+    }
+    for message, change in changes.items():
+        model = network()
+        optimizer = Muon.from_model(model)
+        train(model, optimizer, 1)
+        changed = model[1].weight
+        changed.data = change(changed.data)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        before = weights(model)
+        with pytest.raises(OptimizerError, match=rf"1\.weight .*{message}"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+def test_a_parameter_given_twice_or_in_a_set_is_refused():
+    weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(OptimizerError, match="twice"):
+        Muon([weight, weight])
+    with pytest.raises(OptimizerError, match="order"):
+        Muon([{"params": {weight}}])
+
+
+@pytest.mark.parametrize("format", [None, "q4-0"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_states_that_were_cleared_begin_anew(form, format):
+    first, second = network(format), network(format)
+    optimizer = Muon.from_model(first, lr=0.02, **form)
+    train(first, optimizer)
+    optimizer.state.clear()
+    train(first, optimizer, 1)
+    train(second, Muon.from_model(second, lr=0.02, **form))
+    train(second, Muon.from_model(second, lr=0.02, **form), 1)
+    assert same(first, second)
+
+
+def test_a_split_parameter_begins_anew_too():
+    model = network(dtype=torch.bfloat16)
+    optimizer = Muon.from_model(model, master="split")
+    train(model, optimizer)
+    optimizer.state.clear()
+    train(model, optimizer)
+    assert all("mantissa" in state for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("batch_bytes", [0, 1 << 20])
+def test_a_parameter_without_a_gradient_in_some_steps_skips_these(batch_bytes):
+    model = network()
+    optimizer = Muon.from_model(model, lr=0.02, batch_bytes=batch_bytes)
+    for step in range(4):
+        backward(model)
+        if step % 2:
+            model[1].weight.grad = None
+        before = model[1].weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(before, model[1].weight) is bool(step % 2)
+    assert int(optimizer.state[model[1].weight]["step"]) == 2
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (3,), (0, 4), (4, 0), (1, 5), (5, 1), (2, 3, 4), (0, 3, 4), (2, 3, 4, 5)], ids=str
+)
+def test_parameters_of_any_shape_are_updated(shape):
+    for form in ({}, {"momentum_format": "ternary", "adamw_format": "int8", "rounding": "golden"}):
+        parameter = nn.Parameter(torch.ones(shape))
+        algorithm = "muon" if len(shape) in (2, 3) else "adamw"
+        optimizer = Muon([{"params": [parameter], "algorithm": algorithm}], lr=0.1, **form)
+        for _ in range(2):
+            parameter.grad = torch.ones(shape)
+            optimizer.step()
+        assert parameter.isfinite().all()
+        assert not parameter.numel() or bool((parameter < 1).any())
+
+
+# ---------------------------------------------------------------- weights that are codes
+
+
+def freeze_by_attribute(module):
+    for parameter in module.parameters():
+        parameter.requires_grad = False
+
+
+@pytest.mark.parametrize("freeze", [lambda module: module.requires_grad_(False), freeze_by_attribute])
+def test_a_frozen_layer_of_codes_stays_and_may_be_thawed(freeze):
+    model = network("q4-0")
+    optimizer = Muon.from_model(model, lr=0.5)
+    freeze(model[1])
+    before = model[1].weight.codes.clone()
+    train(model, optimizer)
+    assert torch.equal(before, model[1].weight.codes)
+    assert model[1].weight.codes.grad is None
+    assert [entry.name for entry in split_parameters(model).report if entry.algorithm == "frozen"] == [
+        "1.weight",
+        "1.bias",
+    ]
+    model.requires_grad_(True)
+    train(model, optimizer)
+    assert not torch.equal(before, model[1].weight.codes)
+
+
+def test_gradients_are_released_of_a_layer_that_was_frozen_at_first():
+    model = network("q4-0")
+    model[1].requires_grad_(False)
+    optimizer = Muon([{"params": [model[1].weight]}], lr=0.5)
+    optimizer.enable_gradient_release()
+    model.requires_grad_(True)
+    before = model[1].weight.codes.clone()
+    backward(model)
+    assert not torch.equal(before, model[1].weight.codes)
+
+
+def test_codes_that_replace_others_are_codes_and_the_optimizer_says_so():
+    model, other = network("q4-0"), network("q4-0")
+    train(other, Muon.from_model(other, lr=0.02))
+    optimizer = Muon.from_model(model, lr=0.02)
+    model.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=True)
+    backward(model)
+    with pytest.raises(OptimizerError, match="make the optimizer after that"):
+        optimizer.step()
+    model.zero_grad()
+    train(model, Muon.from_model(model, lr=0.5))
+    assert not same(model, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", [None, "q4-0"])
+def test_products_under_autocast_have_its_dtype(format, dtype):
+    model = network(format)
+    optimizer = Muon.from_model(model, lr=0.02)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=dtype):
+            assert model[1](model[0](TOKENS)).dtype == dtype
+            loss = model(TOKENS).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(bool(value.isfinite().all()) for value in weights(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_products_may_be_computed_again(reentrant):
+    plain, again = network("q4-0"), network("q4-0")
+    backward(plain)
+    checkpoint(again[1:], again[0](TOKENS), use_reentrant=reentrant).float().square().mean().backward()
+    for model in (plain, again):
+        Muon.from_model(model, lr=0.02).step()
+    assert same(plain, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_follow_the_dtype_of_the_model(dtype):
+    model = network("q4-0")
+    optimizer = Muon.from_model(model, lr=0.02)
+    train(model, optimizer, 1)
+    model.to(dtype)
+    assert model[0](TOKENS).dtype == dtype
+    train(model, optimizer, 1)
+    assert "like" not in "".join(model.state_dict())
