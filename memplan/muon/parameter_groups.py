@@ -84,7 +84,7 @@ def split_parameters(
     for name, entry, role, reason in _roles(model):
         shape = tuple(entry.shape)
         chosen = next((value for pattern, value in assign.items() if fnmatchcase(name, pattern)), None)
-        trained = entry if isinstance(entry, torch.Tensor) else entry.codes.anchor
+        trained = entry if isinstance(entry, torch.Tensor) else entry.anchor
         if not trained.requires_grad:
             routed.append((entry, RoutedParameter(name, shape, role, "frozen", "needs no gradient")))
         elif chosen is not None:

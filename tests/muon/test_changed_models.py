@@ -1,8 +1,14 @@
 """What a user changes around the optimizer between steps: parameters, their memory, torch's defaults, the precision of products."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from memplan.muon import Muon, OptimizerError, split_parameters
@@ -212,3 +218,37 @@ def test_rows_follow_the_dtype_of_the_model(dtype):
     assert model[0](TOKENS).dtype == dtype
     train(model, optimizer, 1)
     assert "like" not in "".join(model.state_dict())
+
+
+# ---------------------------------------------------------------- codes and several processes
+
+
+@contextmanager
+def ranks(world):
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_replicas_of_codes_are_refused_since_nothing_sums_their_gradients():
+    with ranks(2):
+        replicated = DistributedDataParallel(network("q4-0"))
+        with pytest.raises(OptimizerError, match="replicas would part"):
+            replicated(TOKENS)
+        replicated.module[0].requires_grad_(False)
+        replicated.module[1].weight.requires_grad_(False)
+        replicated.module[3].requires_grad_(False)
+        replicated(TOKENS)  # as below adapters: nothing is left that ranks would have to sum
+    with ranks(1):
+        DistributedDataParallel(network("q4-0"))(TOKENS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_shards_of_codes_are_refused():
+    with ranks(2):
+        model = fully_shard(network("q4-0"))
+        with pytest.raises(OptimizerError, match="cannot be sharded"):
+            Muon.from_model(model)

@@ -138,6 +138,25 @@ class QuantisedWeight(nn.Module):
         self.gradient = GradientStore("bf16", self.shape)
         self.codes = CodedParameter(codes.contiguous(), self.gradient)
 
+    @property
+    def anchor(self) -> Tensor:
+        """What takes part in products for the codes.
+
+        Raises:
+            OptimizerError: If ranks share the codes: nothing would sum their gradients.
+        """
+        if not isinstance(self.codes, CodedParameter):
+            raise OptimizerError(
+                f"codes have become a {type(self.codes).__name__}: coded weights are trained by one process, and cannot be sharded"
+            )
+        replicas = torch.distributed.is_available() and nn.parallel.DistributedDataParallel._active_ddp_module
+        if replicas and self.codes.anchor.requires_grad and replicas.process_group.size() > 1:
+            raise OptimizerError(
+                "DistributedDataParallel does not sum gradients of codes, so that replicas would part: freeze coded weights "
+                "(requires_grad_(False)), or train them by one process"
+            )
+        return self.codes.anchor
+
     @classmethod
     @torch.no_grad()
     def of(
@@ -271,7 +290,7 @@ class QuantisedHandle:
 
     def on_gradient(self, call: Callable[[], None]) -> Any:
         """Register a hook of the anchor, which is called once all products have left their gradients."""
-        anchor = self.weight.codes.anchor
+        anchor = self.weight.anchor
         trained = anchor.requires_grad
         anchor.requires_grad_()  # a frozen matrix may be trained later
         hook = anchor.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ class QuantisedLinear(nn.Module):
         """Return ``x @ W.mT + bias``; ``x`` is ``(..., in_features)``."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = cast("Tensor", _Product.apply(x, self.weight.codes.anchor, self.weight))  # type: ignore[no-untyped-call]
+        y = cast("Tensor", _Product.apply(x, self.weight.anchor, self.weight))  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -117,7 +117,7 @@ class QuantisedEmbedding(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         """Return ``(*index.shape, embedding_dim)``."""
-        arguments = index, self.weight.codes.anchor, self.weight, self.dtype, self.padding_idx
+        arguments = index, self.weight.anchor, self.weight, self.dtype, self.padding_idx
         rows = _Lookup.apply(*arguments)  # type: ignore[no-untyped-call]
         return cast("Tensor", rows)
 
