@@ -119,7 +119,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
     """Yield the instants of one forward and backward."""
     played = step.played_as("again" if of.beside else "first")
     saved, head = played.saved, step.taped.head
-    yield from forward(step, base + named_labels(step))
+    yield from forward(step, base + named_labels(step), begins=not of.beside)
     bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
     bare += named_labels(step)
     base = bare + passed_on(step.inputs)
@@ -289,6 +289,10 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
 def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel, of: Pass) -> Iterator[Instant]:
     """Yield the embedding's backward, and the reduction of the root's gradients at the very end.
 
+    Source:
+        ``_backward_prefetch`` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (v2.13.0), which goes back in an order
+        that forwards without a backward add to; ``finalize_backward`` lets go of what nothing waited for.
+
     Args:
         whole: Gradients that the head has left, where they wait for those of the embedding.
     """
@@ -299,6 +303,12 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     if not step.stays and step.apart and reached:
         gathered = communication + step.first.copying_bytes
         yield with_gathered(step.end_instant, "copy of the embedding", around + step.arrived, gathered)
+    behind = 0  # of the unit that the last evaluation ran last, which is gathered as if backward were to run it next
+    if reached and step.leaves_tail and not step.rest and not of.beside:
+        behind = step.tail.buffer_bytes
+        gathered = communication + behind + step.tail.cast_bytes
+        yield with_gathered(step.end_instant, "gather of norm and head", around + step.arrived, gathered)
+    communication += behind
     if not step.apart:
         formed += constant_form(Part.GRADIENTS, whole)
     for instant in tied_sum(step.inputs, step.taped, formed, "first"):
@@ -312,4 +322,4 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
         yield with_gathered("end of backward", "gradient of the embedded tokens", around + leaf, communication)
     for size in (of.formed(step.whole_of_first), of.scattered(step.first, step.whole_of_first)):
         form = around + constant_form(Part.GRADIENTS, size)
-        yield with_gathered("end of backward", "reduction of the root", form, step.first.reduced_bytes)
+        yield with_gathered("end of backward", "reduction of the root", form, step.first.reduced_bytes + behind)

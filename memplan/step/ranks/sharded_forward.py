@@ -75,15 +75,38 @@ def entry_of(step: ShardedStep) -> Form:
     return single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
 
 
-def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
+def forward(step: ShardedStep, base: Form, *, begins: bool = True) -> Iterator[Instant]:
     """Yield the layers' forward, the copies of the first and of the last layer out of their buffers, and the loss.
 
     A unit's buffer lives until the next unit has been copied out of its own; the last one until
     forward ends. The model's own logits stay until the loss is known.
+
+    Args:
+        begins: Whether a step begins with it, which an evaluation may have come before.
     """
     if step.prefetches:
         yield from _prefetched_forward(step, base)
         return
+    yield from _below_head(step, base)
+    yield from _head(step, base)
+    if step.leaves_tail and begins:
+        yield from _beside_tail(step, _below_head(step, base))
+        yield from _head(step, base, step.last)
+
+
+def _beside_tail(step: ShardedStep, instants: Iterator[Instant]) -> Iterator[Instant]:
+    """Yield instants with norm and head around them, gathered since an evaluation: no backward has let go of them.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which does not reshard them after forward.
+    """
+    for instant in instants:
+        if instant.operation not in ("copy of norm and head", "copy of the ends"):
+            yield instant_with(instant, step.tail.gathered_bytes)
+
+
+def _below_head(step: ShardedStep, base: Form) -> Iterator[Instant]:
+    """Yield the forward of embedding and layers."""
     played, runs = step.played, step.taped.runs
     resident, stream = step.root_weight_bytes, step.taped.embedding.output
     x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
@@ -111,12 +134,21 @@ def forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
         form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
         gathered = resident + step.last.copied_bytes + under.buffer_bytes + step.staying(len(runs) - 1, runs[-1].count)
         yield with_gathered("forward", "copy of the last layer", form, gathered)
+
+
+def _head(step: ShardedStep, base: Form, waiting: Unit | None = None) -> Iterator[Instant]:
+    """Yield the forward of norm, head and loss.
+
+    Args:
+        waiting: The unit whose buffer is there, where it is not that of norm and head.
+    """
+    saved = step.played.saved
     if step.loss_on_both_sides:
-        yield from _loss_on_both_sides(step, base + leaf_of(step) + played.saved)
+        yield from _loss_on_both_sides(step, base + leaf_of(step) + saved)
     elif step.loss_inside or step.chunked:
-        yield from _head_inside(step, base + leaf_of(step) + played.saved)
+        yield from _head_inside(step, base + leaf_of(step) + saved, waiting)
     else:
-        yield from _loss_outside(step, base + played.saved)
+        yield from _loss_outside(step, base + saved)
 
 
 def _prefetched_forward(step: ShardedStep, base: Form) -> Iterator[Instant]:
@@ -216,10 +248,10 @@ def _layers(step: ShardedStep, around: Form, given: Form) -> Iterator[Instant]:
         around += part.saved * run.count
 
 
-def _head_inside(step: ShardedStep, around: Form) -> Iterator[Instant]:
+def _head_inside(step: ShardedStep, around: Form, waiting: Unit | None = None) -> Iterator[Instant]:
     """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
     around += retained_arguments(step.inputs) + tables_of_graph(step.inputs)
-    buffer = step.tail if step.apart and not step.head_by_hand else step.last
+    buffer = waiting or (step.tail if step.apart and not step.head_by_hand else step.last)
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
         gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
         yield with_gathered("forward", moment.operation, moment.form, gathered)
@@ -264,17 +296,28 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 
 def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
-    """Yield the instants of a forward without gradients: gathered as in training, and nothing is saved.
+    """Yield the instants of forwards without gradients: gathered as in training, and nothing is saved.
 
     What layers are called with, such as a mask and rotary tables, is gone when the head runs.
     """
-    resident, tail, stream = step.root_weight_bytes, step.tail.gathered_bytes, step.taped.embedding.output
-    x, alone = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient), around
+    yield from _evaluated_layers(step, around)
+    yield from _evaluated_head(step, around, step.last if step.head_by_hand or not step.apart else step.tail)
+    if step.leaves_tail:
+        yield from _beside_tail(step, _evaluated_layers(step, around))
+        yield from _evaluated_head(step, around, step.last)
+
+
+def _evaluated_layers(step: ShardedStep, around: Form) -> Iterator[Instant]:
+    resident, stream = step.root_weight_bytes, step.taped.embedding.output
+    x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
+    if step.apart:
+        for moment in step.taped.embedding.evaluated().forward:
+            yield with_gathered("evaluation", moment.operation, around + moment.form, step.first.copied_bytes)
     around += arguments_of(step)
     first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
     yield with_gathered("evaluation", "copy of the first layer", around + x, first)
     runs, last = step.taped.runs, step.last.buffer_bytes
-    if step.apart:
+    if step.apart and not step.head_by_hand:
         yield with_gathered("evaluation", "copy of norm and head", around + x, step.tail.copied_bytes + last)
     if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
         gathered = resident + step.last.copied_bytes + under.buffer_bytes
@@ -284,8 +327,12 @@ def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
     for kind, section in enumerate(step.taped.layers):
         for moment in section.evaluated().forward:
             yield with_gathered("evaluation", moment.operation, around + moment.form, resident + own[kind])
+
+
+def _evaluated_head(step: ShardedStep, around: Form, waiting: Unit) -> Iterator[Instant]:
+    """Yield norm, head and loss without gradients, beside the buffer that waits until the root has run."""
     head = evaluated_head(step.taped.settings, step.taped.weights, loss_inside=step.loss_inside)
     for moment in head.evaluated().forward:
         outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
-        buffer = 0 if outside else step.tail.buffer_bytes if step.apart else last
-        yield with_gathered("evaluation", moment.operation, alone + moment.form, tail + buffer)
+        gathered = step.tail.gathered_bytes + (0 if outside else waiting.buffer_bytes)
+        yield with_gathered("evaluation", moment.operation, around + moment.form, gathered)

@@ -38,6 +38,7 @@ class ShardedStep:
     head: Unit | None  # What the head alone is in the unit of norm and head, where that is one
     reduced_width: int  # Bytes of an element of a gradient as it is reduced
     head_by_hand: bool  # Whether the loss gathers a unit that is the head alone itself, whose module it does not call
+    leaves_tail: bool  # Whether an evaluation leaves norm and head gathered, for its next batch and for the forward behind it
     flat: FlatShards | None = None  # What FullyShardedDataParallel is told, where units are its flat tensors
     # The units of adapters there, each matrix one alone, by name.
     adapters: Mapping[str, Unit] = field(default_factory=dict)
@@ -264,7 +265,8 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     played = taped.played("first", inputs.recomputation)
     first, tail, rest = _ends(model.spec, inventory, setup)
     alone = unit([tensor for tensor in inventory if tensor.role == "head"], setup) if first is not tail else None
-    layers = [tensor for tensor in inventory if "{}" in tensor.name and not _is_of_tower(tensor, model.spec)]
+    tower = model.spec.tower is not None
+    layers = [tensor for tensor in inventory if "{}" in tensor.name and not (tower and is_of_tower(tensor.name))]
     units = (
         unit([tensor for tensor in layers if tensor.first == inventory_first(model.spec, run)], setup)
         for run in taped.runs
@@ -282,6 +284,7 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         head=alone,
         reduced_width=reduced_width(setup),
         head_by_hand=gathers_head_by_hand(model.spec, setup),
+        leaves_tail=setup.config.evaluation and first is not tail and not gathers_head_by_hand(model.spec, setup),
         flat=flat,
         adapters=own,
     )
@@ -318,10 +321,6 @@ def _with_stored_head(setup: TrainingSetup) -> TrainingSetup:
         format_names={**whole.format_names, role: setup.format_names[role]},
         formats={**whole.formats, role: setup.formats[role]},
     )
-
-
-def _is_of_tower(tensor: ParameterTensor, spec: ModelSpec) -> bool:
-    return spec.tower is not None and is_of_tower(tensor.name)
 
 
 def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[Unit, Unit, Unit | None]:

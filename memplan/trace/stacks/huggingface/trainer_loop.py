@@ -22,7 +22,7 @@ from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.step.ends.end_settings import embeds_with_gradient
-from memplan.step.states.parallel_shards import is_replicated, runs_engine
+from memplan.step.states.parallel_shards import is_replicated, is_sharded, runs_engine
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
@@ -145,7 +145,7 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         "output_dir": str(folder),
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "max_steps": STEPS,
+        "max_steps": _step_count(setup),
         "optim": _optimizer_name(setup),
         "bf16": setup.autocast or (engine and config.compute_dtype == "bf16"),
         **({"deepspeed": zero_config(setup), "fp16": config.compute_dtype == "fp16"} if engine else {}),
@@ -160,7 +160,7 @@ def training_arguments(inputs: StackInputs, folder: Path) -> dict[str, Any]:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
         "use_cpu": inputs.device == "cpu",
-        **({"eval_strategy": "steps", "eval_steps": 1} if config.evaluation else {}),
+        **({"eval_strategy": "steps", "eval_steps": _steps_between(setup)} if config.evaluation else {}),
         "per_device_eval_batch_size": config.evaluation_batch_size or config.micro_batch_size,
     }
 
@@ -170,10 +170,20 @@ def collated(inputs: StackInputs, rows: list[dict[str, Tensor]]) -> Any:
     return {**transformers.default_data_collator(rows), **image_columns(inputs.model.spec, inputs.setup, len(rows))}
 
 
+def _steps_between(setup: TrainingSetup) -> int:
+    """Return how many steps lie between two evaluations: over shards a step behind one differs from the others, and both are reported."""
+    return 2 if setup.config.evaluation and is_sharded(setup.config.parallel) else 1
+
+
+def _step_count(setup: TrainingSetup) -> int:
+    """Return how many steps are run: two evaluations, where they are among what is reported."""
+    return max(STEPS, 2 * _steps_between(setup))
+
+
 def row_count(setup: TrainingSetup) -> int:
     """Return how many full rows the steps take, or two batches of evaluation."""
     config = setup.config
-    trained = config.micro_batch_size * config.gradient_accumulation_steps * STEPS
+    trained = config.micro_batch_size * config.gradient_accumulation_steps * _step_count(setup)
     return max(trained, 2 * (config.evaluation_batch_size or 0))
 
 
@@ -274,8 +284,9 @@ class _Instants(transformers.TrainerCallback):
             optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step(None, None, None, **told))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        del args, state, control, objects
-        self.recorder.next_step()
+        del control, objects
+        if args.eval_strategy == "no" or state.global_step % args.eval_steps == 0:
+            self.recorder.next_step()
         self.recorder.instant("forward")
         self.recorder.forward_begins()
 
@@ -285,8 +296,8 @@ class _Instants(transformers.TrainerCallback):
         self.recorder.forward_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        del state, control, objects
-        if args.eval_strategy != "no":
+        del control, objects
+        if args.eval_strategy != "no" and state.global_step % args.eval_steps == 0:
             self.recorder.instant("evaluation")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
