@@ -157,8 +157,8 @@ def _untold_units(plan: MemoryPlan) -> str:
         return "the events of shards that come from host memory, or of codes gathered from shards, are not told"
     if config.adapter is not None and setup.profile.loss == "chunked-logits" and is_accelerated(setup):
         return "the events of a loss that gathers the head itself are not told"
-    if config.evaluation:
-        return "the events of evaluation are not told over shards"
+    if config.evaluation and config.adapter is not None and parallel.engine == "fsdp1":
+        return "the events of adapters that are evaluated are not told over FSDP1's shards"
     if config.zero_gradients == "fill" and parallel.engine == "fsdp1":
         return "the events of gradients filled with zeros are not told over FSDP1's shards"
     if plan.model.spec.tower is not None or setup.profile.loss == "weighted-tokens":

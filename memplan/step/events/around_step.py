@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from memplan.documents.frozen_values import dataclass
@@ -46,6 +46,8 @@ class Around:
     begin: Callable[[int], None] = _nothing  # Before a forward, whose micro-step is given
     enter: Callable[[int], None] = _nothing  # Before the forward of a part
     leave: Callable[[int], None] = _nothing  # Behind it
+    # Yields the batches of an evaluation, around each of which is written what comes before and behind, given their number.
+    evaluated: Callable[[int], Iterable[int]] = range
     leave_head: Callable[[], None] = _nothing  # Behind the head's product
     # Copies what the model returns, given storages of its logits, which go then; None where it is not copied.
     copy_returned: Callable[[Sequence[int]], None] | None = None

@@ -280,16 +280,17 @@ class ModelPasses:
         """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
         own, self._sections = self._sections, SectionPlayer(self.stream, self._evaluated_values)
-        self._without_gradients(evaluated_model(self.inputs, self.taped), batches)
+        self._without_gradients(evaluated_model(self.inputs, self.taped), self.around.evaluated(batches))
         self._sections = own
 
-    def _without_gradients(self, taped: ModelOnTape, batches: int = 1) -> None:
+    def _without_gradients(self, taped: ModelOnTape, batches: Iterable[int] = (0,)) -> None:
         """Write forwards that save nothing."""
         layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
         head = forward_events(evaluated_head(taped.settings, taped.weights))
         named = NO_STORAGE
-        for _ in range(batches):
+        for _ in batches:
             parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers]])
+            self.around.enter(len(parts))
             _, below = parts[-1]
             part = self._sections.section(head, below.output, below.output_owned)
             named = part.returns(self._libraries["forward"], named)

@@ -134,7 +134,9 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         yield from _head_unit(step, base + saved, played)
     whole = head.section.gradients + (0 if step.chunked else chunked_weights_left(head, "first")) or head.delayed_bytes
     above = waiting = head.delayed_bytes if of.beside else whole
-    if step.apart:
+    if step.head_by_hand:
+        above = step.tail.left_bytes * (not of.beside)  # which its gradient is as soon as the loss has it
+    elif step.apart:
         if of.reduces and not step.chunked:
             yield from _tail_unit(step, base + saved, whole, of)
         above = of.left(step.tail, whole)

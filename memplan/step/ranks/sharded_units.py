@@ -143,7 +143,8 @@ class ShardedStep:
             return self.first.reduced_bytes + sum(
                 u.reduced_bytes * run.count for u, run in zip(self.units, self.taped.runs, strict=True)
             )
-        return sum(entry.formed_bytes * entry.tensor.count for entry in self.inputs.states.tensors)
+        whole = sum(entry.formed_bytes * entry.tensor.count for entry in self.inputs.states.tensors)
+        return whole - (self.tail.formed_bytes - self.tail.left_bytes) * self.head_by_hand
 
     @property
     def root_weight_bytes(self) -> int:
@@ -307,7 +308,7 @@ def gathers_head_by_hand(spec: ModelSpec, setup: TrainingSetup) -> bool:
     Source:
         ``_fused_forward`` in trl/trainer/utils.py (1.16.0), which asks a sharded weight for its ``full_tensor``.
     """
-    alone = setup.config.adapter is not None and not spec.tie_word_embeddings and not finds_norm(spec, setup)
+    alone = not spec.tie_word_embeddings and not finds_norm(spec, setup)
     engine = setup.config.parallel.engine
     return alone and setup.profile.loss == "fused-head" and is_accelerated(setup) and engine == "torch"
 

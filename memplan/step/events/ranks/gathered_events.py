@@ -8,6 +8,8 @@ Source:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memplan.step.events.around_step import Around, first_and_last
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
 from memplan.step.events.ranks.unit_events import UnitEvents
@@ -37,6 +39,7 @@ class GatheredParts:
             begin=units.begin,
             enter=self.enter,
             leave=self.leave,
+            evaluated=self.evaluated,
             leave_head=self.leave_head,
             turn=self.turn,
             reach_head=self.reach_head,
@@ -60,6 +63,15 @@ class GatheredParts:
             self._units.let_go(self._parts[place])
         if self._head is not None and place == len(self._parts) - 1:
             self._head.leave()
+
+    def evaluated(self, batches: int) -> Iterator[int]:
+        """Yield the first of a batch and the next, which finds what no backward has let go of."""
+        for batch in range(max(batches, 2)):
+            self._units.begin(0)
+            yield batch
+            self._units.free_last_buffer()
+            if self._step.root_again or self._step.head_by_hand:
+                self._units.let_go(self._units.tail)
 
     def leave_head(self) -> None:
         """Let go of the last buffer, where the loss is formed outside the model."""
@@ -88,6 +100,8 @@ class GatheredParts:
             self._units.take(self._parts[place])
         if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
             self._units.gather(self._parts[place - 1])
+        if place == 0 and self._step.leaves_tail and not (self._units.rest or self._units.micro_step):
+            self._units.gather(self._units.tail)  # the last unit of an evaluation, as if backward were to run it next
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""
