@@ -57,7 +57,7 @@ def flat_shards(parallel: Parallel, recorder: ShardedRecorder) -> Iterator[None]
         (_runtime_utils, "_accumulate_sharded_grad", _marked(_runtime_utils._accumulate_sharded_grad, recorder)),
     ]
     with ExitStack() as around:
-        around.enter_context(process_group(parallel.data))
+        around.enter_context(process_group(parallel.data, recorder.rank))
         for owner, name, value in changed:
             around.enter_context(patch.object(owner, name, value))
         around.enter_context(recorder.following())

@@ -62,6 +62,8 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
     What is set apart stands for host memory, and so does what operators make of it alone.
     """
 
+    rank = 0  # Which of the ranks that shard a model is followed
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._apart: dict[int, torch.UntypedStorage] = {}
@@ -231,7 +233,7 @@ def sharding(owner: Any, degrees: Sequence[int], recorder: ShardedRecorder, rank
     """Let a library's ``fully_shard``, which it has from ``owner``, shard over a mesh of ranks that are not there."""
     collective, made = Allocates(), owner.fully_shard
     collective.recorder = recorder
-    with process_group(*degrees, rank=rank) as mesh:
+    with process_group(*degrees, rank=rank + recorder.rank) as mesh:
 
         def sharded(module: Any, **options: Any) -> Any:
             result = made(module, **{**options, "mesh": options.get("mesh") or mesh})

@@ -144,6 +144,8 @@ def trace_stack(name: str, inputs: StackInputs, *, workspaces: bool = True) -> t
         raise CannotAnswerError(f"parallel.data: the code of stack {name} is traced on one GPU only")
     cublas = cublas_workspace_bytes(inputs.compute_capability) if workspaces else 0
     recorder = _recorder(inputs.setup)("meta", _own_files(), cublas_bytes=cublas)
+    if is_sharded(inputs.setup.config.parallel):
+        recorder.rank = inputs.details.rank  # type: ignore[attr-defined]
     with _explained(name):
         run = program.run(inputs, recorder)
     ran = versions(name)

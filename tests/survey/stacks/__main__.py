@@ -27,6 +27,7 @@ from tests.survey.stacks.drawn_grids import (
     muon_job,
     offloaded_job,
     piped_job,
+    ranked_job,
     replicated_job,
     sharded_job,
     spread_job,
@@ -77,6 +78,7 @@ SHARDED: Mapping[str, tuple[str, Draw]] = {
     "staged": ("jobs of axolotl with adapters over 4-bit weights that were staged on the CPU", staged_job),
     "offload": ("jobs whose engine keeps what it can in host memory", offloaded_job),
     "evaluated": ("jobs that evaluate, and with how many rows, which is drawn", evaluated_job),
+    "ranks": ("jobs as another rank than the first, which is drawn", ranked_job),
 }
 """The same, after the ranks are known."""
 

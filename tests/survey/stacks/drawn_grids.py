@@ -38,6 +38,13 @@ def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, training))
 
 
+def ranked_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job as one of the ranks that share it: the last, or any but the first, which is drawn."""
+    rng, parallel = Random(f"memplan rank {seed} {number}"), job.job.training.get("parallel", {})
+    ranks = parallel.get("data", 1) * parallel.get("tensor", 1)
+    return replace(job, rank=rng.choice((ranks - 1, rng.randrange(1, ranks)))) if ranks > 1 else job
+
+
 def muon_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job whose matrices the bundled Muon has, its momentum's format drawn, and AdamW in fp32 or 8 bits the rest."""
     rng, training, model = Random(f"memplan muon {seed} {number}"), dict(job.job.training), dict(job.job.model)

@@ -64,11 +64,13 @@ class StackJob:
         job: Model and training config.
         card: Compute capability of the card.
         reentrant: Whether checkpointing is the reentrant kind.
+        rank: Which of the ranks that share it is looked at, where shards are uneven.
     """
 
     job: Job
     card: str
     reentrant: bool
+    rank: int = 0
 
     @property
     def stack(self) -> str:
@@ -97,13 +99,14 @@ class StackJob:
     def text(self) -> str:
         """All of it as JSON on one line, which ``--job`` takes."""
         data = {"model": self.job.model, "training": self.job.training, "card": self.card, "reentrant": self.reentrant}
+        data |= {"rank": self.rank} if self.rank else {}
         return json.dumps(data, sort_keys=True)
 
     @classmethod
     def read(cls, text: str) -> StackJob:
         """Return the job that :attr:`text` gave."""
         data: dict[str, Any] = json.loads(text)
-        return cls(Job(data["model"], data["training"]), data["card"], data["reentrant"])
+        return cls(Job(data["model"], data["training"]), data["card"], data["reentrant"], data.get("rank", 0))
 
 
 def drawn_stack_job(

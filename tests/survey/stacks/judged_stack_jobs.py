@@ -10,6 +10,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.dryrun.stack_trace import stack_trace
 from memplan.errors import MemplanError
 from memplan.model.model import Model
+from memplan.plan.grids.distinct_ranks import rank_rows
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.step.engines.engine_step import EngineStep
@@ -44,7 +45,26 @@ def planned(job: StackJob, catalog: Catalog) -> MemoryPlan:
     """
     model, setup = stack_setup(job, catalog)
     card = replace(catalog.gpus[GPU], compute_capability=job.card)
-    return CompiledPlan(model, setup).evaluate(Device(card, GPU))
+    compiled = CompiledPlan(model, setup)
+    plan = compiled.evaluate(Device(card, GPU))
+    return _of_rank(plan, compiled, job.rank) if job.rank else plan
+
+
+def _of_rank(plan: MemoryPlan, compiled: CompiledPlan, rank: int) -> MemoryPlan:
+    """Return what the table of ranks says of one: the first one's plan, with the states of its own rows."""
+    parallel = plan.setup.config.parallel
+    rows = rank_rows(compiled, plan)
+    place = rank // parallel.tensor % (rows[-1].last + 1)
+    row = next(row for row in rows if row.first <= place <= row.last)
+    less = plan.states.state_bytes - row.state_bytes
+    return replace(
+        plan,
+        instants=tuple((name, size - less) for name, size in plan.instants),
+        requested_bytes=plan.requested_bytes - less,
+        persistent_bytes=plan.persistent_bytes - less,
+        states=replace(plan.states, state_bytes=row.state_bytes),
+        reserve_by_share="ranks are not simulated",
+    )
 
 
 def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
@@ -55,7 +75,8 @@ def job_inputs(job: StackJob, catalog: Catalog) -> StackInputs:
     """
     model, setup = stack_setup(job, catalog)
     card_bytes = catalog.gpus[GPU].cuda_total_bytes
-    return StackInputs(model, _keys(job.job.model), setup, job.card, details_of(setup), card_bytes=card_bytes)
+    details = replace(details_of(setup), rank=job.rank)
+    return StackInputs(model, _keys(job.job.model), setup, job.card, details, card_bytes=card_bytes)
 
 
 def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trace:
