@@ -74,6 +74,9 @@ class MegatronFlags:
         fused_rotation: Whether one kernel rotates queries and keys (``--no-rope-fusion`` not given).
         micro_batch_group: Micro-batches that pass a chunk of a stage's layers before its next chunk is run; None is as many as there are
             stages (``--microbatch-group-size-per-virtual-pipeline-stage``).
+        bucket_elements: Elements from which on a bucket of gradients is full (``--ddp-bucket-size``); None is 40 million, or a million for
+            each data parallel rank.
+        padded_buckets: Whether buckets end at multiples of 65,536 elements too (``--ddp-pad-buckets-for-high-nccl-busbw``).
         predicted_tokens: Layers that predict one more token each (``--mtp-num-layers``); what they keep is answered, and no step.
         unplanned: What of a step is not modelled; with any of it what is kept between steps is answered, and no step.
     """
@@ -83,6 +86,8 @@ class MegatronFlags:
     fused_gradients: bool = True
     fused_rotation: bool = True
     micro_batch_group: int | None = None
+    bucket_elements: int | None = None
+    padded_buckets: bool = False
     predicted_tokens: int = 0
     unplanned: tuple[str, ...] = ()
 

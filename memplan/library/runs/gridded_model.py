@@ -224,7 +224,9 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
         parallel.stage_layout,
     )
     build = MegatronBuild(parallel.transformer_impl, parallel.vocabulary_multiple, parallel.megatron.predicted_tokens)
-    return MegatronSettings(split, build, _precision(config, catalog), parallel.overlap_gradients)
+    told = parallel.megatron
+    overlaps, size = parallel.overlap_gradients, told.bucket_elements or 0
+    return MegatronSettings(split, build, _precision(config, catalog), overlaps, told.padded_buckets, size)
 
 
 def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:

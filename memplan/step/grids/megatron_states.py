@@ -94,7 +94,8 @@ class MegatronSettings:
     build: MegatronBuild = MegatronBuild()  # How the model is built
     precision: MegatronPrecision = MegatronPrecision()  # Bytes of what is kept
     overlap: bool = False  # ``--overlap-grad-reduce``: buffers are cut into buckets
-    busy: bool = False  # ``--pad-buckets-for-high-nccl-busbw``
+    busy: bool = False  # ``--ddp-pad-buckets-for-high-nccl-busbw``
+    bucket_elements: int = 0  # ``--ddp-bucket-size``; 0 for its default
 
 
 def megatron_states(spec: ModelSpec, grid: Grid, settings: MegatronSettings) -> tuple[StageStates, ...]:
@@ -158,7 +159,8 @@ def _buffers(
     tensors: Sequence[RankTensor], grid: Grid, settings: MegatronSettings, *, bucketed: bool
 ) -> tuple[FlatBuffer, FlatBuffer]:
     """Return the buffers of what is no expert and of experts; buckets of both are as large."""
-    size = max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data) if bucketed and settings.overlap else 0
+    size = settings.bucket_elements or max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data)
+    size *= bucketed and settings.overlap
     sharded, busy = grid.zero_stage == 1, settings.busy
     dense = Bucketing(grid.shards, sharded, size, busy)
     expert = Bucketing(grid.expert_shards, sharded, size, busy)

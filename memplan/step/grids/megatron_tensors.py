@@ -65,8 +65,7 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
     shared = spec.tie_word_embeddings and grid.pipeline > 1
     table = (rows, spec.hidden_size)
     tensors: list[RankTensor] = []
-    predicts = chunk.ends and build.predicted
-    if chunk.embeds or predicts:
+    if chunk.embeds or chunk.predicts:
         again = shared or (build.predicted > 0 and grid.pipeline > 1)
         tensors.append(RankTensor("embedding.word_embeddings.weight", table, shared=again))
         if spec.learned_positions:
@@ -76,14 +75,22 @@ def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuil
         for tensor in layer_tensors(spec, layer, grid, build):
             name = f"decoder.layers.{index}.{tensor.name}"
             tensors.append(RankTensor(name, tensor.shape, tensor.expert))
-    if chunk.ends:
+    if _has_final_norm(spec, chunk, build):
         tensors += _norm("decoder.final_layernorm.", spec.final_norm, spec.hidden_size)
-        for index in range(build.predicted):
-            for tensor in _predicting(spec, grid, build):
-                tensors.append(RankTensor(f"mtp.layers.{index}.{tensor.name}", tensor.shape, tensor.expert))
-        if not (spec.tie_word_embeddings and chunk.embeds):
-            tensors.append(RankTensor("output_layer.weight", table, shared=shared and not predicts))
+    for index in range(build.predicted * chunk.predicts):
+        for tensor in _predicting(spec, grid, build):
+            tensors.append(RankTensor(f"mtp.layers.{index}.{tensor.name}", tensor.shape, tensor.expert))
+    if chunk.ends and not (spec.tie_word_embeddings and chunk.embeds):
+        tensors.append(RankTensor("output_layer.weight", table, shared=shared and not chunk.predicts))
     return tuple(tensors)
+
+
+def _has_final_norm(spec: ModelSpec, chunk: Chunk, build: MegatronBuild) -> bool:
+    """Tell whether a chunk has the final norm: that of the head, or of the last layer where more tokens are predicted from it."""
+    # Source: ``has_final_layernorm_in_this_stage`` in megatron/core/transformer/transformer_block.py (0.16.1)
+    if not build.predicted:
+        return chunk.ends
+    return chunk.count > 0 and chunk.first + chunk.count == spec.num_hidden_layers
 
 
 def _predicting(spec: ModelSpec, grid: Grid, build: MegatronBuild) -> Iterator[RankTensor]:
@@ -108,7 +115,7 @@ def expert_bias_bytes(spec: ModelSpec, chunk: Chunk, predicted: int = 0) -> int:
         ``TopKRouter`` in megatron/core/transformer/moe/router.py (0.16.1)
     """
     parts = [layer.feed_forward for layer in layers_of_chunk(spec, chunk)]
-    parts += [spec.runs[-1].layer.feed_forward] * (predicted * chunk.ends)
+    parts += [spec.runs[-1].layer.feed_forward] * (predicted * chunk.predicts)
     return sum(6 * part.num_experts for part in parts if isinstance(part, MixtureOfExperts) and part.score_correction)
 
 

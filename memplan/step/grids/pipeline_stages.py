@@ -20,7 +20,7 @@ class StageSplit:
     last: int | None = None  # Layers of the last stage; None for as many as of the others
     embedding: bool = False  # The embedding counts as a layer of the first stage
     loss: bool = False  # The loss counts as a layer of the last stage
-    predicted: int = 0  # Layers of multi-token prediction, which the last chunk has
+    predicted: int = 0  # Layers of multi-token prediction, which the last chunk has, or the one that a layout says
     # Every chunk's layers one by one, over all stages: ``E`` the embedding, ``t`` a layer, ``m`` one of those, ``L`` the head and loss,
     # ``|`` between chunks, ``*`` repeats; None where the rest says it.
     layout: str | None = None
@@ -36,7 +36,8 @@ class Chunk:
     first: int  # Index of the first of its layers
     count: int  # How many layers it has
     embeds: bool  # It begins with the embedding
-    ends: bool  # It ends with the final norm and the head
+    ends: bool  # It ends with the head, and the final norm where nothing predicts further tokens
+    predicts: bool = False  # It has the layers of multi-token prediction, with an embedding of their own
 
 
 def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[Chunk, ...], ...]:
@@ -57,7 +58,8 @@ def chunks_of(layers: int, grid: Grid, split: StageSplit = EVEN) -> tuple[tuple[
             count -= int(split.loss and (virtual, stage) == last)
             if count < 0:
                 raise InvalidFileError([f"parallel.pipeline: stage {stage} has no layers left"])
-            chunks[stage].append(Chunk(first, count, (virtual, stage) == (0, 0), (virtual, stage) == last))
+            ends = (virtual, stage) == last
+            chunks[stage].append(Chunk(first, count, (virtual, stage) == (0, 0), ends, ends and split.predicted > 0))
             first += count
     return tuple(map(tuple, chunks))
 
@@ -69,9 +71,12 @@ def _laid_out(layers: int, grid: Grid, split: StageSplit) -> tuple[tuple[Chunk, 
     parts = chunks_of_layout(split.layout or "")
     given = "".join(parts)
     predicted = f", {split.predicted} m" * bool(split.predicted)
-    if given != f"E{'t' * layers}{'m' * split.predicted}L" or parts[-1].count("m") != split.predicted:
+    if given != f"E{'t' * layers}{'m' * split.predicted}L":
         text = f"expected E, {layers} t{predicted} and L in this order, with | between chunks, got {given[:60]!r}"
         raise InvalidFileError([f"parallel.stage_layout: {text}"])
+    predicting = [place for place, part in enumerate(parts) if "m" in part]
+    if len(predicting) > 1 or any(place < grid.pipeline * (grid.virtual - 1) for place in predicting):
+        raise InvalidFileError(["parallel.stage_layout: all m have to be in one chunk, the last one of its stage"])
     if len(parts) != grid.pipeline * grid.virtual:
         raise InvalidFileError(
             [
@@ -80,7 +85,7 @@ def _laid_out(layers: int, grid: Grid, split: StageSplit) -> tuple[tuple[Chunk, 
         )
     chunks, first = [], 0
     for part in parts:
-        chunks.append(Chunk(first, part.count("t"), "E" in part, "L" in part))
+        chunks.append(Chunk(first, part.count("t"), "E" in part, "L" in part, "m" in part))
         first += part.count("t")
     return tuple(tuple(chunks[stage :: grid.pipeline]) for stage in range(grid.pipeline))
 
