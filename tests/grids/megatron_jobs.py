@@ -121,6 +121,16 @@ def drawn_wide(seed: int) -> MegatronJob:
     return job
 
 
+def with_predicted(job: MegatronJob, predicted: int) -> MegatronJob:
+    """Return a job that predicts further tokens: behind the last layer, or where a layout has it, in the chunk before the head's."""
+    head, _, last = (job.layout or "").rpartition("|")
+    if predicted and job.layout:
+        more = "m" * predicted
+        apart = head and last == "L" and job.pipeline > 1
+        job = replace(job, layout=f"{head}{more}|L" if apart else job.layout.replace("L", f"{more}L"))
+    return replace(job, predicted=predicted)
+
+
 def _config(job: MegatronJob):  # pragma: no cover - needs megatron-core
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -139,7 +149,7 @@ def _config(job: MegatronJob):  # pragma: no cover - needs megatron-core
         "pipeline_dtype": torch.bfloat16, "params_dtype": torch.bfloat16, "bf16": True,
     }  # fmt: skip
     if job.layout:
-        keys["pipeline_model_parallel_layout"] = job.layout
+        keys |= {"pipeline_model_parallel_layout": job.layout, "mtp_num_layers": job.predicted or None}
     if job.experts:
         keys |= {
             "num_moe_experts": job.experts, "moe_ffn_hidden_size": job.ffn, "moe_router_topk": 2,
@@ -207,7 +217,8 @@ def wrapped_chunk(job: MegatronJob, stage: int, virtual: int):  # pragma: no cov
     chunk = virtual if job.virtual > 1 else None
     spec = get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=chunk)
     ends = (stage, virtual) == (job.pipeline - 1, job.virtual - 1)
-    behind = get_gpt_mtp_block_spec(config, spec, False, vp_stage=chunk) if job.predicted and ends else None
+    predicts = "m" in job.layout.split("|")[virtual * job.pipeline + stage] if job.layout else job.predicted and ends
+    behind = get_gpt_mtp_block_spec(config, spec, False, vp_stage=chunk) if predicts else None
     rows = job.multiple * job.tensor
     model = GPTModel(
         config, spec, vocab_size=-(-job.vocabulary // rows) * rows, max_sequence_length=128,
@@ -299,7 +310,7 @@ def main() -> None:  # pragma: no cover - needs megatron-core
 
     rows, wrong, refused = [], 0, 0
     for seed in range(given.seed, given.seed + given.count):
-        job = replace(draw(seed), predicted=given.predicted)
+        job = with_predicted(draw(seed), given.predicted)
         try:
             real = held(job)
         except ZeroDivisionError:

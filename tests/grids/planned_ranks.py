@@ -53,7 +53,7 @@ def grid_of_job(job) -> Grid:
 
 def split_of(job) -> StageSplit:
     """Return what a drawn job says of stages."""
-    return StageSplit(job.first, job.last, job.embedding, job.loss, layout=job.layout)
+    return StageSplit(job.first, job.last, job.embedding, job.loss, job.predicted, job.layout)
 
 
 def planned(job) -> list[list[dict]]:

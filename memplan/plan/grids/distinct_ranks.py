@@ -4,7 +4,7 @@ Weights and gradients are padded to the first rank's, so that their storages are
 are of the rows that a rank has, which may be fewer or none.
 
 Source:
-    ``FSDPParam._init_sharded_param`` (``padded_sharded_param``, narrowed) in torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+    ``FlatParamHandle._get_shard`` in torch/distributed/fsdp/_flat_param.py, ``FSDPParam._init_sharded_param`` (``padded_sharded_param``, narrowed) in torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
     and ``foreach_reduce`` (gradients are views of the padded result) in _fsdp_collectives.py (v2.13.0).
 """
 
@@ -71,12 +71,13 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
         plan: Its first rank's plan.
 
     Raises:
-        CannotAnswerError: DeepSpeed runs it, whose ranks differ from instant to instant, or FSDP1.
+        CannotAnswerError: DeepSpeed runs it, whose ranks differ from instant to instant, or FSDP1 with ``use_orig_params``.
     """
     parallel = plan.setup.config.parallel
-    if parallel.engine == "fsdp1":
+    flat = parallel.engine == "fsdp1"
+    if flat and parallel.flat.use_orig_params:
         raise CannotAnswerError(
-            "--rank: how FSDP1's flat pieces differ between ranks is not modelled; the fullest is planned"
+            "--rank: which parameters FSDP1's pieces begin and end in with use_orig_params is not modelled; the fullest is planned"
         )
     if runs_engine(parallel):
         raise CannotAnswerError(
@@ -84,7 +85,7 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
             "what is planned is the fullest at each"
         )
     shards = parallel.shards if is_sharded(parallel) else 1
-    trained = _trained(compiled)
+    trained = [] if flat else _trained(compiled)  # pieces of flat tensors are padded to one size
     bounds = {0, shards}
     for tensor, _ in trained:
         size, ranks, each = _division(tensor, parallel, shards)

@@ -322,6 +322,9 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     leaf = embedded_leaf(step.inputs, step.taped)
     if leaf is not ZERO:
         yield with_gathered("end of backward", "gradient of the embedded tokens", around + leaf, communication)
+    # What the root has besides goes, and is reduced, before (``_root_post_backward_final_callback`` in _fsdp_state.py).
+    reduced = step.rest.left_bytes if step.rest else 0
+    behind += step.first.reduced_bytes - step.rest_bytes
     for size in (of.formed(step.whole_of_first), of.scattered(step.first, step.whole_of_first)):
-        form = around + constant_form(Part.GRADIENTS, size)
-        yield with_gathered("end of backward", "reduction of the root", form, step.first.reduced_bytes + behind)
+        form = around + constant_form(Part.GRADIENTS, size + reduced)
+        yield with_gathered("end of backward", "reduction of the root", form, behind)
