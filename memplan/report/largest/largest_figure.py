@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40
 KINDS = (
-    ("notes_max_parameters", "the notes' figure", "none"),
+    ("notes_max_parameters", "what the published tables print (memplan tables)", "none"),
     ("max_parameters", "bound: usable bytes over true bytes per parameter", "none"),
     ("largest_fitting_parameters", "largest catalog model that fits, planned whole", "full"),
 )
@@ -32,6 +32,8 @@ def largest_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     Raises:
         InvalidFileError: There are more GPUs than a picture can hold.
     """
+    if len({row["gpu"] for row in rows}) == 1:
+        return _by_config(rows)
     noted = [row for row in rows if "notes_max_parameters" in row]
     shown = noted or list(rows)
     configs = list(dict.fromkeys(row["config"] for row in shown))
@@ -49,6 +51,23 @@ def largest_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes.tick_params(labelleft=False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=1)
+    return figure
+
+
+def _by_config(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return a bar for each config on one GPU: the largest catalog model that fits, by its name."""
+    figure, (axes,) = new_figure(height=1.4 + 0.4 * len(rows))
+    sizes = [row["largest_fitting_parameters"] / 1e9 for row in rows]
+    places = range(len(rows))
+    axes.barh(places, sizes, color=PALETTE[0], height=0.62)
+    for place, row, size in zip(places, rows, sizes, strict=True):
+        axes.text(size, place, f" {row['largest_fitting_model'] or 'none'} ({size:.2f}B)", va="center", fontsize=8)
+    axes.set_yticks(places, [row["config"] for row in rows])
+    title = f"largest catalog model that fits on {rows[0]['gpu']}, planned whole"
+    axes.set(
+        ylim=(len(rows) - 0.4, -0.6), xlim=(0, 1.45 * max(*sizes, 0.1)), xlabel="parameters, billions", title=title
+    )
+    axes.grid(visible=False, axis="y")
     return figure
 
 

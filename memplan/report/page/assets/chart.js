@@ -63,7 +63,7 @@
     ctx.beginPath();
     ctx.arc(x, y, 4 * ratio, 0, 2 * Math.PI);
     ctx.fill();
-    const label = `peak ${shown(total(data.peak))}`, start = x + (late ? -12 * ratio - ctx.measureText(label).width : 12 * ratio);
+    const label = `peak ${shown(total(data.peak))} + ${shown(data.context)} context`, start = x + (late ? -12 * ratio - ctx.measureText(label).width : 12 * ratio);
     if (bbox.width < 420 * ratio) return ctx.restore();
     ctx.textAlign = "left";
     write(ctx, label, start, y - 8 * ratio, colour("--text"));
