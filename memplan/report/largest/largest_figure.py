@@ -59,7 +59,7 @@ def _by_config(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure, (axes,) = new_figure(height=1.4 + 0.4 * len(rows))
     sizes = [row["largest_fitting_parameters"] / 1e9 for row in rows]
     places = range(len(rows))
-    axes.barh(places, sizes, color=PALETTE[0], height=0.62)
+    axes.barh(places, sizes, color="#0072b2", height=0.62)
     for place, row, size in zip(places, rows, sizes, strict=True):
         axes.text(size, place, f" {row['largest_fitting_model'] or 'none'} ({size:.2f}B)", va="center", fontsize=8)
     axes.set_yticks(places, [row["config"] for row in rows])
