@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from page_blocks import PAGES, README, ROOT, Block, Command, blocks, memplan_commands, named_command
+from readme_table import readme_rows, table
 from update_pages import WIDTH, asked, bare, printed, write_examples
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
@@ -120,6 +121,10 @@ def test_tables_and_examples_fit_the_page(name):
     tables = [line for line in text.splitlines() if line.startswith("|")]
     examples = [line for block in blocks(text) if block.language != "pycon" for line in block.lines]
     assert [line for line in [*tables, *examples] if len(line) > WIDTH] == []
+
+
+def test_the_readme_has_the_records_in_short():
+    assert readme_rows(TEXT) == table(), "to rewrite it: python tests/docs/readme_table.py"
 
 
 def test_output_stands_below_its_command():
