@@ -57,6 +57,30 @@ class Progress:
             write_remark("\n")
 
 
+class Waiting:
+    """A bar on a terminal for what takes more than a few seconds, gone when the answer comes."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.began = title, time.monotonic()
+        self.bar: Progress | None = None
+
+    def __call__(self, done: int, parts: int) -> None:
+        """Show how many of the parts are done."""
+        if self.bar is None and sys.stderr.isatty() and time.monotonic() - self.began > SOON:
+            self.bar = Progress(self.title, parts)
+            self.bar.began = self.began
+        if self.bar is not None:
+            self.bar(done)
+            if done == parts:
+                self.end()
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            write_remark("\r\x1b[K")
+            self.bar = None
+
+
 SCREEN_WIDTH = 80, 100
 """Columns of a screen where no terminal is, and the most that it takes of one."""
 

@@ -153,3 +153,41 @@ def test_answers_say_which_layers_are_checkpointed(cli):
     for command in (("frontier",), ("explain",), ("max", "--for", "batch")):
         assert "checkpointing full (1 layer in 2)" in " ".join(cli(*command, *asked, *config).out.split())
     assert "the forward of 1 layer in 2 runs once more" in " ".join(cli("suggest", *asked).out.split())
+
+
+def test_with_prices_the_gpus_that_have_one_are_shown(cli, tmp_path):
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("{rtx4090: 0.4, h100: 2.5}", encoding="utf-8")
+    lines = cli("where", "llama-8b", "--qlora", "--price", prices).out.splitlines()
+    assert [line.split()[:3] for line in lines if "|" in line] == [
+        ["0.40", "1", "rtx4090"],
+        ["2.50", "1", "h100-sxm-80gb"],
+    ]
+
+
+def test_serving_has_a_screen(cli):
+    asked = ("fit", "llama-8b", "--gpu", "rtx4090", "--method", "inference")
+    lines = cli(*asked).out.splitlines()
+    assert lines[0].startswith("FITS   16.")
+    assert any(line.startswith("  kv_cache") and "#" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_is_generated_can_be_said_by_options(cli, refused):
+    asked = ("fit", "qwen2.5-7b", "--gpu", "h100", "--lora", "--method", "grpo", "-b", 8)
+    assert "method.rollout.completion_length" in refused(*asked, code=2)
+    assert "grpo" in cli(*asked, "--set", "method.rollout.completion_length=512").out
+
+
+def test_a_second_file_is_taken_for_a_config(refused, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("description: mine", encoding="utf-8")
+    assert f"did you mean --config {file}?" in refused("compare", "llama-8b", str(file), "--gpu", "rtx4090", code=2)
+
+
+def test_the_address_of_a_repository_is_its_name(cli):
+    said = [cli("fit", name, "--gpu", "rtx4090", "--qlora", "-q").out for name in ADDRESSES]
+    assert said[0] == said[1]
+
+
+ADDRESSES = ("Qwen/Qwen3-8B", "https://huggingface.co/Qwen/Qwen3-8B/tree/main")

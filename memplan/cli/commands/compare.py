@@ -16,7 +16,7 @@ from memplan.cli.option_groups import (
     VerdictOptions,
     option,
 )
-from memplan.cli.output import draw, emit
+from memplan.cli.output import Waiting, draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
 
@@ -73,5 +73,7 @@ def recommend_command(
     Derived from the catalog and the evidence; -v adds the precision of Newton-Schulz and what nobody has measured.
     Without --gpu: every GPU.
     """
-    answer = memplan.suggest_configs(**job_options(output, training, device=device))
+    waiting = Waiting("recommend")
+    answer = memplan.suggest_configs(progress=waiting, **job_options(output, training, device=device))
+    waiting.end()
     return emit(answer.document(output.unit, full=output.whole), output, detail)

@@ -16,7 +16,7 @@ from memplan.cli.option_groups import (
     VerdictOptions,
     option,
 )
-from memplan.cli.output import draw, emit
+from memplan.cli.output import Waiting, draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
@@ -112,7 +112,9 @@ def max_command(
     options["beside"] = tuple(model.beside or ())
     answer: LargestModels | LargestValues
     if what == "parameters":
-        answer = memplan.largest(model.model, **options)
+        waiting = Waiting("max")
+        answer = memplan.largest(model.model, progress=waiting, **options)
+        waiting.end()
     else:
         answer = memplan.largest(model.model, cast("Quantity", what), **options)
     draw(answer, plot)

@@ -106,19 +106,28 @@ class LargestValues(Answer):
 
 @overload
 def largest(
-    model: ModelGiven = None, of: Literal["parameters"] = "parameters", **options: Unpack[JobOptions]
+    model: ModelGiven = None,
+    of: Literal["parameters"] = "parameters",
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[JobOptions],
 ) -> LargestModels: ...
 @overload
 def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> LargestValues: ...
 @checked
 def largest(
-    model: ModelGiven = None, of: Sizes = "parameters", **options: Unpack[JobOptions]
+    model: ModelGiven = None,
+    of: Sizes = "parameters",
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[JobOptions],
 ) -> LargestModels | LargestValues:
     """Return the largest that each GPU holds: what is answered fits, and one more does not; by a share where no GPU is named.
 
     Args:
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
         of: ``parameters`` for a model, or its ``batch``, ``sequence``, ``lora-rank`` or ``layers``.
+        progress: Where a model is sought, is told how many answers there are, and of how many: one for each GPU under each config.
         options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` share
             the job, as :func:`memplan.plan` has it, and pool their memory where a model is sought. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
             bf16-adamw.
@@ -149,16 +158,24 @@ def largest(
         raise InvalidFileError(
             [f"max --for parameters seeks a model, so it takes none: {model!r}; or give --for batch"]
         )
+    return _largest_models(inputs, devices, progress)
+
+
+def _largest_models(
+    inputs: JobInputs, devices: Sequence[Device], progress: Callable[[int, int], None] | None
+) -> LargestModels:
+    """Return the largest model of the catalog for each device under each config."""
     from memplan.library.lookup import catalog_model
-    from memplan.plan.sizes.largest_model import largest_models
+    from memplan.plan.sizes.largest_model import largest_models, told
     from memplan.step.kernels.card_support import refuse_unable
 
     setups = [inputs.setup(None, name) for name in (CONFIGS if inputs.config is None else (inputs.config,))]
     models = [(name, catalog_model(name, inputs.catalog)) for name in inputs.catalog.models]
     if len(setups) == len(devices) == 1:
         refuse_unable(setups[0], devices[0].gpu)
-    played = _simulated_on(devices * len(setups))
-    rows = tuple(row for setup in setups for row in largest_models(models, setup, devices, played))
+    played = _simulated_on([*devices] * len(setups))
+    answered = told(progress, len(setups) * len(devices))
+    rows = tuple(row for setup in setups for row in largest_models(models, setup, devices, played, answered))
     return LargestModels(rows, inputs.catalog)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
@@ -225,10 +225,13 @@ class ConfigSuggestions(Answer):
 
 
 @checked
-def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
+def suggest_configs(
+    *, progress: Callable[[int, int], None] | None = None, **options: Unpack[JobOptions]
+) -> ConfigSuggestions:
     """Return what to train with on a GPU: the config that holds the largest model, and Newton-Schulz's precision.
 
     Args:
+        progress: Is told how many answers there are, and of how many: one for each GPU under each config.
         options: Keywords of :class:`memplan.JobOptions`, but for the model, the config and its keys. Without ``gpu``:
             every GPU of the catalog; ``gpus`` pool their memory.
 
@@ -260,5 +263,5 @@ def suggest_configs(**options: Unpack[JobOptions]) -> ConfigSuggestions:
         setup = find_setup(name, given, catalog)
         fp16 = replace(given, settings=(*given.settings, *settings_of(dict(fp16_settings(setup.config, catalog)))))
         adapters.append((setup, find_setup(name, fp16, catalog)))
-    rows = suggested_configs(models, setups, devices, records_of(catalog).verdict, adapters)
+    rows = suggested_configs(models, setups, devices, records_of(catalog).verdict, adapters, progress)
     return ConfigSuggestions(tuple(rows), setups[0], catalog, since)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import count
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.documents.frozen_values import dataclass
@@ -48,11 +49,18 @@ def upper_bytes(plan: CompiledPlan, device: Device, requested: int) -> int:
     return allowances.upper_bytes(allowances.allocated_bytes(requested, plan.rounding_bytes))
 
 
+def told(progress: Callable[[int, int], None] | None, parts: int) -> Callable[[], None] | None:
+    """Return what tells how many parts are done each time that it is called, or none where nobody listens."""
+    done = count(1)
+    return None if progress is None else lambda: progress(next(done), parts)
+
+
 def largest_models(
     models: Sequence[tuple[str, Model]],
     setup: TrainingSetup,
     devices: Sequence[Device],
     simulate: Callable[[MemoryPlan], MemoryPlan] | None = None,
+    answered: Callable[[], None] | None = None,
 ) -> list[LargestModel]:
     """Return the largest of ``models`` for each device, planned at the setup's batch and length.
 
@@ -60,6 +68,7 @@ def largest_models(
         models: Catalog names and models.
         devices: Devices, each possibly several GPUs whose memory is pooled.
         simulate: Simulates the reserve of a plan; none where a share does.
+        answered: Is called when a device is.
 
     Raises:
         CannotAnswerError: No model can be planned under the setup; the reason for the smallest.
@@ -67,16 +76,18 @@ def largest_models(
     figure = bytes_per_parameter(setup).total
     trained = [(name, as_trained(model, setup)) for name, model in models]
     largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
-    planned = [(name, -count, _Planned(model, setup)) for count, name, model in largest_first]
+    planned = [(name, -size, _Planned(model, setup)) for size, name, model in largest_first]
     if planned and all(plan.refusal for *_, plan in planned):
         raise CannotAnswerError(planned[-1][-1].refusal)
     rows = []
     for device in devices_for(setup, devices):
         room = _Room(setup, device, by_share=simulate is None)
         fitting = (one for one in planned if one[-1].fits(room, simulate))
-        name, count, plan = next(fitting, (None, 0, None))
+        name, size, plan = next(fitting, (None, 0, None))
         played = plan is not None and plan.played is not None and plan.played.by_share is not None
-        rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, count, played))
+        rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, size, played))
+        if answered is not None:
+            answered()
     return rows
 
 
@@ -171,8 +182,8 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
         return None  # more GPUs leave the host what it is
     requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
 
-    def fits(count: int) -> bool:
-        several = Device(device.gpu, device.name, count)
+    def fits(gpus: int) -> bool:
+        several = Device(device.gpu, device.name, gpus)
         return upper_bytes(plan, several, requested) <= several.usable_bytes(setup.reserve_bytes)
 
     return first_that_fits(fits, 1, MAXIMUM_GPUS)

@@ -8,7 +8,7 @@ from memplan.catalog.entries import Status
 from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device
-from memplan.plan.sizes.largest_model import LargestModel, largest_models
+from memplan.plan.sizes.largest_model import LargestModel, largest_models, told
 from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 
@@ -47,6 +47,7 @@ def suggested_configs(
     devices: Sequence[Device],
     verdict: Callable[[str], str],
     adapters: Sequence[tuple[TrainingSetup, TrainingSetup]] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[SuggestedConfigs]:
     """Return the suggested configs of each device.
 
@@ -55,8 +56,11 @@ def suggested_configs(
         setups: Configs that train all weights.
         verdict: Says what the record of a name found; an experimental config's needs one of ``SOUND``.
         adapters: Configs that train adapters alone, each as it is and for a device that only emulates its dtype.
+        progress: Is told how many answers there are for configs that train all weights, and of how many.
     """
-    answers = [largest_models(models, setup, devices) for setup in setups if _sound(setup, verdict)]
+    sound = [setup for setup in setups if _sound(setup, verdict)]
+    answered = told(progress, len(sound) * len(devices))
+    answers = [largest_models(models, setup, devices, answered=answered) for setup in sound]
     rows_by_device = zip(devices, zip(*answers, strict=True), strict=True)
     result = [_suggested_configs(device, rows) for device, rows in rows_by_device]
     tuned = [_on_adapters(models, pair, devices) for pair in adapters]
