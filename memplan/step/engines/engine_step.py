@@ -49,21 +49,23 @@ class Segments:
 def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False) -> Segments:
     """Return a part cut where gradients have been formed, and modules begin and end where that is asked for."""
     player = Player(section.tape, "layer", section.entry, recomputation)
-    player.marks, player.visits = [], visits
+    marks: list[Mark] = []
+    player.marked, player.visits = marks.append, visits
     player.forward(saves=True)
-    forward = _cut(player)
+    forward = _cut(player, marks)
     if not section.tape.nodes:
         return Segments(forward)
-    player.marks, player.instants = [], []
+    marks.clear()
+    player.instants = []
     player.region_ends()
     play_backward(player, section.output)
-    return Segments(forward, _cut(player))
+    return Segments(forward, _cut(player, marks))
 
 
-def _cut(player: Player) -> tuple[Segment, ...]:
+def _cut(player: Player, marks: Sequence[Mark]) -> tuple[Segment, ...]:
     parts: list[Segment] = []
     first = 0
-    for mark in player.marks or ():
+    for mark in marks:
         ends = mark.kind in WITHOUT_MOMENT
         parts.append(
             (tuple(dominant(player.instants[first : mark.place])), None if ends else player.instants[mark.place], mark)

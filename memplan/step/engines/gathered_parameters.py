@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from memplan.documents.frozen_values import dataclass
 from memplan.units import ceil_div
@@ -44,12 +44,31 @@ class Limits:
     moved: bool = False  # Whether a rank's pieces come from host memory
 
 
-class _Buffer:
+class Buffer:
     """Parameters that are gathered together."""
 
     def __init__(self, names: Sequence[str], size: int) -> None:
         self.names, self.bytes, self.waiting, self.copied = names, size, len(names), False
         self.piece = 0
+
+
+class Log(Protocol):
+    """Takes down what is gathered and let go of."""
+
+    def begin(self, buffer: Buffer) -> None:
+        """Take down that parameters are gathered into a buffer."""
+
+    def copy(self, buffer: Buffer, sizes: Mapping[str, int]) -> None:
+        """Take down that they are copied out of it, or are whole in it where one comes alone; their bytes are given."""
+
+    def empty(self, buffer: Buffer) -> None:
+        """Take down that the buffer of several goes."""
+
+    def let_go(self, name: str, *, retained: bool) -> None:
+        """Take down that a parameter is let go of, or that checkpointing alone holds it."""
+
+    def unhold(self, names: Sequence[str]) -> None:
+        """Take down that checkpointing holds parameters no more."""
 
 
 class GatheredParameters:
@@ -60,6 +79,8 @@ class GatheredParameters:
         elements: Of each parameter, in the order in which the model has them.
         frozen: Those that are not trained.
         limits: What the rank gathers by.
+        log: Is told of all of it.
+        stays: Parameters that stay once they have been gathered.
 
     Attributes:
         bytes: Whole parameters and buffers that are there.
@@ -72,8 +93,10 @@ class GatheredParameters:
         whole: Collection[str],
         frozen: Collection[str],
         limits: Limits,
+        log: Log | None = None,
+        stays: Collection[str] = (),
     ) -> None:
-        self.bytes = 0
+        self.bytes, self._log, self._stays = 0, log, stays
         self._elements, self._whole, self._frozen, self._limits = elements, whole, frozen, limits
         self._order = {name: place for place, name in enumerate(elements)}
         own = [
@@ -91,7 +114,7 @@ class GatheredParameters:
         self._step = self._live = 0
         self._asked: dict[str, int] = {}
         self._there: dict[str, int] = {}
-        self._flying: dict[str, _Buffer] = {}
+        self._flying: dict[str, Buffer] = {}
         self._held: dict[str, int] = {}
         self._active: dict[str, set[str]] = {}
         self._backward: dict[str, dict[str, None]] = {}  # names in order, each once
@@ -129,6 +152,8 @@ class GatheredParameters:
     def unhold(self, names: Sequence[str]) -> None:
         """Let go of what checkpointing holds."""
         self.bytes -= sum(self._held.pop(name, 0) for name in names)
+        if self._log is not None:
+            self._log.unhold(names)
 
     def end(self) -> None:
         """Let go of what modules hold whose backward has had no end."""
@@ -152,13 +177,15 @@ class GatheredParameters:
         return self._passed[uses[following]] - self._passed[self._step] < self._limits.distance
 
     def _let_go(self, name: str) -> None:
-        if name in self._there and not self._active.get(name):
+        if name in self._there and name not in self._stays and not self._active.get(name):
             size = self._there.pop(name)
             if self._held.get(name) == 0:
                 self._held[name] = size
             else:
                 self.bytes -= size
             self._live -= self._elements[name]
+            if self._log is not None:
+                self._log.let_go(name, retained=bool(self._held.get(name)))
 
     def _gather(self, names: Sequence[str]) -> int:
         """Begin to gather parameters, in one buffer; return the most that is there meanwhile.
@@ -169,7 +196,7 @@ class GatheredParameters:
             return self.bytes
         limits = self._limits
         piece = limits.width * sum(ceil_div(self._elements[name], limits.ranks) for name in names)
-        buffer = _Buffer(names, piece * limits.ranks)
+        buffer = Buffer(names, piece * limits.ranks)
         self._flying.update(dict.fromkeys(names, buffer))
         self.bytes += buffer.bytes
         most = self.bytes + piece * limits.moved
@@ -177,6 +204,8 @@ class GatheredParameters:
             buffer.piece = piece
             self.bytes += piece
         self._live += sum(self._elements[name] for name in names)
+        if self._log is not None:
+            self._log.begin(buffer)
         return most
 
     def _wait(self, name: str) -> int:
@@ -190,12 +219,16 @@ class GatheredParameters:
             for other in buffer.names:
                 self._there[other] = buffer.bytes if alone else self._limits.width * self._elements[other]
             self.bytes += 0 if alone else sum(self._there[other] for other in buffer.names)
+            if self._log is not None:
+                self._log.copy(buffer, self._there)
         most = self.bytes
         self.bytes -= buffer.piece
         buffer.piece = 0
         buffer.waiting -= 1
         if not buffer.waiting and not alone:
             self.bytes -= buffer.bytes
+            if self._log is not None:
+                self._log.empty(buffer)
         return most
 
     def _pass_over(self, visit: Visit) -> None:

@@ -34,9 +34,9 @@ class _Backward:
         for node in reversed(self.player.tape.nodes):
             self.run(node)
         if (
-            self.player.marks is not None and self.player.visits and self.player.gradients
+            self.player.marked is not None and self.player.visits and self.player.gradients
         ):  # what the part was given needs one
-            self.player.marks.append(Mark(len(self.player.instants), "left backward", ""))
+            self.player.marked(Mark(len(self.player.instants), "left backward", ""))
         self.live.release_all(named)
         return arriving
 
@@ -269,9 +269,9 @@ class _Backward:
 
     def store(self, node: Node, weight: Weight, formed: int) -> None:
         """Store, add or use up a weight's gradient, which has just been formed."""
-        if self.player.marks is not None and not weight.delayed and not isinstance(self.live, EventRecorder):
+        if self.player.marked is not None and not weight.delayed and not isinstance(self.live, EventRecorder):
             self.player.note(node.instant, f"{weight.name} gradient")
-            self.player.marks.append(Mark(len(self.player.instants) - 1, "gradient", weight.name))
+            self.player.marked(Mark(len(self.player.instants) - 1, "gradient", weight.name))
             self.live.release(formed)
             return
         mode = self.mode_of(weight)

@@ -3,7 +3,7 @@
 Source: pytorch torch/csrc/autograd/engine.cpp and input_buffer.cpp, torch/utils/checkpoint.py (v2.13.0).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from memplan.step.playing.recomputation import Mark, Recomputation, Way, module_of
@@ -28,7 +28,7 @@ class Player:
         live: What is told of every storage: one that counts by default, or one that writes events down.
 
     Attributes:
-        marks: Where it is a list, gradients of weights leave as they are formed, and it gets each one.
+        marked: Takes down marks; where there is one, gradients of weights leave as they are formed, and it gets each.
         visits: Whether it gets the beginnings and ends of modules too.
     """
 
@@ -41,7 +41,7 @@ class Player:
         self.gradients: dict[int, int] = {}
         self.views: set[int] = set()
         self.instants: list[Instant] = []
-        self.marks: list[Mark] | None = None
+        self.marked: Callable[[Mark], None] | None = None
         self.visits = False
         self.between = False
         self.cache: set[int] = set()
@@ -159,31 +159,31 @@ class Player:
 
     def mark(self, way: Way, name: str, instant: str) -> None:
         """Mark that a module begins, and note what is alive then."""
-        assert self.marks is not None
+        assert self.marked is not None
         self.note(instant, "gather")
-        self.marks.append(Mark(len(self.instants) - 1, way, name))
+        self.marked(Mark(len(self.instants) - 1, way, name))
 
     def _mark_saved(self, operation: Operation) -> None:
         """Mark that the hooks of checkpointing hold a module's weights; a graph of its own has the parameters themselves."""
         if (
             self.visits
-            and self.marks is not None
+            and self.marked is not None
             and operation.weights
             and operation.node
             and not self.recomputation.reentrant
         ):
-            self.marks.append(Mark(len(self.instants), "saved", module_of(operation)))
+            self.marked(Mark(len(self.instants), "saved", module_of(operation)))
 
     def mark_unsaved(self, node: Node) -> None:
         """Mark that these hooks hold a module's weights no more."""
-        if self.visits and self.marks is not None and node.weights:
-            self.marks.append(Mark(len(self.instants), "unsaved", module_of(node)))
+        if self.visits and self.marked is not None and node.weights:
+            self.marked(Mark(len(self.instants), "unsaved", module_of(node)))
 
     def end(self, operation: Operation | Node, way: Way) -> None:
         """Mark the end of the module that an operation stands for."""
-        if self.visits and self.marks is not None and operation.weights:
+        if self.visits and self.marked is not None and operation.weights:
             kind: Literal["left forward", "left again", "left backward"] = f"left {way}"  # type: ignore[assignment]
-            self.marks.append(Mark(len(self.instants), kind, module_of(operation)))
+            self.marked(Mark(len(self.instants), kind, module_of(operation)))
 
     def escaping_storages(self) -> tuple[int, ...]:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""

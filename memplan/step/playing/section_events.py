@@ -9,7 +9,7 @@ from functools import lru_cache
 from memplan.documents.frozen_values import dataclass
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
-from memplan.step.playing.recomputation import NOTHING_AGAIN, Mark, Recomputation
+from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
 from memplan.step.playing.section import Section
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity, Storage
@@ -21,25 +21,10 @@ MOST_SECTIONS = 64
 """Parts whose events are remembered; only the plan that is shown asks for them."""
 
 
-Visits = tuple[tuple[int, str, str], ...]
-"""Places among events at which a module begins or ends, with the kind of the mark and the name of the module."""
+Visit = tuple[int, str, str]
+"""A place among events at which a module begins or ends, with the kind of the mark and the name of the module."""
 
-
-class _Placed(list[Mark]):
-    """Marks, and the place among a recorder's events at which each was made."""
-
-    def __init__(self, recorder: EventRecorder) -> None:
-        super().__init__()
-        self._recorder, self._places = recorder, list[int]()
-
-    def append(self, mark: Mark) -> None:
-        """Take down a mark and its place."""
-        super().append(mark)
-        self._places.append(len(self._recorder.codes))
-
-    def visits(self) -> Visits:
-        """Return what has been marked."""
-        return tuple((place, mark.kind, mark.name) for place, mark in zip(self._places, self, strict=True))
+Visits = tuple[Visit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +95,10 @@ def section_events(
     tape, entry, output = section.tape, section.entry, section.output
     recorder = EventRecorder(tape.storages, entry.storage, output.storage, received=received)
     player = Player(tape, mode, entry, recomputation, recorder)
-    player.visits, begun, ended = visits, _Placed(recorder), _Placed(recorder)
-    player.marks = begun if visits else None
+    player.visits, begun, ended = visits, list[Visit](), list[Visit]()
+    player.marked = (lambda mark: begun.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
     forward, in_forward, region_end = _forward(player, recorder, saves=True)
-    player.marks = ended if visits else None
+    player.marked = (lambda mark: ended.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
     arriving = play_backward(player, output) if tape.nodes else NO_STORAGE
     leaving = player.gradients.get(id(entry), NO_STORAGE)
     backward, in_backward = recorder.cut()
@@ -139,7 +124,7 @@ def section_events(
         waits=tape.waits,
         cached=cached,
         returned=_returned(tape, forward),
-        visits=(begun.visits(), ended.visits()),
+        visits=(tuple(begun), tuple(ended)),
     )
     return _holding(events, {*leaf, *cached, *[value.storage for value in tape.named]})
 

@@ -10,12 +10,12 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memplan.step.alive_around_layers import embedded_leaf
 from memplan.step.engines.engine_step import NORM_BYTES
-from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
+from memplan.step.engines.gathered_parameters import Buffer, GatheredParameters, Limits, Visit
 from memplan.step.engines.gathered_step import NORM_ELEMENTS, GatheredStep, followed
 from memplan.step.events.around_step import Around, first_and_last, handed_over
 from memplan.step.events.event_stream import EventStream
@@ -78,60 +78,51 @@ class _Script:
             yield
 
 
-class _Gathered(GatheredParameters):
-    """Writes down what is gathered and let go of."""
+class _Written:
+    """Writes down what is gathered and let go of.
 
-    def write_to(self, script: _Script, stays: Collection[str]) -> _Gathered:
-        """Say where it is written to, and which parameters stay once they have been gathered."""
-        self._script, self._stays = script, stays
+    Args:
+        script: Where it is written to.
+    """
+
+    def __init__(self, script: _Script) -> None:
+        self._script = script
         self._buffers: dict[int, int] = {}  # Storage of each buffer
         self._storages: dict[str, int] = {}  # and of each whole parameter
         self._retained: dict[str, int] = {}  # and of those that checkpointing alone holds
-        return self
 
-    def _gather(self, names: Sequence[str]) -> int:
-        most = super()._gather(names)
-        if names:
-            buffer = self._flying[names[0]]
-            self._buffers[id(buffer)] = self._script.allocate(buffer.bytes)
-        return most
+    def begin(self, buffer: Buffer) -> None:
+        """Allocate a buffer."""
+        self._buffers[id(buffer)] = self._script.allocate(buffer.bytes)
 
-    def _wait(self, name: str) -> int:
-        buffer = self._flying.get(name)
-        copied = buffer is not None and buffer.copied
-        most = super()._wait(name)
-        if buffer is None:
-            return most
+    def copy(self, buffer: Buffer, sizes: Mapping[str, int]) -> None:
+        """Allocate the parameters that are copied out of a buffer; one alone is that."""
         if len(buffer.names) == 1:
-            self._storages[name] = self._buffers.pop(id(buffer))
-        elif not copied:
-            for other in buffer.names:
-                self._storages[other] = self._script.allocate(self._there[other])
-        if len(buffer.names) > 1 and not buffer.waiting:
-            self._script.free(self._buffers.pop(id(buffer)))
-        return most
-
-    def left(self) -> list[int]:
-        """Return the storages of parameters that stay."""
-        return [self._script.name(storage) for name, storage in self._storages.items() if name in self._stays]
-
-    def _let_go(self, name: str) -> None:
-        if name in self._stays:
+            self._storages[buffer.names[0]] = self._buffers.pop(id(buffer))
             return
-        was = name in self._there
-        super()._let_go(name)
-        if was and name not in self._there:
-            storage = self._storages.pop(name)
-            if self._held.get(name):
-                self._retained[name] = storage
-            else:
-                self._script.free(storage)
+        for name in buffer.names:
+            self._storages[name] = self._script.allocate(sizes[name])
+
+    def empty(self, buffer: Buffer) -> None:
+        """Free a buffer."""
+        self._script.free(self._buffers.pop(id(buffer)))
+
+    def let_go(self, name: str, *, retained: bool) -> None:
+        """Free a parameter, unless checkpointing holds it."""
+        storage = self._storages.pop(name)
+        if retained:
+            self._retained[name] = storage
+        else:
+            self._script.free(storage)
 
     def unhold(self, names: Sequence[str]) -> None:
-        """Let go of what checkpointing holds."""
-        super().unhold(names)
+        """Free what checkpointing has held."""
         for name in [name for name in names if name in self._retained]:
             self._script.free(self._retained.pop(name))
+
+    def left(self, stays: Collection[str]) -> list[int]:
+        """Return the storages of parameters that stay."""
+        return [self._script.name(storage) for name, storage in self._storages.items() if name in stays]
 
 
 class PartitionedEngine:
@@ -232,9 +223,9 @@ class PartitionedEngine:
         limits = Limits(rules.ranks, rules.width, ahead, rules.live, distance)
         whole, stays = (step.whole, ()) if self._resident else ((), step.whole if self._passed else ())
         visited = self._visited if self._passed else self._unseen()
-        gathered = _Gathered(visited, self._sizes, whole, step.frozen, limits)
-        self._script = _Script(self._stream, self._on[0])
-        self._gathered, self._modules = gathered.write_to(self._script, stays), step.modules()
+        self._script, self._stays = _Script(self._stream, self._on[0]), stays
+        self._written, self._modules = _Written(self._script), step.modules()
+        self._gathered = GatheredParameters(visited, self._sizes, whole, step.frozen, limits, self._written, stays)
 
     def _unseen(self) -> Sequence[Visit]:
         """Return the modules of the first pass, in whose forward none is known to read what is another's.
@@ -315,7 +306,7 @@ class PartitionedEngine:
             return
         self._script.turn()
         self._gathered.end()
-        self._whole += self._gathered.left()
+        self._whole += self._written.left(self._stays)
         self._resident, self._passed = self._resident or self._passed, True
 
     # ---------------------------------------------------------------- step
