@@ -15,7 +15,7 @@ from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.memory_plan import fullest_rank
 from memplan.step.events.event_stream import EventStream, RunEvents
-from memplan.step.events.model_passes import PlayedModel, libraries_of
+from memplan.step.events.model_passes import WrittenModel, libraries_of
 from memplan.step.events.ranks.step_of_rank import step_player
 from memplan.step.events.step_events import STEPS
 from memplan.step.model_on_tape import model_on_tape
@@ -193,7 +193,7 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     sharded = sharded_step(own, setup, states, regime) if is_sharded(parallel) else None
     taped = sharded.taped if sharded else model_on_tape(inputs)
     whole = sharded.inputs if sharded else inputs
-    model = PlayedModel(EventStream(), whole, taped, plan.values, plan.evaluated_values, libraries_of(library_bytes))
+    model = WrittenModel(EventStream(), whole, taped, plan.values, plan.evaluated_values, libraries_of(library_bytes))
     stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel) if parallel.pipeline > 1 else ()
     return step_player(model, inputs, sharded, stages).run(plan.forms.buffers, plan.values, steps)
 

@@ -36,7 +36,7 @@ CUBLASLT_WORKSPACE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedModel:
+class WrittenModel:
     """A model, and what its passes are written to."""
 
     stream: EventStream
@@ -64,7 +64,7 @@ class ModelPasses:
         gradients: Storage of each gradient that stays, by the name of its weight.
     """
 
-    def __init__(self, model: PlayedModel, around: Around, use_up: UseUp) -> None:
+    def __init__(self, model: WrittenModel, around: Around, use_up: UseUp) -> None:
         self.stream, self.inputs, self.taped, self.values = model.stream, model.inputs, model.taped, model.values
         self.around, self._take, self.gradients = around, use_up, dict[str, int]()
         self._sections, self._evaluated_values = SectionPlayer(model.stream, model.values), model.evaluated_values

@@ -16,7 +16,7 @@ from dataclasses import replace
 from memplan.step.events.chunk_events import ChunksAtOnce, loss_over_chunks
 from memplan.step.events.event_stream import PlayedSection, SectionPlayer
 from memplan.step.events.head_events import ChunkedLoss, LogitsOfChunks
-from memplan.step.events.model_passes import PlayedModel
+from memplan.step.events.model_passes import WrittenModel
 from memplan.step.events.ranks.staged_units import StagedUnits
 from memplan.step.pipelines.pipeline_schedules import ONE_STAGE, Action, actions_of
 from memplan.step.pipelines.rank_memory import VALID_TOKENS_BYTES, RankMemory
@@ -39,7 +39,7 @@ class StagePasses:
         gradients: None stay: units reduce all of them.
     """
 
-    def __init__(self, model: PlayedModel, rank: RankMemory, units: StagedUnits) -> None:
+    def __init__(self, model: WrittenModel, rank: RankMemory, units: StagedUnits) -> None:
         self.stream, self.inputs, self.taped, self.values = model.stream, model.inputs, model.taped, model.values
         self.rank, self.units, self.parallel = rank, units, model.inputs.setup.config.parallel
         self.gradients = dict[str, int]()

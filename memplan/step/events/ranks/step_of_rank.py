@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memplan.model.parameter_tensors import inventory_of
 from memplan.step.collectives.gathered_units import unit
 from memplan.step.events.around_step import Around
-from memplan.step.events.model_passes import ModelPasses, PlayedModel
+from memplan.step.events.model_passes import ModelPasses, WrittenModel
 from memplan.step.events.model_tensors import ModelTensors
 from memplan.step.events.ranks.adapted_events import AdaptedUnits
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
@@ -27,7 +27,7 @@ from memplan.step.step_inputs import StepInputs
 
 
 def step_player(
-    model: PlayedModel, inputs: StepInputs, sharded: ShardedStep | None, sizes_of_stages: Sequence[int]
+    model: WrittenModel, inputs: StepInputs, sharded: ShardedStep | None, sizes_of_stages: Sequence[int]
 ) -> StepPlayer:
     """Return what plays a rank's training run.
 
@@ -50,7 +50,7 @@ def step_player(
     return StepPlayer(model.stream, inputs, tensors, updates, passes, around)
 
 
-def _around(model: PlayedModel, inputs: StepInputs, tensors: ModelTensors, sharded: ShardedStep | None) -> Around:
+def _around(model: WrittenModel, inputs: StepInputs, tensors: ModelTensors, sharded: ShardedStep | None) -> Around:
     """Return what is written around the parts of a model that is no pipeline's."""
     stream, parallel = model.stream, inputs.setup.config.parallel
     if sharded is not None:
