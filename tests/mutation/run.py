@@ -249,9 +249,8 @@ class _Trial:
             self._note(module, "untried")
             return True
         tests = [module, *self.tests[max((name for name in self.tests if module.startswith(name)), key=len)]]
-        chosen = self._that_come_to(tests[1:], keys) if swaps else None
         path.write_text(text, encoding="utf-8")  # for processes that tests start
-        failed = _first_failure(tests, swaps, chosen)
+        failed = self._first_of_those_that_come_to(tests, keys, swaps) if swaps else _first_failure(tests, [])
         path.write_text(source, encoding="utf-8")
         if failed and not self._passes(failed):
             raise SystemExit(f"{module}: fails before anything is mutated: {failed}")
@@ -261,11 +260,20 @@ class _Trial:
         self._note(module, "killed" if failed else "explained" if why else "survived", {} if failed else survivor)
         return True
 
-    def _that_come_to(self, tests: Sequence[str], keys: Sequence[Function]) -> dict[str, float]:
-        """Return the tests that come to any of some functions, with the seconds that each takes."""
-        for one in set(tests) - set(self._comes):
-            self._comes[one] = comes_to(one, self.functions, OPTIONS, [_Unhurried()])
-        return {test: took for one in tests for key in keys for test, took in self._comes[one].get(key, {}).items()}
+    def _first_of_those_that_come_to(
+        self, tests: Sequence[str], keys: Sequence[Function], swaps: Sequence[tuple[FunctionType, CodeType]]
+    ) -> str:
+        """Return the first test that fails of those that come to any of some functions, which have other code; of a file after another."""
+        module, *files = tests
+        for number, one in enumerate(files):
+            if one not in self._comes:
+                self._comes[one] = comes_to(one, self.functions, OPTIONS, [_Unhurried()])
+            chosen = {test: took for key in keys for test, took in self._comes[one].get(key, {}).items()}
+            if not number or chosen:
+                failed = _first_failure([module, one][number > 0 :], swaps, Chosen(chosen, module))
+                if failed:
+                    return failed
+        return ""
 
     def _passes(self, test: str) -> bool:
         if test not in self._pass:
@@ -309,22 +317,14 @@ def _bodies(code: CodeType) -> tuple[list[object], dict[tuple[str, int], CodeTyp
 
 
 def _first_failure(
-    tests: Sequence[str],
-    swaps: Sequence[tuple[FunctionType, CodeType]],
-    chosen: Mapping[str, float] | None = None,
+    tests: Sequence[str], swaps: Sequence[tuple[FunctionType, CodeType]], chosen: Chosen | None = None
 ) -> str:
     """Return the first test that fails, or takes too long, in a process of its own; nothing where all pass.
 
     Args:
         swaps: Functions, and the code that they have there.
-        chosen: Tests of all but the first file that are run, with the seconds that each takes; all where nothing is said.
+        chosen: Which of the tests are run; all where nothing is said.
     """
-    if chosen is not None:
-        files = {test.partition("::")[0] for test in chosen}
-        tests = [
-            tests[0],
-            *[one for one in tests[1:] if any(file == one or file.startswith(f"{one}/") for file in files)],
-        ]
     read, write = os.pipe()
     process = os.fork()
     if not process:
@@ -338,7 +338,7 @@ def _first_failure(
                 os.dup2(null, stream)
             import pytest
 
-            plugins = [_Told(write), *([] if chosen is None else [Chosen(chosen, tests[0])])]
+            plugins = [_Told(write), *([] if chosen is None else [chosen])]
             code = int(pytest.main([*OPTIONS, "-x", *tests], plugins))
         finally:
             os._exit(code)
