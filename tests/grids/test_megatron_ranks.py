@@ -58,8 +58,8 @@ def test_stages_laid_out_by_hand():
             chunks_of(6, Grid(2, pipeline=2, virtual=2), StageSplit(layout=layout))
     behind = StageSplit(predicted=2, layout="Ettt|t|tt|mmL")
     assert chunks_of(6, Grid(2, pipeline=2, virtual=2), behind)[1][1].count == 0
-    for layout in ("Ettt|t|ttm|mL", "Ettt|t|tt|mL"):
-        with pytest.raises(InvalidFileError, match="expected E, 6 t, 2 m and L"):
+    for layout, message in (("Ettt|t|ttm|mL", "all m have to be"), ("Ettt|t|tt|mL", "expected E, 6 t, 2 m and L")):
+        with pytest.raises(InvalidFileError, match=message):
             chunks_of(6, Grid(2, pipeline=2, virtual=2), StageSplit(predicted=2, layout=layout))
 
 

@@ -40,6 +40,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.4-57": {4},
     "transformers.ends": {1, 20},
     "trl.shards": {14},
+    "trl.evaluated.shards": {4},
     "transformers.fsdp1.shards": {25, 28, 29, 34, 37},
     "transformers.fsdp1-adapters.shards": {19},
     "axolotl.fsdp1-adapters.shards": {11, 24, 30},
@@ -68,6 +69,7 @@ with `llama-factory-v1` 25 it is 60 kB after backward of a tiny Phi with adapter
 with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 weights, which LLaMA-Factory never loads so, and with
 `llama-factory.reference` the forward of two models whose weights outweigh their rows, 4 and 7 % high below the peak;
 with `torchtitan.tensor.muon.shards` 4 the head's backward, 2.6 % high below the peak, which is as with AdamW;
+with `trl.evaluated.shards` 4 the optimizer's step of a StableLM with adapters that has 20 kB there, 3.7 kB low;
 with `llama-factory.kto` 5 Granite's scaled logits under fp16;
 with `transformers.vision-deepspeed.shards` 11 and 28 what the rank that was traced keeps, 2 bytes and 41 kB more than the fullest of the formula;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,

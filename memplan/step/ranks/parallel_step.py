@@ -260,7 +260,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     before = step.head_instant if top else f"layer {run.first + position + named} backward"
     before = name if step.reentrant else before
     if step.apart:
-        over, under = over or step.tail, under or step.first
+        over, under = over or (None if step.head_by_hand else step.tail), under or step.first
     root, waiting = step.root_weight_bytes, over.reduced_bytes if over and of.reduces else 0
     next_gathered = under.buffer_bytes if under else 0
     ahead = next_gathered + (under.cast_bytes if under else 0)
