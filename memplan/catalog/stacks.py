@@ -12,7 +12,7 @@ from memplan.documents.frozen_values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
 AdapterDtype = Literal["fp32", "bf16", "weights"]
-KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "stable-embedding"]
+KbitFloats = Literal["as-is", "fp32", "fp32-but-ends", "fp32-norms", "coded-head", "stable-embedding"]
 Level = Literal["traced", "read"]
 Metrics = Literal["none", "accuracy", "accuracy-alone", "both", "entropy", "fused", "softmax", "rows"]
 PairKernel = Literal["fused", "rows", "softmax"]
@@ -64,6 +64,8 @@ class StackModels:
     # Whether attention is within the window that a model was ``released`` with, or only where other layers of it are
     # within none, which then make masks of their own: ``mixed``.
     windows: Literal["released", "mixed"] = "released"
+    uncapped_stretches: bool = False  # Whether logits that come stretch by stretch go without the cap of others
+    unwindowed: tuple[str, ...] = ()  # Families within no window, whatever they were released with
     # Compute capabilities whose kernel is told of a window, where others get a mask, which is not modelled; none: all alike.
     windowed_on: tuple[str, ...] = ()
     adapted: bool = False  # Whether its own adapters on these models are modelled
@@ -196,6 +198,7 @@ class Loop:
     # Keys and values that models which are not checkpointed return beside logits: nothing (``none``), as they were formed
     # (``views``), or in ``copies``, of the values in the dtype of the keys too (``alike``).
     cache: Cache = "none"
+    compiled: bool = True  # Whether torch compiles the loss too where it compiles layers
     # Whether the loss of unbalanced experts is added where a model's own config has a factor for it.
     balances: bool = False
     # Whether a reward model keeps its own head, whose loss nobody looks at, and has one of values beside it.
@@ -255,8 +258,8 @@ class Stack:
     projections: StackProjections  # How projections of codes and with adapters run
     # What is done to weights beside quantised ones: ``fp32`` casts embedding, head and norms; ``fp32-but-ends`` casts
     # those back, and leaves routers, biases and experts in fp32; ``fp32-norms`` casts embedding and head to bf16 again;
-    # ``stable-embedding`` quantises the head too, and puts bitsandbytes' ``StableEmbedding`` in the place of the
-    # embedding, which stays: with a norm behind it, and gradients that no step uses or takes away.
+    # ``coded-head`` quantises the head too; ``stable-embedding`` does, and puts bitsandbytes' ``StableEmbedding`` in the place of
+    # the embedding, which stays: with a norm behind it, and gradients that no step uses or takes away.
     kbit_floats: KbitFloats
     checkpointing: StackCheckpointing  # How it checkpoints activations
     models: StackModels  # How it builds models
@@ -317,17 +320,14 @@ class Stack:
     ] = "root"
     stages_codes: bool = False  # Whether what it shards may be codes of 4 bits that were staged on the CPU
     adapted_loss: LossKernel | None = None  # Its loss where there are adapters, if it is another
-    # ``kbit_floats`` where pairs are compared without a reference model, if it is another.
-    pair_kbit_floats: KbitFloats | None = None
-    # Keys of ``parallel`` besides those of data parallelism by which it divides a model as the formula follows.
-    divides: tuple[str, ...] = ()
+    pair_kbit_floats: KbitFloats | None = None  # ``kbit_floats`` where pairs have no reference model, if it is another
+    divides: tuple[str, ...] = ()  # Keys of ``parallel`` that divide a model as is followed, besides data parallelism
     # Key of ``kernels`` -> what is modelled of it besides its own: for attention, norm, rotation, activation, loss, adapters.
     runs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Kernels that it lets torch's attention choose among, the one that comes first first, where its ``attention`` is
     # ``auto``; nothing is all of them in torch's own order.
     attention_order: tuple[AttentionKernel, ...] = ()
-    # Whether its own optimizer shares out states among GPUs (``zero_stage: 1``), which have all else.
-    shares_states: bool = False
+    shares_states: bool = False  # Whether its own optimizer shares out states alone among GPUs (``zero_stage: 1``)
     shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one, and replicas are so
     # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
     # which all that trains is cast to.

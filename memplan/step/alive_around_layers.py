@@ -225,8 +225,8 @@ def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 
 def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
-    """Return what the nodes of all layers hold until the graph goes."""
-    return sum((played.layers[kind].escaped * count for kind, count in taped.counts().items()), ZERO)
+    """Return what the nodes of all layers and of the head hold until the graph goes."""
+    return sum((played.layers[kind].escaped * count for kind, count in taped.counts().items()), played.head.escaped)
 
 
 def called_again(inputs: StepInputs) -> Form:

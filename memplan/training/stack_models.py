@@ -81,6 +81,8 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     spec = _built_spec(model.spec, rules)
     if spec.architecture in rules.uncapped and setup.attention_choice != "eager":
         spec = _uncapped(spec)
+    if rules.uncapped_stretches and setup.profile.loss == "fp32-stretches":
+        spec = replace(spec, final_logit_softcap=0.0)
     if setup.scores:
         return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))
@@ -273,7 +275,7 @@ def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
         names=_names(spec, rules),
         tie_word_embeddings=spec.tie_word_embeddings and rules.tied_head == "released",
         runs=_runs(spec, rules),
-        window=spec.window if rules.windows == "released" else 0,
+        window=spec.window if rules.windows == "released" and spec.architecture not in rules.unwindowed else 0,
         dropout=spec.dropout if rules.dropout else 0.0,
     )
 

@@ -232,3 +232,35 @@ def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
     older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))
     assert newer - older == ROWS * 1024 * 1024
+
+
+def test_what_products_with_codes_were_given_stays_beside_the_next_rows_in_litgpt_up_to_0_5_4():
+    job = {"config": "lora", "set": {"adapter.targets": ["q_proj", "v_proj"], "weights.hidden_matrix": "nf4"}}
+    older, newer = (instants_of(f"litgpt@{at}", "llama-2-7b", **job) for at in ("0.5.4", "0.5.13"))
+    tokens, hidden, intermediate = ROWS * 1024, 4096, 11008
+    own = (
+        32 * (2 * hidden + intermediate) + 31 * hidden + hidden
+    )  # of the first layer's first product nothing needs a gradient
+    assert own * tokens * 2 == pytest.approx(older["layer 1 backward"] - newer["layer 1 backward"], rel=0.01)
+    assert own * tokens * 2 < older["forward"] - newer["forward"] < 2 * own * tokens * 2
+
+
+def test_litgpt_put_no_embedding_in_the_place_of_the_models_up_to_0_4():
+    job = {"config": "lora", "set": {"adapter.targets": ["q_proj", "v_proj"], "weights.hidden_matrix": "nf4"}}
+    older, newer = (instants_of(f"litgpt@{at}", "llama-2-7b", **job) for at in ("0.4.13", "0.5.0"))
+    given = ROWS * 1024 * 4096 * 2  # what its norm makes the first layer's product keep, too
+    table = 32_000 * 4096 * 2
+    assert newer["optimizer step"] - older["optimizer step"] == pytest.approx(2 * table + given, rel=0.001)
+
+
+def test_torchtitan_compiled_layers_and_no_loss_in_2024():
+    job = {"gpu": "h100-sxm-80gb", "gpus": 8, "config": "mixed-adamw", "micro_batch_size": 2, "sequence_length": 8192}
+    plans = [
+        memplan.plan("llama-3.1-8b", stack=f"torchtitan@{at}", **job, set={"compile": "layers"})
+        for at in ("0.0.2", "0.1.0")
+    ]
+    word = (
+        2 * 8192 * 128_256 * 4
+    )  # logits in fp32, their softmax and its gradient, of which a compiled loss has the last
+    difference = plans[0].components["logits"] - plans[1].components["logits"]
+    assert difference == pytest.approx(2 * word, abs=8)

@@ -110,7 +110,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         chosen_nll=bool(setup.config.method.chosen_nll),
         value_head=setup.has_value_head,
         own_head_trains=setup.has_value_head and setup.config.adapter is None,
-        compiled_loss=setup.config.compile == "layers",
+        compiled_loss=setup.config.compile == "layers" and setup.stack.loop.compiled,
         layer_input=spec.layer_input,
         arguments=_arguments(spec, block, setup, frozen=frozen),
     )

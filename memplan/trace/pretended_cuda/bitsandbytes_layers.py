@@ -103,6 +103,7 @@ def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype, storage: tor
     kind, double = FOUR_BIT[format_name]
     shape, state = layer.weight.shape, quant_state(layer.weight.shape, format_name, dtype)
     codes = torch.empty((ceil_div(shape.numel(), 2 * storage.itemsize), 1), dtype=storage, device="meta")
+    recent = {} if ran_by_pointers() else {"quant_storage": storage, "bnb_quantized": True, "module": layer}
     layer.weight = bitsandbytes.nn.Params4bit(
         codes,
         requires_grad=False,
@@ -110,11 +111,14 @@ def fill_four_bit(layer: Any, format_name: str, dtype: torch.dtype, storage: tor
         blocksize=BLOCK,
         compress_statistics=double,
         quant_type=kind,
-        quant_storage=storage,
-        bnb_quantized=True,
-        module=layer,
+        **recent,
     )
     layer.quant_state = state
+
+
+def ran_by_pointers() -> bool:
+    """Tell whether kernels are functions of a C library that take pointers, as up to 0.42: torch has no operators of theirs."""
+    return not hasattr(torch.ops.bitsandbytes, "dequantize_4bit")
 
 
 def quant_state(shape: torch.Size, format_name: str, dtype: torch.dtype) -> Any:
@@ -190,7 +194,10 @@ def cuda_backend() -> Iterator[None]:
 
 @contextmanager
 def paged_states() -> Iterator[None]:
-    """Let bitsandbytes' paged optimizers step without a card, with states in host memory, and its embeddings have no memory."""
+    """Let bitsandbytes' paged optimizers step without a card, with states in host memory, and its embeddings have no memory.
+
+    Where its kernels take pointers, none of them does anything.
+    """
     try:
         from bitsandbytes import functional
         from bitsandbytes import nn as layers
@@ -211,10 +218,14 @@ def paged_states() -> Iterator[None]:
 
     kind: Any = layers.StableEmbedding
     idle: Any = lambda *_, **__: None  # noqa: E731
-    answers = {"get_paged": paged, "fill": idle, "prefetch_tensor": idle, "is_on_gpu": lambda _: True}
+    answers: dict[str, Any] = {"get_paged": paged, "fill": idle, "prefetch_tensor": idle, "is_on_gpu": lambda _: True}
+    if ran_by_pointers():
+        answers |= {"lib": mock.MagicMock()}
+        answers |= dict.fromkeys(("pre_call", "post_call", "get_ptr", "optimizer_update_32bit"), idle)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(functional, **answers))
-        stack.enter_context(mock.patch.object(optimizer, "sync_gpu", idle))
+        stack.enter_context(mock.patch.object(optimizer, "sync_gpu", idle, create=True))
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", idle))
         stack.enter_context(mock.patch.object(layers, "StableEmbedding", made))
         yield
 

@@ -234,14 +234,14 @@ class _AdaptedLoop(_Loop):
         """Run ``main`` of ``litgpt/finetune/lora.py`` up to the end of ``fit``."""
         loop = lora.fit
 
-        def fit(fabric: Any, model: Any, optimizer: Any, **options: Any) -> None:
+        def fit(fabric: Any, model: Any, optimizer: Any, *given: Any, **options: Any) -> None:
             module = model._forward_module
             self.watch(module, optimizer.optimizer)
             for group in optimizer.param_groups:  # an embedding whose place another has taken is still among these
                 for parameter in group["params"]:
                     self.recorder.mark(parameter, "weights")
             with AnyNumber(), self.recorder:  # type: ignore[no-untyped-call]
-                loop(fabric=fabric, model=model, optimizer=optimizer, **options)
+                loop(fabric, model, optimizer, *given, **options)
             raise _LoopEndedError
 
         loader, name, built = _Loader([None]), self.setup.format_names["hidden_matrix"], lora.GPT
@@ -249,7 +249,9 @@ class _AdaptedLoop(_Loop):
         def quantised(config: Any) -> Any:
             module = built(config)
             for layer in module.modules() if name in FOUR_BIT else ():
-                if hasattr(layer, "quant_state"):  # quantised from fp16 as soon as it is on a GPU
+                if hasattr(
+                    getattr(layer, "weight", None), "quant_state"
+                ):  # quantised from fp16 as soon as it is on a GPU
                     fill_four_bit(layer, name, torch.float16)
             return module
 

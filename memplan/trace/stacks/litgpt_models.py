@@ -8,10 +8,15 @@ from typing import Any
 from litgpt.config import Config
 from litgpt.lora import Config as AdaptedConfig
 
+from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.training.adapters import litgpt_parts
 from memplan.training.resolved import TrainingSetup
+
+NAMES = {field.name for field in fields(Config)}
+ANYWAY = {"norm_1": True, "norm_2": True, "norm_qk_type": "default"}
+"""What versions do that have no key for it."""
 
 
 def config_of(model: Model) -> Config:
@@ -22,7 +27,7 @@ def config_of(model: Model) -> Config:
     assert isinstance(heads, Attention)
     assert isinstance(mlp, Mlp)
     after = layer.placement in ("post", "sandwich")
-    return Config(
+    return _config(
         name="Gemma" if gemma else spec.architecture,
         block_size=spec.max_position_embeddings or 2048,  # of Falcon (litgpt/config.py)
         vocab_size=spec.vocab_size,
@@ -40,7 +45,7 @@ def config_of(model: Model) -> Config:
         norm_1=layer.placement != "post",
         norm_2=layer.placement != "post",
         bias=mlp.bias,
-        attn_bias=heads.qkv_bias,
+        attn_bias=heads.qkv_bias and not mlp.bias,
         lm_head_bias=spec.head_bias,
         norm_qk=heads.query_key_norm is not None,
         norm_qk_type="olmo2" if heads.query_key_norm_scope == "full" else "default",
@@ -54,10 +59,25 @@ def config_of(model: Model) -> Config:
     )
 
 
+def _config(**keys: Any) -> Config:
+    """Return a config of those keys that the installed version has; the others have to say what it does anyway.
+
+    Raises:
+        CannotAnswerError: One of them does not.
+    """
+    later = [key for key, value in keys.items() if key not in NAMES and value not in (None, False, ANYWAY.get(key))]
+    if later:
+        raise CannotAnswerError(f"this version of LitGPT has no {', '.join(later)}, which the model needs")
+    return Config(**{key: value for key, value in keys.items() if key in NAMES})
+
+
 def _windows(spec: ModelSpec) -> dict[str, Any]:
     """Return what says which layers attend within a window."""
     if not spec.window:
         return {}
+    if "sliding_window_indices" not in NAMES:  # up to 0.5.4
+        placing = "interleaved" if spec.full_layers else "all"
+        return {"sliding_window_size": spec.window, "sliding_window_layer_placing": placing}
     return {
         "sliding_window_size": spec.window,
         "sliding_window_indices": [int(n not in spec.full_layers) for n in range(spec.num_hidden_layers)],

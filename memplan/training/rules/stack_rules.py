@@ -92,6 +92,10 @@ def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tu
         yield ("reentrant_checkpointing",), text
 
 
+CODED_HEADS = ("coded-head", "stable-embedding")
+"""What is done to weights beside codes where heads are quantised too."""
+
+
 def beside_codes(config: TrainingConfig, hidden: str) -> bool:
     """Tell whether weights stand beside quantised matrices that are frozen."""
     return config.adapter is not None and hidden not in FLOATS
@@ -113,7 +117,7 @@ def kbit_formats(config: TrainingConfig, stack: Stack, names: Mapping[Role, str]
         names = {**names, "expert_matrix": names["embedding"]}
     if stack.kbit_floats == "as-is" or _casts_back(config):
         return dict(names)
-    if stack.kbit_floats == "stable-embedding":
+    if stack.kbit_floats in CODED_HEADS:
         return {**names, "head": names["hidden_matrix"]}
     if stack.kbit_floats == "fp32-norms":
         own: tuple[Role, ...] = ("embedding", "head")
@@ -207,7 +211,7 @@ def _left_in_floats(stack: Stack) -> tuple[Role, ...]:
     lightning/fabric/plugins/precision/bitsandbytes.py (2.6), which LitGPT takes, replaces heads too.
     """
     experts: tuple[Role, ...] = () if stack.own_models else ("expert_matrix", "router")
-    return ("embedding", *experts) if stack.kbit_floats == "stable-embedding" else ("embedding", "head", *experts)
+    return ("embedding", *experts) if stack.kbit_floats in CODED_HEADS else ("embedding", "head", *experts)
 
 
 def unmodelled(
