@@ -3,6 +3,7 @@
 The script runs as ``python`` would run it: by its own name, with its own arguments, its folder first in the path.
 """
 
+import ctypes
 import logging
 import os
 import pickle
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -46,20 +48,31 @@ UNCOUNTED = {
 """What is said of a step whose operators' names begin so: their libraries' workspaces follow from the card and the version."""
 
 
+_DIES_WITH_ITS_PARENT = 1
+"""``PR_SET_PDEATHSIG`` of Linux (prctl(2))."""
+
+
 def main() -> None:
     """Run the script of the request in standard input; the outcome goes to the descriptor named last."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
     request: Request = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    outcome = run_here(request)
+    descriptor = int(sys.argv[1])
+    _deliver(run_here(request, descriptor), descriptor)
+
+
+def _deliver(outcome: Outcome, descriptor: int) -> None:
+    """Write what came of the run, and end the process."""
     sys.stdout.flush()  # whoever reads the outcome may end this process at once
     sys.stderr.flush()
-    with os.fdopen(int(sys.argv[1]), "wb") as out:
+    with os.fdopen(descriptor, "wb") as out:
         pickle.dump(outcome, out)
     os._exit(0)  # what the script left running ends with it
 
 
-def run_here(request: Request) -> Outcome:
-    """Run a script in this process, and return what came of it."""
+def run_here(request: Request, descriptor: int) -> Outcome:
+    """Run a script in this process, and return what came of it; it is written at once where the script will not end."""
     started = time.monotonic()
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # tells of every error that it raises besides
     script = request.script if request.is_module else str(Path(request.script).resolve())
@@ -70,6 +83,8 @@ def run_here(request: Request) -> Outcome:
     files = SandboxedFiles(request.scratch, lines, allow_writes=request.allow_writes)
     files.checkpoints.values = values.of
     notes, calls = list[str](), TrainerCalls()
+    parts = _Parts(request, started, recorder, values, watched, files, notes, calls)
+    watched.finish = lambda: _deliver(_outcome(parts, "done", ""), descriptor)
     ending, message = _ended(
         request,
         script,
@@ -85,10 +100,28 @@ def run_here(request: Request) -> Outcome:
             CompiledModules(request.card.compute_capability, values, notes).compiling(),
         ),
     )
-    seconds = time.monotonic() - started
+    return _outcome(parts, ending, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What has seen a run."""
+
+    request: Request
+    started: float
+    recorder: LiveRecorder
+    values: KnownValues
+    watched: WatchedSteps
+    files: SandboxedFiles
+    notes: list[str]
+    calls: TrainerCalls
+
+
+def _outcome(run: _Parts, ending: Ending, message: str) -> Outcome:
+    seconds, recorder, watched = time.monotonic() - run.started, run.recorder, run.watched
     if not recorder.events:
         return Outcome(ending, message, steps=watched.done, seconds=seconds)
-    number, trace, peaks = _fullest(recorder, watched.vocab_size, watched.done if request.steady else None)
+    number, trace, peaks = _fullest(recorder, watched.vocab_size, watched.done if run.request.steady else None)
     return Outcome(
         ending=ending,
         message=message,
@@ -99,12 +132,12 @@ def run_here(request: Request) -> Outcome:
         model=watched.model,
         runs_out=recorder.runs_out,
         handled=tuple(recorder.handled),
-        answers=tuple(values.answers.values()),
-        skipped=tuple(files.skipped.items()),
+        answers=tuple(run.values.answers.values()),
+        skipped=tuple(run.files.skipped.items()),
         seconds=seconds,
         peaks=peaks,
-        notes=(*notes, *_uncounted(trace, recurrent=watched.recurrent), *map(_handled, recorder.handled)),
-        told=calls.told,
+        notes=(*run.notes, *_uncounted(trace, recurrent=watched.recurrent), *map(_handled, recorder.handled)),
+        told=run.calls.told,
     )
 
 
@@ -218,12 +251,17 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
                 f"{own}: what is compiled there is a Triton template: pip install triton, which needs no GPU",
             )
         return "refused", f"{own}: torch.compile cannot be pretended here ({text}); run it without"
+    said = _OF_META.sub(r"torch.cuda.\1Tensor", str(error))
+    if said != str(error) or type(error).__module__ == _FAKE:
+        error, kind, text = RuntimeError(said).with_traceback(error.__traceback__), "RuntimeError", said[:300]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if lines.is_shown(frame.filename)]
     shown = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     print(*shown, *traceback.format_exception_only(error), sep="", end="", file=sys.stderr)
     return "failed", f"{own}: {kind}: {text}" if own else f"{kind}: {text}"
 
 
+_OF_META, _FAKE = re.compile(r"\bMeta(\w+)Type\b"), "torch._subclasses.fake_tensor"
+"""How torch calls tensors without memory, and where errors of theirs come from that are others on a GPU."""
 _FETCHES = ("couldn't connect to 'https://huggingface.co'", "OfflineModeIsEnabled", "LocalEntryNotFoundError")
 """What Hugging Face's libraries say where a name of the hub is not in their cache."""
 FETCHED_NOTHING = (

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memplan.dryrun.machine.device_names import inner_device
 from memplan.dryrun.machine.known_values import KnownValues, written
+from memplan.dryrun.terms.kernel_checks import check_arguments
 from memplan.trace.pretended_cuda.fake_devices import outer_device
 
 LARGEST_REAL_BYTES = 2**20
@@ -72,6 +73,7 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._on_the_cpu(args[0], options.get("dtype") or args[0].dtype)
         elif any(not isinstance(one, FakeTensor) and not one.is_meta for one in written(func, args, options)):
             return func(*each_tensor(args, self._whole), **each_tensor(options, self._whole))
+        check_arguments(func, args, self.values.of)
         with self:
             answer = answered(self.values, func, args, options)
         if answer is not NotImplemented:

@@ -25,6 +25,12 @@ HOOKED = "_tells_of_its_gradient"
 """Attribute of parameters that have a hook; sets of tensors compare their values."""
 MOST_CAPTURES, MOST_WARM_UP = 64, 16
 """Captures of graphs that make a run longer, and steps beside the main stream that do: ``DistributedDataParallel`` needs 11."""
+MOST_ENDS = 3
+"""Times that a script is ended before the process is: handlers of all exceptions go on."""
+
+
+def _not_yet() -> None:
+    """Let the script go on."""
 
 
 class WatchedSteps:
@@ -34,6 +40,7 @@ class WatchedSteps:
         self.recorder, self.steps = recorder, steps
         self.done = 0
         self._until, self._captures = steps, 0
+        self._ends, self.finish = 0, _not_yet
         self.vocab_size = 0
         self.model, self._trained = "", -1
         self.recurrent = False
@@ -155,6 +162,9 @@ class WatchedSteps:
             warms_up = self.recorder.current_stream() != 0 and self.done < self._until + MOST_WARM_UP
             is_done = self.done >= self._until and not warms_up
             if is_done:
+                self._ends += 1
+                if self._ends > MOST_ENDS:
+                    self.finish()
                 raise StepsDoneError
             self._stepped = False
             self.recorder.next_step()

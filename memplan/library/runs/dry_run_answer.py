@@ -57,10 +57,15 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
 
 def _heading(run: DryRun) -> tuple[str, str]:
     device, outcome = run.device, run.outcome
-    needs = run.to_spare.reserved_peak_bytes + run.context_bytes
-    verdict = "FITS" if fits(run) else "NO"
+    needs, usable = run.to_spare.reserved_peak_bytes + run.context_bytes, device.usable_bytes(0)
+    if fits(run) and needs > usable:
+        verdict = (
+            f"FITS: {run.script} gets by with {format_bytes(usable)}, and would take {format_bytes(needs)} of more,"
+        )
+    else:
+        verdict = f"{'FITS' if fits(run) else 'NO'}: {run.script} needs {format_bytes(needs)} of {format_bytes(usable)}"
     return (
-        f"{verdict}: {run.script} needs {format_bytes(needs)} of {format_bytes(device.usable_bytes(0))} on {device.name}",
+        f"{verdict} on {device.name}",
         f"{outcome.model or 'no module'}, {outcome.steps} steps run on tensors without memory in {outcome.seconds:.1f} s",
     )
 
