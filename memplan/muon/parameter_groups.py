@@ -6,6 +6,7 @@ given them. What no rule knows is refused, with its name, until the caller assig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memplan.errors import match_hint
 from memplan.muon.group_options import ALGORITHMS
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from memplan.model.inventory import Role
 
@@ -75,10 +77,9 @@ def split_parameters(
         >>> [(group["algorithm"], len(group["params"])) for group in groups]
         [('muon', 1), ('adamw', 3)]
     """
-    assign = dict(assign or {})
-    for algorithm in assign.values():
-        if algorithm not in ALGORITHMS:
-            raise unknown_choice("algorithm", algorithm, ALGORITHMS)
+    if not isinstance(model, nn.Module):
+        raise OptimizerError(f"expected a module, got {type(model).__name__}; parameters alone go to Muon(params)")
+    assign = _checked_assignments(assign or {}, dict(_named(model)))
     routed: list[tuple[Any, RoutedParameter]] = []
     unknown: list[str] = []
     for name, entry, role, reason in _roles(model):
@@ -98,6 +99,18 @@ def split_parameters(
         listed = "\n  ".join(unknown)
         raise OptimizerError(f"parameters of no known role; assign them 'muon' or 'adamw' by name:\n  {listed}")
     return ParameterGroups(_grouped(routed, layer_scale), tuple(entry for _, entry in routed))
+
+
+def _checked_assignments(assign: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, str]:
+    """Return assignments, each of which is for some parameter."""
+    if not isinstance(assign, Mapping):
+        raise OptimizerError(f"assign: expected algorithms by names of parameters, got {assign!r}")
+    for pattern, algorithm in assign.items():
+        if algorithm not in ALGORITHMS:
+            raise unknown_choice("algorithm", algorithm, ALGORITHMS)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise OptimizerError(f"assign: no parameter is named {pattern!r}{match_hint(pattern, names)}")
+    return dict(assign)
 
 
 def named_groups(
@@ -159,6 +172,13 @@ def _roles(model: nn.Module) -> Iterator[tuple[str, Any, Role | None, str]]:
             name = f"{path}.{leaf}" if path else leaf
             role, reason = _role(module, path, leaf, entry, modules, heads, key in embeddings)
             yield name, entry, role, reason
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield every name of every parameter or quantised weight."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, entry in _entries(module):
+            yield (f"{path}.{leaf}" if path else leaf), entry
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:

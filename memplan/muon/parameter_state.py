@@ -102,11 +102,14 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: master 'split' takes bf16 parameters")
     if group["algorithm"] == "muon" and group["codec_kernels"] == "triton" and not handle.key.is_meta:
         _refuse_device(label, handle.key.device)
-    low_rank = group["low_rank"]
-    if low_rank and (len(shape) != 2 or low_rank > min(shape) or group["offload"] or group["projection_rank"]):
-        raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {low_rank}")
-    if group["projection_rank"] and (len(shape) != 2 or group["projection_rank"] > min(shape) or group["offload"]):
-        raise OptimizerError(f"{label} of shape {shape}: cannot be projected to rank {group['projection_rank']}")
+    for key, done in {
+        "low_rank": "its momentum cannot be split at",
+        "projection_rank": "cannot be projected to",
+    }.items():
+        rank = group[key] if group["algorithm"] == "muon" else 0
+        both = group["low_rank"] and group["projection_rank"]
+        if rank and (len(shape) != 2 or rank > min(shape) or group["offload"] or both):
+            raise OptimizerError(f"{label} of shape {shape}: {done} rank {rank}")
 
 
 def memory_problem(handle: Handle) -> str:

@@ -184,6 +184,16 @@ def test_codes_that_replace_others_are_codes_and_the_optimizer_says_so():
     assert not same(model, other)
 
 
+def test_codes_that_get_memory_later_are_codes():
+    trained = network("q4-0")
+    with torch.device("meta"):
+        model = network("q4-0")
+    model.to_empty(device="cpu").load_state_dict(trained.state_dict())
+    train(model, Muon.from_model(model, lr=0.02))
+    train(trained, Muon.from_model(trained, lr=0.02))
+    assert same(model, trained)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("format", [None, "q4-0"])
 def test_products_under_autocast_have_its_dtype(format, dtype):

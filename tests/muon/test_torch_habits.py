@@ -311,6 +311,25 @@ def test_a_model_is_routed_by_role():
     assert "codes" in optimizer.state[model[1].weight]
 
 
+def test_wrong_assignments_are_refused():
+    for assign, message in {
+        ("3.wieght", "muon"): "assign: no parameter is named '3.wieght'; did you mean '3.weight'",
+        ("3.weight", "sgd"): "unknown algorithm",
+    }.items():
+        with pytest.raises((OptimizerError, UnknownNameError), match=message):
+            Muon.from_model(network(), assign=dict([assign]))
+    with pytest.raises(OptimizerError, match="algorithms by names"):
+        Muon.from_model(network(), assign="muon")
+    with pytest.raises(OptimizerError, match="expected a module, got generator"):
+        Muon.from_model(network().parameters())
+
+
+@pytest.mark.parametrize("option", ["low_rank", "projection_rank"])
+def test_options_of_matrices_leave_vectors_alone(option):
+    model = network()
+    train(model, Muon.from_model(model, lr=0.02, **{option: 4}))
+
+
 def test_a_model_that_cannot_be_routed_is_refused_by_name():
     with pytest.raises(OptimizerError, match=r"0\.weight .*Conv2d"):
         Muon.from_model(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 8)))

@@ -209,10 +209,21 @@ class QuantisedWeight(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         """Load codes; those that ``assign=True`` puts in place are a parameter of this class again."""
-        trained = self.codes.anchor.requires_grad
+        codes = self.codes
         super()._load_from_state_dict(*arguments)
-        if not isinstance(self.codes, CodedParameter):
-            self.codes = CodedParameter(self.codes.data, self.gradient, trained)
+        self._replace(codes)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """Move the codes; what ``to_empty`` makes is a parameter of this class again."""
+        codes = self.codes
+        super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
+        self._replace(codes)
+        return self
+
+    def _replace(self, former: CodedParameter) -> None:
+        """Let a plain parameter that has taken the place of codes be what they were."""
+        if type(self.codes) is nn.Parameter:
+            self.codes = CodedParameter(self.codes.data, self.gradient, former.anchor.requires_grad)
 
     def receive(self, gradient: Tensor) -> None:
         """Take over, or add, the gradient that one product formed."""
