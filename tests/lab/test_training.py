@@ -269,7 +269,7 @@ def test_the_command_shows_loss_throughput_and_bytes(cli):
     [
         (("--config", "tier9"), "did you mean"),
         (("--config", "tier1", "--muon", "momentum"), "expected KEY=VALUE"),
-        (("--config", "tier1", "--muon", "momentum=high"), "expected int or float, got 'high'"),
+        (("--config", "tier1", "--muon", "momentum=high"), "momentum: expected a number in [0, 1), got 'high'"),
         (("--config", "tier1", "--muon", "moment=0.9"), "did you mean 'momentum'"),
         (("--config", "tier1", "--against", "/nonexistent"), "/nonexistent: no such file"),
         (("--config", "tier1", "--hidden", 40, "--heads", 3), "heads"),

@@ -11,7 +11,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.lab.training.trained_model import TrainedModel
 from memplan.model.model import Model
 from memplan.muon import Muon
-from memplan.muon.group_options import DEFAULTS, checked_keys
+from memplan.muon.group_options import checked_keys
 from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK, momentum_codec
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.step.tensors.tensor_states import stored_format
@@ -118,7 +118,6 @@ def optimizer_for(
         seed: Of stochastic rounding.
     """
     checked_keys({**options, **matrix_options})
-    _refuse_other_types(matrix_options)
     groups: dict[str, dict[str, Any]] = {}
     for weight in model.weights:
         name = setup.optimizer_names[weight.role]
@@ -134,16 +133,6 @@ def optimizer_for(
     if setup.config.gradients.lifetime == "layer":
         optimizer.enable_gradient_release()
     return optimizer
-
-
-def _refuse_other_types(options: Mapping[str, Any]) -> None:
-    """Raise for values that are not of the type of their option's default."""
-    for key, value in options.items():
-        default = DEFAULTS[key]
-        kinds = (int, float) if isinstance(default, float) else (str,) if default is None else (type(default),)
-        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise InvalidFileError([f"option {key} of Muon: expected {names}, got {value!r}"])
 
 
 def state_tensors(optimizer: Muon) -> list[Tensor]:
