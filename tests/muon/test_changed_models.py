@@ -188,6 +188,8 @@ def test_codes_that_get_memory_later_are_codes():
     trained = network("q4-0")
     with torch.device("meta"):
         model = network("q4-0")
+        model[1](torch.zeros(2, 64)).sum().backward()
+    model.zero_grad()
     model.to_empty(device="cpu").load_state_dict(trained.state_dict())
     train(model, Muon.from_model(model, lr=0.02))
     train(trained, Muon.from_model(trained, lr=0.02))

@@ -84,8 +84,9 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W.mT + bias``; ``x`` is ``(..., in_features)``."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
         y = cast("Tensor", _Product.apply(x, self.weight.anchor, self.weight))  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
