@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, printable
@@ -13,6 +14,8 @@ _TOKEN = re.compile(
 )
 _SIZE = re.compile(r"(?:\d+x)?a?\d+(?:\.\d+)?[bm]")
 _VERSION = re.compile(r"\d+$|v\d")
+_NUMBER, _OWN_VERSION = re.compile(r"\d+$"), re.compile(r"v\d")
+"""A number, which may be a family's version; and a word like ``v0.2``, a fine-tune's own where no name of the family has any."""
 _DECIMAL = re.compile(r"(?<=[\d_-])(\d)_(\d+[bm])", re.IGNORECASE)
 """A size with an underscore for its point, as components are called: ``qwen3_0_6b``."""
 
@@ -65,20 +68,28 @@ def guessed_name(text: str, catalog: Catalog) -> str | None:
     return next((known[name] for given in (text, spelled) if (name := _guess(tokens(given), names, families))), None)
 
 
-def _families(catalog: Catalog) -> frozenset[str]:
-    """Return the words that names of the catalog begin with; those of copies may be any."""
-    lists = (catalog.models.listed(key) for key in ("aliases", "hf_id", "ids"))
-    names = chain(catalog.models, (text for text, _ in chain(*lists)))
-    return frozenset(words[0] for words in map(tokens, names) if words)
+class _Families(NamedTuple):
+    """First words of names in the catalog; those of copies may be any."""
+
+    words: frozenset[str]
+    versioned: frozenset[str]  # Of names some of which have a word like ``v0.2``
+
+
+def _families(catalog: Catalog) -> _Families:
+    own = [*catalog.models, *(text for text, _ in catalog.models.listed("hf_id"))]
+    lists = (catalog.models.listed(key) for key in ("aliases", "ids"))
+    names = [tokens(text) for text in (*own, *(text for text, _ in chain(*lists)))]
+    versioned = (words[0] for words in names[: len(own)] if any(map(_OWN_VERSION.match, words)))
+    return _Families(frozenset(words[0] for words in names if words), frozenset(versioned))
 
 
 def _guess(
-    given: tuple[str, ...], longest_first: Sequence[tuple[str, ...]], families: frozenset[str]
+    given: tuple[str, ...], longest_first: Sequence[tuple[str, ...]], families: _Families
 ) -> tuple[str, ...] | None:
     """Return the known name that words seem to mean, or None.
 
     Args:
-        families: Words of which none may stand beside the name, but its own.
+        families: Words of which none may stand beside the name, but its own; and those with versions.
     """
     for name in longest_first:
         rest = _left_over(given, name)
@@ -90,12 +101,15 @@ def _guess(
     if (
         _is_sized(name)
         and not any(map(_is_other, before))
-        and not any(_is_other(w, families - set(name)) for w in after)
+        and not any(_is_other(w, families.words - set(name)) for w in after)
     ):
         return name
     for name in filter(_is_sized, longest_first):
         rest = _left_over(given, name)
-        if rest is not None and not any(_is_other(word, families - set(name)) or _VERSION.match(word) for word in rest):
+        version = _VERSION if name[0] in families.versioned else _NUMBER
+        if rest is not None and not any(
+            _is_other(word, families.words - set(name)) or version.match(word) for word in rest
+        ):
             return name
     return None
 
