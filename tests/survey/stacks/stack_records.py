@@ -85,8 +85,9 @@ def catalog_at(transformers: str) -> Catalog:
             )
             cache = older.loop.cache if stack.loop.cache != "none" else "none"
             entries[name] = replace(stack, models=models, loop=replace(stack.loop, cache=cache))
-    catalog.__dict__["stacks"] = replace(catalog.stacks, entries=entries)
-    return catalog
+    aged = Catalog(data_directory())
+    aged.__dict__["stacks"] = replace(catalog.stacks, entries=entries)
+    return aged
 
 
 def traced_records(jobs: Iterable[StackJob], catalog: Catalog) -> Iterator[StackRecord]:
