@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -30,7 +31,7 @@ def test_the_command_line_asks_the_same(cli, given):
     command = question.command(CATALOG)
     data = cli(*shlex.split(command)[1:], "--json").data
     shown = quick_answer(question, None)["sections"]["answer"]
-    assert f'<code id="command" tabindex="0">{command}</code>' in shown
+    assert f'<code id="command" tabindex="0">{command}</code>' in re.sub("</?span>", "", shown)
     assert data["training"]["micro_batch_size"] == question.batch
     assert data["training"]["sequence_length"] == question.length
     assert (data["model"]["name"] in shown, data["gpu"]["name"] in shown) == (True, True)

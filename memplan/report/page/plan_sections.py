@@ -104,8 +104,9 @@ def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str
         ("usable", plan.usable_bytes),
     )
     listed = "".join(f"<div><dt>{name}</dt><dd>{text(format_bytes(size))}</dd></div>" for name, size in figures)
+    words = " ".join(f"<span>{text(word)}</span>" for word in command.split(" "))
     shown = (
-        f'<div class="command"><code id="command" tabindex="0">{text(command)}</code>'
+        f'<div class="command"><code id="command" tabindex="0">{words}</code>'
         f'<button type="button" data-copy="command">Copy</button></div>'
         if command
         else ""
