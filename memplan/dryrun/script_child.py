@@ -53,9 +53,11 @@ _DIES_WITH_ITS_PARENT = 1
 
 
 def main() -> None:
-    """Run the script of the request in standard input; the outcome goes to the descriptor named last."""
+    """Run the script of the request in standard input; the outcome goes to the descriptor that is named."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[2]):  # it ended while torch was loaded here
+        return
     request: Request = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     descriptor = int(sys.argv[1])

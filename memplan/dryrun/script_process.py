@@ -59,7 +59,7 @@ def _started(request: Request, descriptor: int, *, quiet: bool) -> subprocess.Po
     root = str(Path(memplan.__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", CHILD, str(descriptor)],
+        [sys.executable, "-P", "-m", CHILD, str(descriptor), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL if quiet else sys.__stderr__,
         stderr=subprocess.DEVNULL if quiet else None,

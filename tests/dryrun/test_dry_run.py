@@ -108,6 +108,21 @@ FAILURES = {
         2,
         "Given normalized_shape=[4]",
     ),
+    "dtypes": (
+        "import torch\ntorch.nn.Linear(4, 4).cuda().half()(torch.ones(2, 4, device='cuda'))\n",
+        2,
+        "script.py:2: RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Half",
+    ),
+    "rows": (
+        "import torch\ntorch.nn.Embedding(10, 4).cuda()(torch.tensor([3, 12]).cuda())\n",
+        2,
+        "script.py:2: RuntimeError: CUDA error: device-side assert triggered: number 12 where an embedding has 10 rows",
+    ),
+    "devices": (
+        "import torch\ntorch.nn.Linear(4, 4).cuda()(torch.ones(2, 4))\n",
+        2,
+        "script.py:2: RuntimeError: Expected all tensors to be on the same device",
+    ),
     "hub": (
         "import transformers\ntransformers.AutoConfig.from_pretrained('nobody/nothing-of-that-name')\n",
         3,
@@ -172,6 +187,23 @@ def test_a_script_reads_what_is_there_and_changes_nothing(tmp_path):
     assert "changed" in ran.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "script.py"}
     assert (tmp_path / "kept" / "notes.txt").read_text() == "as it was"
+
+
+HANDLES = """
+while True:
+    try:
+        (weight @ weight).sum().backward()
+        optimizer.step()
+    except BaseException as error:
+        print("again", error)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_handles_all_exceptions_ends(tmp_path):
+    ran = run(tmp_path, written(tmp_path, TRAINS + HANDLES), "--timeout", "100")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("FITS")
 
 
 DRAWS = """
@@ -353,7 +385,9 @@ def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 11])
-@pytest.mark.parametrize("name", ["fsdp2_loop", "replicas_loop", "accelerate_fsdp2", "titan_trainer"])
+@pytest.mark.parametrize(
+    "name", ["synchronised_norms", "fsdp2_loop", "replicas_loop", "accelerate_fsdp2", "titan_trainer"]
+)
 def test_one_of_several_ranks_runs_unchanged(name, rank, tmp_path):
     pytest.importorskip("accelerate")
     script, words = SCRIPTS / f"{name}.py", [str(folder_of_a_model(tmp_path))] if "accelerate" in name else []
@@ -404,6 +438,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("recipe_class", 3),
         ("reloaded_states", 3),
         ("resumed_training", 3),
+        ("scanned_states", 3),
         ("second_order", 3),
         ("sharpness_aware", 6),  # the optimizer within steps, too
         ("speech_to_text", 3),
@@ -411,6 +446,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("two_networks", 5),  # the generator's third, and the critic's second
         ("vision_language", 3),
         ("weighed_losses", 3),
+        ("whitened_updates", 3),
     ],
 )
 def test_a_script_really_executed_needs_what_the_dry_run_says(name, updates, tmp_path):

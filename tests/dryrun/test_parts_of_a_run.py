@@ -18,6 +18,8 @@ from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
 from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles  # noqa: E402
 from memplan.dryrun.script_child import _fullest  # noqa: E402
+from memplan.dryrun.terms.kernel_checks import check_arguments  # noqa: E402
+from memplan.dryrun.terms.other_programs import harmless_program  # noqa: E402
 from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
@@ -59,6 +61,47 @@ def test_a_share_of_the_card_that_a_script_allows_itself_is_a_limit():
     assert recorder.runs_out is not None
     assert recorder.runs_out.operation == "second"
     assert "of which 7.00 GiB is free" in recorder.runs_out.message
+
+
+@pytest.mark.parametrize("command", ["git rev-parse HEAD", ["git", "status", "-s"], "hostname", ["uname", "-r"]])
+def test_programs_that_only_tell_something_are_started(command):
+    assert harmless_program(command) is command
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["git commit", "git log > log", "git log --output=log", "hostname mine", "true", "", [], [3], 'echo "', None],
+)
+def test_programs_that_may_do_anything_are_not(command):
+    assert harmless_program(command) is None
+
+
+def test_the_driver_tells_of_the_pretended_card():
+    query = "nvidia-smi --query-gpu=index,memory.used,memory.total,power.draw --format=csv"
+    with pretended_runtime(recorder_of(8 * GIB)):
+        assert harmless_program(f"{query},noheader,nounits") == "echo '0, 0, 8192, [N/A]'"
+        assert harmless_program(query.split())[1].splitlines()[1] == "0, 0 MiB, 8192 MiB, [N/A]"
+        assert harmless_program(["/usr/bin/nvidia-smi"])[1].endswith("0MiB / 8192MiB")
+
+
+CHECKED = {
+    "mat1 and mat2 must have the same dtype, but got Half and Float": (
+        torch.ops.aten.bmm.default, (torch.ones(1, 2, 2).half(), torch.ones(1, 2, 2)),
+    ),
+    "number -1 where an embedding has 5 rows": (
+        torch.ops.aten.embedding.default, (torch.ones(5, 2), torch.tensor([4, -1])),
+    ),
+    "number 7 where a loss has 7 classes": (
+        torch.ops.aten.nll_loss_forward.default, (torch.ones(2, 7), torch.tensor([7, -100]), None, 1, -100),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CHECKED)
+def test_what_kernels_refuse_is_told(message):
+    operator, arguments = CHECKED[message]
+    with pytest.raises(RuntimeError, match=message):
+        check_arguments(operator, arguments, lambda tensor: tensor)
 
 
 def test_files_and_programs_of_a_script_are_kept(tmp_path):
