@@ -155,6 +155,16 @@ ENDS_OF_CODES = {
     "weight_average": "fp32",
 }
 DROPS = {"compute_dtype": "fp16", "weights": {"default": "fp16"}}
+TURNED = {
+    "model_type": "hunyuan_v1_dense",
+    "hidden_size": 64,
+    "head_dim": 128,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "vocab_size": 97,
+}
+LATE_NORM = {"weights": {"default": "fp32"}, "sequence_length": 128}
+"""Heads lie apart when they are normalised, behind their rotation, so that the kernel copies them."""
 NEAR = 64
 """Bytes: the numbers of a loss, and blocks of the smallest tensors."""
 
@@ -171,6 +181,8 @@ NEAR = 64
         (FEW_WORDS, {**DROPS, "adapter": {"kind": "dora", "dropout": 0.1}}),
         (FEW_WORDS, {**DROPS, "adapter": {"dropout": 0.1}, "activation_checkpointing": "full"}),
         (FEW_WORDS, {"evaluation": True, "evaluation_batch_size": 7, "dropout": 0.1}),
+        (TURNED, {**LATE_NORM, "activation_checkpointing": "full"}),
+        (TURNED, {**LATE_NORM, "kernels": {"attention": "efficient"}}),
     ],
 )
 def test_what_later_draws_found_agrees(catalog, model, training):

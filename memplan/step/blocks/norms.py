@@ -5,8 +5,14 @@ from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value, Weight
 
 
-def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> Value:
-    """Return ``x`` normalised in groups of ``size`` elements."""
+def normalised(
+    builder: Builder, x: Value, norm: Norm, name: str, size: int, *, copied: tuple[int, int] = (0, 0)
+) -> Value:
+    """Return ``x`` normalised in groups of ``size`` elements.
+
+    Args:
+        copied: Tensors like ``x`` that a kernel copies since they are not contiguous, forward and backward.
+    """
     tape = builder.tape
     with tape.alive(x):
         used = [builder.weights[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in builder.weights]
@@ -35,7 +41,7 @@ def normalised(builder: Builder, x: Value, norm: Norm, name: str, size: int) -> 
             if builder.settings.code.wide_layer_norm:
                 wide = builder.cast(x, 4)
                 return builder.cast(_fused_norm(builder, wide, norm, name, used, casts, x.width // size), own)
-            return _fused_norm(builder, x, norm, name, used, casts, x.width // size)
+            return _fused_norm(builder, x, norm, name, used, casts, x.width // size, copied)
 
 
 def _norm_in_place(builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], rows: int) -> Value:
@@ -49,13 +55,23 @@ def _norm_in_place(builder: Builder, x: Value, norm: Norm, name: str, used: list
 
 
 def _fused_norm(
-    builder: Builder, x: Value, norm: Norm, name: str, used: list[Weight], casts: list[Value], rows: int
+    builder: Builder,
+    x: Value,
+    norm: Norm,
+    name: str,
+    used: list[Weight],
+    casts: list[Value],
+    rows: int,
+    copied: tuple[int, int] = (0, 0),
 ) -> Value:
     """Return the norm by one kernel, which saves its input and one or two numbers a row."""
+    # Source: ``expect_contiguous`` in aten/src/ATen/native/cuda/layer_norm_kernel.cu (v2.13.0), for what is copied.
     rms = norm.kind == "rms"
     statistics = [builder.tape.value(x.quantity, rows, 4) for _ in range(1 if rms else 2)]
     saves = [x, *statistics, *casts]
-    return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=Traits(custom=rms))
+    scratch, workspace = ([(x.quantity, x.coefficient)] * count for count in copied)
+    traits = Traits(custom=rms, scratch=scratch, workspace=workspace)
+    return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=traits)
 
 
 def _composite_norm(

@@ -253,9 +253,20 @@ def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -
     """Return a query or a key normalised, each head alone or all together."""
     assert part.query_key_norm is not None
     size = x.width if part.query_key_norm_scope == "full" else part.head_dim
-    normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size)
+    apart = part.norms_rotated and x.width > part.head_dim and not builder.settings.regime.one_token
+    apart = apart and not _joins_rotated(builder, part)
+    # The efficient kernel's gradients have tokens before heads, as its inputs have (attention_backward.cu).
+    copied = (1, 1 + (builder.profile.attention == "efficient")) if apart else (0, 0)
+    normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size, copied=copied)
     normal.apart = True
     return normal
+
+
+def _joins_rotated(builder: Builder, part: Attention) -> bool:
+    """Whether what is rotated is joined with what is not, or with its other half, which puts heads before tokens."""
+    code = builder.settings.code
+    cuts = code.cuts(part.rotary_dim, part.head_dim) and code.interleaved != "in-turn"
+    return (cuts or code.joins_rotated) and builder.profile.rotary == "composite"
 
 
 def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
@@ -272,9 +283,7 @@ def _keeps_heads_first(builder: Builder, part: Attention) -> bool:
     eager = goes_by_steps(builder, part)
     if not eager and builder.profile.attention == "flash" and part.head_dim % FLASH_WIDTH_MULTIPLE:
         return True
-    code = builder.settings.code
-    joined = (code.cuts(part.rotary_dim, part.head_dim) and code.interleaved != "in-turn") or code.joins_rotated
-    partial = joined and builder.profile.rotary == "composite"
+    partial = _joins_rotated(builder, part)
     put_out = part.norms_rotated and builder.profile.norm != "composite"
     ordered = builder.settings.code.contiguous_heads and not builder.settings.flash_attn
     first = (
