@@ -96,7 +96,7 @@ NEAR = {
     "transformers.latest": 1.0,
     "transformers.hsdp.shards": 1.0,
     "transformers.evaluated.shards": 1.0,
-    "trl.evaluated.shards": 1.0,
+    "trl.evaluated.shards": 0.95,
     "transformers.fsdp1.shards": 1.0,
     "transformers.offload.shards": 1.0,
     "transformers.no-reshard.shards": 1.0,
