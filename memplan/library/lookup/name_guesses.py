@@ -59,8 +59,8 @@ def guessed_name(text: str, catalog: Catalog) -> str | None:
     First the longest known name that is left when words such as ``-Instruct`` are taken off counts, then the longest that
     stands in the name, as in a fine-tune's, then the longest whose words stand in it in their order. No such guess is made
     where the other words state another size, where another family's stands behind the name, or where they say that there are
-    other parts than a text model; nor from a name without a size. Of 16,849 published ids with known shapes
-    (hf_models.json of llmfit 1.1.17) 3,642 that no list has are guessed by these rules, and 2 of the guesses are wrong.
+    other parts than a text model; nor from a name without a size. Of 16,849 published ids (hf_models.json of llmfit 1.1.17)
+    3,642 that no list has, and whose shapes are known, are guessed by these rules; 2 of the guesses are wrong.
     """
     known = known_names(catalog)
     names, families = sorted(known, key=len, reverse=True), _families(catalog)
