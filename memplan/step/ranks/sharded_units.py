@@ -38,9 +38,7 @@ class ShardedStep:
     head: Unit | None  # What the head alone is in the unit of norm and head, where that is one
     reduced_width: int  # Bytes of an element of a gradient as it is reduced
     head_by_hand: bool  # Whether the loss gathers a unit that is the head alone itself, whose module it does not call
-    leaves_tail: (
-        bool  # Whether an evaluation leaves norm and head gathered, for its next batch and for the forward behind it
-    )
+    leaves_tail: bool  # Whether an evaluation leaves norm and head gathered for the next forward
     flat: FlatShards | None = None  # What FullyShardedDataParallel is told, where units are its flat tensors
     # The units of adapters there, each matrix one alone, by name.
     adapters: Mapping[str, Unit] = field(default_factory=dict)
