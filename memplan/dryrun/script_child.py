@@ -27,6 +27,7 @@ from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
+from memplan.dryrun.terms.other_programs import refuse_launcher
 from memplan.dryrun.terms.outcome import Ending, Outcome, RefusedError, Request, RunsOut, StepsDoneError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.live_recorder import LiveRecorder
@@ -219,6 +220,7 @@ def _run(request: Request, script: str) -> None:
     sys.path[:0] = [folder]
     try:
         if request.is_module:
+            refuse_launcher(script)
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")

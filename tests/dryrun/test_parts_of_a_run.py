@@ -19,7 +19,7 @@ from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: 
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles  # noqa: E402
 from memplan.dryrun.script_child import _fullest  # noqa: E402
 from memplan.dryrun.terms.kernel_checks import check_arguments  # noqa: E402
-from memplan.dryrun.terms.other_programs import harmless_program  # noqa: E402
+from memplan.dryrun.terms.other_programs import harmless_program, refuse_launcher  # noqa: E402
 from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError  # noqa: E402
 from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
 from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
@@ -74,6 +74,12 @@ def test_programs_that_only_tell_something_are_started(command):
 )
 def test_programs_that_may_do_anything_are_not(command):
     assert harmless_program(command) is None
+
+
+def test_a_launcher_is_refused_for_the_script_that_it_starts():
+    refuse_launcher("torch.distributed.pipelining")
+    with pytest.raises(RefusedError, match="name the script that it starts"):
+        refuse_launcher("torch.distributed.run")
 
 
 def test_the_driver_tells_of_the_pretended_card():

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from memplan.dryrun.terms.outcome import RefusedError
+
 TELLING = frozenset(
     {
         *("df", "echo", "free", "git describe", "git diff", "git log", "git rev-parse", "git show", "git status", "id"),
@@ -18,6 +20,21 @@ TELLING_ALONE = frozenset({"date", "git branch --show-current", "hostname"})
 """Whole lines that change nothing."""
 _MORE_THAN_ONE = frozenset(";|&<>$`\n*")
 """In a shell's line: several programs, or files."""
+LAUNCHERS = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+)
+"""Modules that start a job's processes."""
+
+
+def refuse_launcher(module: str) -> None:
+    """Refuse a module that would start processes in which nothing is pretended."""
+    if module in LAUNCHERS:
+        raise RefusedError(
+            f"{module} starts processes, whose tensors would not be seen; name the script that it starts, and how many (see: --gpus)"
+        )
 
 
 def harmless_program(command: Any) -> str | Sequence[Any] | None:
