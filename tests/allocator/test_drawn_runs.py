@@ -158,6 +158,7 @@ def told_history(number: int) -> object:
         for call in allocator.driver.calls
         if call.action in ("segment_alloc", "segment_map")
     ]
+    segments = segments[rng.choice((0, 0, 1, 9)) :]  # a snapshot may lack what its events have
     left = tuple(sorted(blocks.values()))
     return compare_history(MemoryHistory(tuple(events), tuple(segments), left, 2, 3, ""), settings)
 
