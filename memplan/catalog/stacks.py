@@ -83,13 +83,9 @@ class StackModels:
     repeated_flash: tuple[str, ...] = ()  # Families that repeat these for flash-attn too, where ``repeated-views`` does
     head_first: bool = False  # Whether the head is made before all else
     scales_embedded: tuple[str, ...] = ()  # Families that scale what their embedding returns, and now inside of that
-    formed_tables: tuple[
-        str, ...
-    ] = ()  # Families whose layers each form cosines and sines, in the dtype of what they turn
-    kept_tables: tuple[
-        str, ...
-    ] = ()  # Families whose layers each keep those of all positions, and gather a sequence's rows
-    # Families whose layers each keep a table of sines and cosines and attend step by step alone, and now are given rows of one table.
+    formed_tables: tuple[str, ...] = ()  # Families whose layers each form cosines and sines, in what they turn's dtype
+    kept_tables: tuple[str, ...] = ()  # Families whose layers each keep those of all positions, and gather rows
+    # Families whose layers each keep a table of sines and cosines, and attend step by step alone; now one table serves all.
     own_positions: tuple[str, ...] = ()
     triangles: tuple[str, ...] = ()  # Families whose layers keep a mask of flags, one for each pair of positions
     # Families whose eager attention is given a mask of keys, the same for each query, and keeps probabilities to itself.
@@ -102,9 +98,7 @@ class StackModels:
     hands_unread: tuple[str, ...] = ()
     # Families whose layers never run again, whatever is asked for: code that no function of checkpointing calls.
     uncheckpointed: tuple[str, ...] = ()
-    narrow_softmax: tuple[
-        str, ...
-    ] = ()  # Families whose attention step by step forms probabilities in its scores' dtype
+    narrow_softmax: tuple[str, ...] = ()  # Families whose eager attention forms probabilities in its scores' dtype
     narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
     # Families whose caps of scores torch's attention is not told of, which is run all the same, and now is not.
     uncapped: tuple[str, ...] = ()

@@ -68,7 +68,9 @@ def page(plan):
 
 def test_it_says_what_the_answer_says(plan, page):
     words = {word.strip() for contents in page.contents.values() for word in contents}
-    assert {"FITS", plan.sentence, "memplan fit --layers 2"} <= words
+    verdict, _, sentence = plan.sentence.partition(": ")
+    assert {verdict, sentence} <= words
+    assert {"memplan", "fit", "--layers", "2"} <= set(page.contents["span"])
     assert {format_bytes(int(size)) for size in plan.components.values() if size} <= words
     assert {line.source for line in plan.memory.components} <= words
 
@@ -163,7 +165,8 @@ def test_the_command_writes_a_file_and_says_the_answer(cli, tmp_path):
     ran = cli("report", *arguments, "-o", tmp_path / "report.html")
     content = (tmp_path / "report.html").read_text()
     assert (ran.exit_code, ran.out, "FITS" in ran.err) == (0, "", True)
-    assert "memplan fit gpt2 -g t4 --lora -s 512<" in content
+    command = content.partition('<code id="command"')[2].partition("</code>")[0]
+    assert re.sub("<[^>]*>", "", command.partition(">")[2]) == "memplan fit gpt2 -g t4 --lora -s 512"
     assert cli("report", *arguments, "-q").out == content
 
 
