@@ -192,7 +192,7 @@ class Loop:
     # has joined the rows.
     pairs: PairKernel = "rows"
     # Keys and values that models which are not checkpointed return beside logits: nothing (``none``), as they were formed
-    # (``views``), or in ``copies``, of the values in the dtype of the keys too (``alike``).
+    # (``views``), or in ``copies``; in ``promoted-copies``, where values are in the dtype of the keys if that is wider.
     cache: Cache = "none"
     compiled: bool = True  # Whether torch compiles the loss too where it compiles layers
     # Whether the loss of unbalanced experts is added where a model's own config has a factor for it.

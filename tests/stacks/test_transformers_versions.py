@@ -4,6 +4,7 @@ import pytest
 
 import memplan
 from memplan.step.kernels.family_code import family_code
+from memplan.units import format_bytes
 from tests.jobs import shipped_catalog
 
 TOKENS = 2 * 512
@@ -60,3 +61,16 @@ def test_older_stacks_have_the_models_of_their_time():
     for name in ("axolotl", "llama-factory", "ms-swift"):
         assert family_code(catalog.stack(name), "gptj").steps_alone
     assert family_code(catalog.stack("transformers@4.57"), "gptj").interleaved == "looked-up"
+
+
+def test_over_shards_they_are_named_with_what_they_take_at_most():
+    options = {"gpu": "h100", "gpus": 8, "config": "lora", "sequence_length": 512, "set": {"parallel.zero_stage": 3}}
+    now, before = (
+        memplan.plan("gemma-4-31b", stack=f"transformers@{version}", **options) for version in ("5.24", "5.23")
+    )
+    assert now.expected_bytes == before.expected_bytes
+    parts = {run.layer.attention for run in now.memory.model.spec.runs}
+    most = 4 * 512 * sum(2 * part.num_key_value_heads * part.head_dim for part in parts)
+    named = [line for line in now.memory.not_modelled if line.startswith("keys and values")]
+    assert [line.rpartition("up to ")[2] for line in named] == [format_bytes(most)]
+    assert not any(line.startswith("keys and values") for line in before.memory.not_modelled)

@@ -59,13 +59,13 @@ def _heading(run: DryRun) -> tuple[str, str]:
     device, outcome = run.device, run.outcome
     needs, usable = run.to_spare.reserved_peak_bytes + run.context_bytes, device.usable_bytes(0)
     if fits(run) and needs > usable:
-        verdict = (
-            f"FITS: {run.script} gets by with {format_bytes(usable)}, and would take {format_bytes(needs)} of more,"
+        room = (
+            f"runs in {format_bytes(usable)} on {device.name}; with memory to spare it reserves {format_bytes(needs)}"
         )
     else:
-        verdict = f"{'FITS' if fits(run) else 'NO'}: {run.script} needs {format_bytes(needs)} of {format_bytes(usable)}"
+        room = f"needs {format_bytes(needs)} of {format_bytes(usable)} on {device.name}"
     return (
-        f"{verdict} on {device.name}",
+        f"{'FITS' if fits(run) else 'NO'}: {run.script} {room}",
         f"{outcome.model or 'no module'}, {outcome.steps} steps run on tensors without memory in {outcome.seconds:.1f} s",
     )
 

@@ -15,6 +15,7 @@ from memplan.step.layers.handed_down import (
     sharings,
 )
 from memplan.step.playing.section import Section
+from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, single_form
 from memplan.step.tapes.taped_operations import Value
 from memplan.training.resolved import TrainingSetup
@@ -97,8 +98,9 @@ class Handing:
 
 
 def hands_unread(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether a model's code hands keys and values on that no layer reads."""
-    return spec.architecture in setup.stack.models.hands_unread
+    """Tell whether a model's code hands keys and values on that no layer reads; where GPUs share its weights that is not told."""
+    parallel = setup.config.parallel
+    return spec.architecture in setup.stack.models.hands_unread and not (is_sharded(parallel) or runs_engine(parallel))
 
 
 def alone(spec: ModelSpec, setup: TrainingSetup) -> set[int]:
