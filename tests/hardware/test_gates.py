@@ -151,6 +151,16 @@ def test_attention_left_to_torch_is_what_it_takes_there(catalog, model, setup_of
     assert kernels == [bf16, fp16, fp32]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "told"),
+    [("t4", "fp16", True), ("t4", "bf16", False), ("h100-sxm-80gb", "fp32", True), ("mi300x", "fp32", False)],
+)
+def test_the_steps_of_math_that_a_later_torch_does_without_are_told(gpu, dtype, told):
+    keys = {"stack": "transformers", "weights.default": dtype, "compute_dtype": dtype}
+    plan = memplan.plan("qwen2.5-1.5b", gpu=gpu, config="bf16-adamw", set=keys).memory
+    assert any("from 2.14 on" in line for line in plan.assumptions) is told
+
+
 def test_without_a_card_attention_stays_what_it_was(model, setup_of):
     assert setup_of(kernels=AUTO).profile.attention == "flash"
     assert CompiledPlan(model("gpt2"), setup_of(kernels=AUTO)).setup.profile.attention == "flash"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from memplan.catalog.entries import Gpu
@@ -90,6 +91,18 @@ def kernel_on(call: AttentionCall, gpu: Gpu, tables: HardwareTables, order: Sequ
     if call.dtype != "fp32" and not call.masked and runs_on("flash", gpu, tables):
         return "flash"
     return "math" if call.grouped or call.width % (4 if call.dtype == "fp32" else 8) else "efficient"
+
+
+def widened_later(call: AttentionCall, gpu: Gpu, tables: HardwareTables) -> bool:
+    """Tell whether torch 2.14 has a fused kernel where 2.13 takes the steps of math: for key and value with fewer heads.
+
+    Source:
+        ``can_use_mem_efficient_attention`` and ``check_batch_size_and_num_heads_dense`` (sdp_utils_cpp.h, v2.14.1), and the
+        docstring of ``scaled_dot_product_attention``; not on ROCm (github.com/pytorch/pytorch/pull/191085).
+    """
+    if gpu.vendor != "nvidia" or kernel_on(call, gpu, tables) != "math":
+        return False
+    return kernel_on(replace(call, grouped=False, unequal=False), gpu, tables) != "math"
 
 
 def runs_on(kernel: ChosenKernel, gpu: Gpu, tables: HardwareTables) -> bool:

@@ -19,6 +19,7 @@ from memplan.step.kernels.attention_choice import (
     is_wide,
     kernel_on,
     runs_on,
+    widened_later,
 )
 from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.image_rows import has_images
@@ -184,6 +185,11 @@ def _kernel_needs(setup: TrainingSetup) -> Iterator[Need]:
 
 
 # ------------------------------------------------------------------ attention
+LATER_KERNEL = (
+    " with torch 2.13; from 2.14 on it takes grouped heads by a kernel that needs less: kernels.attention: efficient"
+)
+
+
 def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionKernel, str]:
     """Return the kernel of attention on a card, and why it is another than the setup's own."""
     own = setup.profile.attention
@@ -215,7 +221,9 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
     order = setup.stack.attention_order if setup.attention_choice == TORCH_CHOOSES else ()
     kernel = _least_able(kernel_on(call, gpu, setup.hardware, order) for call in calls)
     if setup.attention_choice == TORCH_CHOOSES:
-        return kernel, f"attention {kernel}: what torch's scaled_dot_product_attention takes on {card_label(gpu)}"
+        later = kernel == "math" and all(widened_later(call, gpu, setup.hardware) for call in calls)
+        why = f"attention {kernel}: what torch's scaled_dot_product_attention takes on {card_label(gpu)}"
+        return kernel, why + LATER_KERNEL * later
     if setup.config.kernels.attention is not None:
         raise CannotAnswerError(
             f"kernels.attention: there is no {own} attention on {card_label(gpu)}; torch takes {kernel} there: "
