@@ -90,14 +90,14 @@ def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
         yield from _gated_delta_net(spec, layer.attention)
     elif isinstance(layer.attention, ShortConvolution):
         yield from _short_convolution(spec, layer.attention)
-    else:
+    elif layer.attention is not None:
         yield from _latent_attention(spec, layer.attention)
     for part in norm_names(names, layer)[1:]:
         yield from _norm(part, layer.norm, hidden)
     prefix = names.mlp
     if isinstance(layer.feed_forward, Mlp):
         yield from _mlp(spec, layer.feed_forward, prefix)
-    else:
+    elif layer.feed_forward is not None:
         yield from _mixture(spec, layer.feed_forward, prefix)
     if spec.layer_input:
         yield from _linear(spec, LAYER_INPUT[0], spec.layer_input, hidden, False)
@@ -234,9 +234,15 @@ def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[P
     if part.shared_intermediate_size:
         shared = Mlp(part.shared_intermediate_size, part.activation, part.gated, part.shared_fused)
         yield from _mlp(spec, shared, inside(prefix, names.shared_experts))
+    if part.latent_size:
+        yield from _linear(spec, inside(prefix, LATENT[0]), part.latent_size, hidden, False)
+        yield from _linear(spec, inside(prefix, LATENT[1]), hidden, part.latent_size, False)
     if part.shared_gate:
         yield ParameterTensor(f"{inside(prefix, names.shared_gate)}.weight", (1, hidden), "router")
 
+
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")
+"""What projects tokens to the width of routed experts, and their result back (Nemotron 3 Super)."""
 
 LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 """What a layer with an embedding of its own scales that by, projects it with, and normalises."""
@@ -257,7 +263,8 @@ def _experts_beside(spec: ModelSpec, part: MixtureOfExperts, norm: Norm) -> Iter
 
 def _experts(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:
     """Yield the stacked routed experts: (experts, 2 * inner, hidden), without a gate (experts, inner, hidden), and (experts, hidden, inner)."""
-    hidden, inner, experts, used = spec.hidden_size, part.intermediate_size, part.own_experts, part.experts_per_token
+    hidden, inner = part.latent_size or spec.hidden_size, part.intermediate_size
+    experts, used = part.own_experts, part.experts_per_token
     rows, name = (2 * inner, "gate_up_proj") if part.gated else (inner, "up_proj")
     up, down = (rows, hidden), (hidden, inner)
     if part.transposed:

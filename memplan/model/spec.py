@@ -27,7 +27,7 @@ Activation = Literal[
     "clamped-swiglu",
     "quick-gelu",
 ]
-Placement = Literal["pre", "post", "sandwich", "parallel"]
+Placement = Literal["pre", "post", "sandwich", "parallel", "alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +145,11 @@ class MixtureOfExperts:
     shared_intermediate_size: int = 0  # Width of all shared experts together; 0 for none
     shared_fused: bool = False  # Projections up of shared experts are one matrix (Granite 4)
     shared_gate: bool = False  # A learned gate scales the shared experts' output (Qwen2-MoE)
-    # Experts, which are stacked in one tensor per projection, are stored (experts, in, out), as in gpt-oss, and not
-    # (experts, out, in).
-    transposed: bool = False
+    transposed: bool = False  # Stacked experts are stored (experts, in, out), as in gpt-oss, and not (experts, out, in)
+    latent_size: int = 0  # Width that tokens are projected to for routed experts (Nemotron 3 Super); 0 for the model's
     router_bias: bool = False  # Bias on the router's projection
     expert_bias: bool = False  # Biases inside the experts (gpt-oss)
-    # One offset per expert that only steers the choice (DeepSeek-V3). It is a buffer, adjusted without gradients, and
-    # so no parameter tensor. Scores are sigmoids then.
+    # One offset per expert, a buffer, that only steers the choice (DeepSeek-V3); scores are sigmoids then.
     score_correction: bool = False
     # Scores are as wide as the router's product, and a masked copy of them decides the choice (Mistral 4).
     scores_as_routed: bool = False
@@ -190,11 +188,12 @@ Mixer = Attention | LatentAttention | GatedDeltaNet | StateSpace | ShortConvolut
 class Layer:
     """One transformer layer."""
 
-    attention: Mixer
-    feed_forward: Mlp | MixtureOfExperts
+    attention: Mixer | None  # None where the feed-forward part is ``alone``
+    feed_forward: Mlp | MixtureOfExperts | None  # None where what mixes tokens is
     norm: Norm
     # ``pre``: a norm before each part; ``post``: after each (OLMo 2); ``sandwich``: before and after (Gemma 2, 3);
-    # ``parallel``: attention and feed-forward read the same input and are added together (NeoX, Falcon, Phi).
+    # ``parallel``: attention and feed-forward read the same input and are added together (NeoX, Falcon, Phi);
+    # ``alone``: one part behind one norm (Nemotron-H).
     placement: Placement = "pre"
     parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
     residual_scale: float = 0.0  # Factor of what attention and feed-forward add (Granite); 0.0 for none

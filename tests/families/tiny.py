@@ -31,6 +31,14 @@ SCAN = GROUPED | {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mam
 SCAN |= {"mamba_chunk_size": 16, "mamba_norm_before_gate": False}
 GRANITE4 = GROUPED | {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 16}
 GRANITE4 |= {"shared_intermediate_size": 48, "num_local_experts": 0, "layer_types": ["mamba", "attention", "mamba"]}
+NEMOTRON_H = (
+    GROUPED | EXPERTS | {"head_dim": 24, "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12}
+)
+NEMOTRON_H |= {
+    "chunk_size": 16,
+    "moe_shared_expert_intermediate_size": 48,
+    "layers_block_type": ["mamba", "moe", "attention"],
+}
 SCAN_BIASES = dict.fromkeys(
     ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias", "mamba_rms_norm"), True
 )
@@ -89,6 +97,12 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "granite-4-attention": (
         "granitemoehybrid",
         GRANITE4 | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope", "attention_bias": True},
+    ),
+    "nemotron-h": ("nemotron_h", NEMOTRON_H),
+    "nemotron-h-pattern": (
+        "nemotron_h",
+        {key: value for key, value in NEMOTRON_H.items() if key != "layers_block_type"}
+        | {"hybrid_override_pattern": "M-E*", "num_hidden_layers": 4, "use_bias": True, "moe_latent_size": 40},
     ),
     "gemma": ("gemma", GROUPED | {"head_dim": 32}),
     "gemma-untied": ("gemma", GROUPED | {"num_key_value_heads": 1, "attention_bias": True} | UNTIED),
@@ -308,6 +322,7 @@ THEIRS = (
     "qwen3_next",
     "falcon_h1",
     "granitemoehybrid",
+    "nemotron_h",
     "gemma3",
     "gemma4",
     "lfm2",

@@ -22,7 +22,7 @@ DEPTH_KEYS = {**dict.fromkeys(("gpt2", "gpt_bigcode", "gptj", "bloom"), "n_layer
 LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta networks, which only models of transformers run."""
 
-STATE_SPACE = ("falcon_h1", "granitemoehybrid")
+STATE_SPACE = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 """Families with state space layers, likewise."""
 
 NOT_BUNDLED = (*LINEAR, *STATE_SPACE, "bloom", "gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe", "llama4_text")
@@ -190,10 +190,14 @@ def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values
         if "num_experts" in values:
             values["num_experts"] = 16
     if family in STATE_SPACE and rng.random() < 0.5:
-        values["mamba_chunk_size"] = 64
+        values["chunk_size" if family == "nemotron_h" else "mamba_chunk_size"] = 64
     if family == "granitemoehybrid":
         values |= {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}
         values["num_local_experts"] = min(8, values["num_local_experts"])
+        values["num_experts_per_tok"] = 2
+    if family == "nemotron_h":
+        kinds = rng.choice(("ME*", "*EM", "M*EM") if "n_routed_experts" in values else ("M*-", "-M*", "M*-M"))
+        values |= {"hybrid_override_pattern": kinds, "num_hidden_layers": len(kinds), "n_routed_experts": 8}
         values["num_experts_per_tok"] = 2
     if rng.random() < 0.2 and "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = not values["tie_word_embeddings"]
@@ -365,6 +369,8 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
     }
     if family in LINEAR:
         return _linear(rng, family, mixture)
+    if family == "nemotron_h":
+        return _nemotron(rng, mixture)
     if family in STATE_SPACE:
         return _state_space(rng, family, values)
     if family.startswith("deepseek") or family in ("glm4_moe_lite", "mistral4"):
@@ -422,6 +428,36 @@ def _linear(rng: Random, family: str, experts: Values) -> Values:
     }
     shared = {"num_experts": 4, "shared_expert_intermediate_size": 48}
     return sizes if family == "qwen3_5_text" else {**sizes, **experts, **shared}
+
+
+def _nemotron(rng: Random, mixture: Values) -> Values:
+    """Return layers of Nemotron-H, of each kind but one that feeds forward, with the sizes of all."""
+    kinds = ["linear_attention", "full_attention", rng.choice(("moe", "mlp"))]
+    kinds += [rng.choice(("linear_attention", "moe", "mlp")) for _ in range(rng.randint(0, 2))]
+    rng.shuffle(kinds)
+    heads = rng.choice((2, 3, 4, 6, 12))
+    groups = rng.choice((1, 1, 2, 4))
+    return {
+        "layers_block_type": kinds,
+        "num_hidden_layers": len(kinds),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": rng.choice((8, 24, 32, 64)),
+        "n_groups": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "ssm_state_size": rng.choice((2, 16, 24, 64, 128)),
+        "conv_kernel": rng.choice((2, 4)),
+        "chunk_size": rng.choice((16, 64, 128, 256)),
+        "use_conv_bias": rng.random() < 0.7,
+        "use_bias": rng.random() < 0.3,
+        **mixture,
+        "n_routed_experts": 8,
+        "n_group": groups,
+        "topk_group": rng.randint(1, groups),
+        "moe_shared_expert_intermediate_size": rng.choice((40, 96, 257)),
+        "moe_latent_size": rng.choice((None, None, 24, 64)),
+        "routed_scaling_factor": rng.choice((1.0, 2.5)),
+        "norm_topk_prob": rng.random() < 0.7,
+        "tie_word_embeddings": False,
+    }
 
 
 def _state_space(rng: Random, family: str, values: Mapping[str, Any]) -> Values:

@@ -38,6 +38,7 @@ def shape(
     key_value_heads: int | None = None,
     head_dim: int | None = None,
     vocab_size: int | None = None,
+    layers: int | None = None,
 ) -> Shape:
     """Return the common keys; a keyword is what a family's missing key means.
 
@@ -45,7 +46,7 @@ def shape(
     has its share of the width.
     """
     hidden = config.integer("hidden_size", "n_embd")
-    layers = config.integer("num_hidden_layers", "n_layer", maximum=MAXIMUM_LAYERS)
+    layers = config.integer("num_hidden_layers", "n_layer", default=layers, maximum=MAXIMUM_LAYERS)
     heads = config.integer("num_attention_heads", "n_head", default=heads)
     missing = heads if key_value_heads is None or config.has("num_key_value_heads") else key_value_heads
     groups = config.integer("num_key_value_heads", default=missing)

@@ -16,6 +16,8 @@ class FamilyCode:
 
     functions: bool = False  # Whether activations that have no kernel (``gelu_new``) run operation by operation
     wide_scale: bool = False  # Whether a norm's weight multiplies in fp32, and the product is cast
+    widens_scale: bool = False  # Whether the weight is cast to fp32 for that
+    wide_logits: bool = False  # Whether a model casts its logits to fp32, and has no other name for them
     wide_layer_norm: bool = False  # Whether a layer norm is formed in fp32 and cast
     # Whether norms leave dtypes to torch: what they are given is cast to fp32 and back, and a weight in another dtype
     # widens the product.

@@ -143,7 +143,8 @@ def _scaled(
         return builder.cast(times_weight(builder, normal, used, tuple(read)), x.element_bytes)
     with tape.alive(*(() if builder.settings.code.unnamed_norms else (normal,))):
         if builder.settings.code.wide_scale:
-            copies = builder.settings.code.casts_scale and used[0].element_bytes != 4
+            code = builder.settings.code
+            copies = (code.casts_scale or code.widens_scale) and used[0].element_bytes != 4
             wide_weight = (tape.make("cast weight", builder.constant(used[0].rows, 4)),) if copies else ()
             return builder.cast(times_weight(builder, normal, used, wide_weight), x.element_bytes)
         return times_weight(builder, builder.cast(normal, x.element_bytes), used, tuple(casts))

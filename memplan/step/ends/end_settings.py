@@ -99,7 +99,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels in ("shifted", "cut"),
         cuts_logits=setup.stack.loop.labels == "cut" or narrow,
-        casts_logits=_names_wide_logits(spec, setup) and not narrow,
+        casts_logits=(_names_wide_logits(spec, setup) or block.code.wide_logits) and not setup.scores and not narrow,
         embedding_dropout=block.dropout if drops else 0.0,
         input_gradients=embeds_with_gradient(setup) and not (asks_by_layer(setup) and has_images(spec, setup)),
         table_gradients=setup.stack.input_gradients in ("checkpointed", "always"),
@@ -136,7 +136,7 @@ def _names_wide_logits(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """Whether a model has a name for its logits in fp32 alone."""
     # Source: ``MistralForCausalLM.forward`` in transformers/models/mistral/modeling_mistral.py (4.46.3).
     stack = setup.stack
-    return not setup.scores and (stack.loop.logits == "fp32" or spec.architecture in stack.models.wide_logits)
+    return stack.loop.logits == "fp32" or spec.architecture in stack.models.wide_logits
 
 
 def embeds_with_gradient(setup: TrainingSetup) -> bool:

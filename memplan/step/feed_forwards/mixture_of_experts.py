@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from memplan.model.parameter_tensors import LATENT
 from memplan.model.spec import MixtureOfExperts, Mlp, inside
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.fused_adapters import folded_weight
 from memplan.step.blocks.projections import plain_linear
-from memplan.step.feed_forwards.feed_forward import gated, mlp
+from memplan.step.feed_forwards.feed_forward import activated, gated, mlp
+from memplan.step.feed_forwards.grouped_products import grouped
 from memplan.step.tapes.linear_forms import Part
-from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value, Weight
-from memplan.units import round_up
-
-GROUPED_ROW_BYTES = 16
-"""Rows of a grouped product's result begin at multiples of this."""
+from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Traits, Value
 
 
 def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
@@ -26,7 +22,10 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
             return _after_shared(builder, x, part, prefix)
         weights, chosen = _routed(builder, x, part, inside(prefix, names.router))
         with tape.alive(weights, chosen):
-            out = routed_experts(builder, x, weights, chosen, part, inside(prefix, names.experts))
+            given = linear(builder, x, inside(prefix, LATENT[0]), part.latent_size) if part.latent_size else x
+            out = routed_experts(builder, given, weights, chosen, part, inside(prefix, names.experts))
+            if part.latent_size:
+                out = linear(builder, out, inside(prefix, LATENT[1]), builder.settings.hidden_size)
             if not part.shared_intermediate_size:
                 return out
             builder.named_values += [out] if builder.settings.code.names_routed else []
@@ -48,7 +47,7 @@ def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: st
 
 def shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what shared experts add, scaled by a gate where there is one."""
-    dense = Mlp(part.shared_intermediate_size, part.activation, fused_gate_up=part.shared_fused)
+    dense = Mlp(part.shared_intermediate_size, part.activation, part.gated, part.shared_fused)
     out = mlp(builder, x, dense, inside(prefix, builder.settings.names.shared_experts))
     return _gated_shared(builder, x, out, part, prefix)
 
@@ -190,25 +189,32 @@ def routed_experts(
     early = [_taken(builder, weights, order)] if renames else []
     with tape.alive(rows, experts, order, *early):
         offsets, resident = _offsets(builder, experts, part), list[Value]()
-        width = 2 * inner * used
-        biases = _gathered_biases(builder, f"{name}.gate_up_proj_bias", width, experts)
-        both = _grouped(builder, rows, f"{name}.gate_up_proj", width, experts, offsets, resident)
-        gate, up = tape.view(both, inner * used), tape.view(both, inner * used)
-        tape.apply("split", [(both, NEW)], [gate, up], traits=SAVES_NOTHING)
+        width, first = (2 if part.gated else 1) * inner * used, f"{name}.{'gate_up' if part.gated else 'up'}_proj"
+        biases = _gathered_biases(builder, f"{first}_bias", width, experts)
+        both = grouped(builder, rows, first, width, experts, offsets, resident)
         with tape.alive(offsets, *(() if renames else (both,))):
-            clamped = part.activation == "clamped-swiglu" and builder.profile.activation == "composite"
             with tape.alive(both):
-                hidden = _clamped(builder, gate, up) if clamped else gated(builder, gate, up)
+                hidden = _activated(builder, both, inner * used, part)
             with tape.alive(hidden, *biases):
                 biases = _gathered_biases(builder, f"{name}.down_proj_bias", x.width * used, experts)
             with tape.alive(*biases, *(() if renames else (hidden,))):
                 with tape.alive(hidden):
-                    out = _grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, resident)
+                    out = grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, resident)
                 with tape.alive(out):
                     taken = early[0] if early else _taken(builder, weights, order)
                 result = _combined(builder, out, taken, order, x)
                 tape.touch(*resident)
                 return result
+
+
+def _activated(builder: Builder, up: Value, width: int, part: MixtureOfExperts) -> Value:
+    """Return what experts' second products are given, of a ``width``, of what their first ones yield."""
+    if not part.gated:
+        return activated(builder, up, part.activation)
+    gate, other = builder.tape.view(up, width), builder.tape.view(up, width)
+    builder.tape.apply("split", [(up, NEW)], [gate, other], traits=SAVES_NOTHING)
+    clamped = part.activation == "clamped-swiglu" and builder.profile.activation == "composite"
+    return _clamped(builder, gate, other) if clamped else gated(builder, gate, other)
 
 
 def _gathered_biases(builder: Builder, name: str, width: int, experts: Value) -> list[Value]:
@@ -261,78 +267,6 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
         tape.apply("sum over experts", [(ordered, way)], total, traits=SAVES_NOTHING)
         with tape.alive(*([ordered] if uncast else [])):
             return builder.cast(total, like.element_bytes)
-
-
-def _grouped(
-    builder: Builder, rows: Value, name: str, width: int, experts: Value, offsets: Value, resident: list[Value]
-) -> Value:
-    """Return each row times the matrix of its expert; what adapters fold into it is added to what is held.
-
-    Autocast has no rule for grouped products; transformers casts rows to the dtype of the weights, which stay as they are.
-    """
-    # Source: ``_grouped_mm`` in transformers/integrations/moe.py (5.23.0), lines 373 to 379;
-    # aten/src/ATen/autocast_mode.h (v2.13.0).
-    tape, weight = builder.tape, builder.weight(name)
-    uncast = builder.settings.code.grouped_uncast and not weight.coded
-    weight = formed_in_rows(weight) if uncast and weight.trainable else weight
-    rows = builder.cast(rows, weight.element_bytes, foreign=weight.foreign) if uncast else rows
-    copy = None if uncast else builder.cast_weight(weight)
-    saves = [offsets, *([rows] if weight.trainable else [])]
-    if copy is not None and rows.needs_gradient:
-        saves.append(copy)
-    if weight.coded and not weight.trainable:
-        saves = []
-    used = experts.width
-    out = aligned(builder, tape.value(TOKENS, width, weight.element_bytes if uncast else builder.compute), used)
-    rows.gradient_coefficient = used * row_bytes(rows, used)
-    reads = [(rows, NEW)]
-    if f"{name}.lora_A.weight" in builder.weights:
-        with tape.alive(rows, experts, offsets):
-            folded, copies = folded_weight(builder, name, weight)
-        resident += (folded, *copies)
-        reads, saves = [*reads, (folded, NEW)], [offsets, rows, folded]
-    tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
-    tape.touch(*([copy] if copy is not None else []))
-    bias = builder.weights.get(f"{name}_bias")
-    if bias is None:
-        return out
-    with tape.alive(out):
-        if builder.settings.autocast and not uncast:
-            builder.cast_weight(bias)
-        in_place = not builder.settings.selective
-        biased = tape.view(out) if in_place else builder.fresh(out)
-        gathered = [] if builder.settings.code.grouped_uncast else [(out.quantity, out.coefficient)]
-        return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], traits=Traits(scratch=gathered))
-
-
-def aligned(builder: Builder, rows: Value, used: int) -> Value:
-    """Return the result of a grouped product, whose rows begin at multiples of 16 bytes.
-
-    Source:
-        ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h (v2.13.0).
-    """
-    part, quantity, _ = builder.tape.storages[rows.storage]
-    builder.tape.storages[rows.storage] = (part, quantity, used * row_bytes(rows, used))
-    return rows
-
-
-def formed_in_rows(weight: Weight) -> Weight:
-    """Return a weight whose gradient is formed in rows that begin at multiples of 16 bytes, and copied where these are no whole rows.
-
-    Source:
-        ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h; ``AccumulateGrad::accumulateGrad``
-        in torch/csrc/autograd/functions/accumulate_grad.h, which keeps no gradient of other strides than its parameter's (v2.13.0).
-    """
-    size = weight.columns * weight.element_bytes
-    if not (apart := -size % GROUPED_ROW_BYTES):
-        return weight
-    formed = weight.formed_bytes + (weight.formed_bytes // size - 1) * apart
-    return replace(weight, formed_bytes=formed, converted=True)
-
-
-def row_bytes(rows: Value, used: int) -> int:
-    """Return the bytes of one of ``used`` rows for each token as a grouped product lays it out."""
-    return round_up(rows.coefficient // used, GROUPED_ROW_BYTES)
 
 
 def _clamped(builder: Builder, gate: Value, up: Value) -> Value:

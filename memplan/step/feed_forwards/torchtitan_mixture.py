@@ -12,7 +12,8 @@ from memplan.model.spec import MixtureOfExperts
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.divided.shared_ends_and_rows import dispatched, returned
 from memplan.step.feed_forwards.feed_forward import activated
-from memplan.step.feed_forwards.mixture_of_experts import aligned, normalised, row_bytes
+from memplan.step.feed_forwards.grouped_products import aligned, row_bytes
+from memplan.step.feed_forwards.mixture_of_experts import normalised
 from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, VIEW, Traits, Value
 

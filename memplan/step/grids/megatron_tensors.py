@@ -148,7 +148,7 @@ def layer_tensors(spec: ModelSpec, layer: Layer, grid: Grid, build: MegatronBuil
     if isinstance(layer.feed_forward, Mlp):
         fused = layer.norm if engine else None
         yield from _mlp("mlp.", hidden, layer.feed_forward, grid.tensor, norm=fused)
-    else:
+    elif layer.feed_forward is not None:
         yield from _mixture(hidden, layer.feed_forward, grid, engine)
 
 
@@ -287,6 +287,9 @@ def _refusals(layer: Layer) -> Iterator[str]:
         return
     if isinstance(part, ShortConvolution):
         yield "a short convolution"
+        return
+    if part is None or feed is None:
+        yield "a layer of one part"
         return
     if layer.placement != "pre":
         yield f"a layer with {layer.placement} norms"

@@ -67,12 +67,14 @@ def _biases(spec: ModelSpec, setup: TrainingSetup) -> Form:
 
 
 def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
-    """Return the mask of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
+    """Return the masks of :func:`layer_arguments`, within windows or not, that some layer is given and none up to ``layer``, the first of which is 1."""
+    code = family_code(setup.stack, spec.architecture)
+    if not any(isinstance(run.layer.attention, Attention | LatentAttention) for run in spec.runs if run.first < layer):
+        return _masks(spec, setup, code, retained=True)
     if _other_kind(spec, layer) is None:
         return ZERO
     if attends_jointly(spec, setup) and setup.profile.attention != "eager":
         return single_form(Part.ACTIVATIONS, Quantity.SCORES, 1)
-    code = family_code(setup.stack, spec.architecture)
     one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.embedded_bytes)
     return one if _masks(spec, setup, code, retained=True) == one + one else ZERO
 

@@ -175,6 +175,8 @@ def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
         yield "state space layers"
     if any(getattr(run.layer.feed_forward, "shared_fused", False) for run in spec.runs):
         yield "shared experts with one projection up"
+    if any(run.layer.placement == "alone" for run in spec.runs):
+        yield "layers of one part"
     if spec.alibi:
         yield "ALiBi, a bias of its scores"
     if spec.convolves:
@@ -232,10 +234,10 @@ def refuse_unrun_parts(spec: ModelSpec) -> None:
     Raises:
         CannotAnswerError: Experts without a gate, or a quick GELU.
     """
-    for part in [run.layer.feed_forward for run in spec.runs]:
-        if part.activation == "quick-gelu":
+    for part, placement in [(run.layer.feed_forward, run.layer.placement) for run in spec.runs]:
+        if part is not None and part.activation == "quick-gelu":
             raise CannotAnswerError(f"{spec.name}: activations of a quick GELU are not modelled")
-        if isinstance(part, MixtureOfExperts) and not part.gated:
+        if isinstance(part, MixtureOfExperts) and not part.gated and placement != "alone":
             raise CannotAnswerError(f"{spec.name}: activations of experts without a gate are not modelled")
 
 

@@ -104,6 +104,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
 
     if layer.beside is not None:
         return _beside(builder, x, layer, layer.beside)
+    if layer.placement == "alone":
+        return _alone(builder, x, layer)
     if code.names_all:
         return _renaming(builder, x, layer)
     if code.adds_inside:
@@ -153,6 +155,14 @@ def _beside(builder: Builder, x: Value, layer: Layer, beside: StateSpace) -> Val
     x = builder.add(x, total)
     with tape.alive(scanned, attended), tape.alive(x):
         return builder.add(x, feed_forward(builder, normed(x, 1), layer))
+
+
+def _alone(builder: Builder, x: Value, layer: Layer) -> Value:
+    """Return the residual stream after a layer of one part."""
+    # Source: ``NemotronHBlock.forward`` in transformers/models/nemotron_h/modeling_nemotron_h.py (5.24.0).
+    weight = builder.weight(f"{builder.settings.names.input_norm}.weight")
+    normed = _norms(builder, layer)(builder.cast(x, weight.element_bytes, foreign=weight.foreign), 0)
+    return builder.add(x, (attention_part if layer.feed_forward is None else feed_forward)(builder, normed, layer))
 
 
 def _added_inside(builder: Builder, x: Value, layer: Layer) -> Value:

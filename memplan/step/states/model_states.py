@@ -62,7 +62,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     own, added = with_saved_alone(rank_tensors(inventory, setup), setup), rank_tensors(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
     narrow |= _staged_codes(inventory, own, setup) | _never_reached(own, setup)
-    kinds_of_own = merged(tensor for tensor in own if tensor.name not in narrow)
+    kinds_of_own = merged(tensor for tensor in own if _place(tensor) not in narrow)
     saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
     steppers = (
         {} if frozen else _steppers(setup, [tensor for tensor in kinds_of_own if tensor.used and not tensor.frozen])
@@ -83,7 +83,7 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     average = FLOAT_BYTES.get(setup.config.weight_average, 0)
     states = ModelStates(
         tensors=(
-            *(narrow.get(tensor.name) or alike[tensor.kind].of(tensor) for tensor in own),
+            *(narrow.get(_place(tensor)) or alike[tensor.kind].of(tensor) for tensor in own),
             *beside,
             *(alike_added[tensor.kind].of(tensor) for tensor in added),
         ),
@@ -175,17 +175,25 @@ def _scales_beside_shards(inventory: Inventory, setup: TrainingSetup) -> list[Te
     ]
 
 
-def _staged_codes(inventory: Inventory, own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
-    """Return the states of codes whose shards are told in bytes, by name."""
+Place = tuple[str, int]
+"""A tensor by its name and the first of its layers: runs of layers have tensors of one name."""
+
+
+def _place(tensor: ParameterTensor) -> Place:
+    return tensor.name, tensor.first
+
+
+def _staged_codes(inventory: Inventory, own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
+    """Return the states of codes whose shards are told in bytes, by place."""
     if not (is_sharded(setup.config.parallel) and setup.config.parallel.staged_codes):
         return {}
     coded = {tensor.name for tensor in inventory if is_coded(tensor, setup)}
     shards = (tensor for tensor in own if tensor.name in coded)
-    return {t.name: replace(tensor_states(setup, t, frozen=True), weight_bytes=t.elements) for t in shards}
+    return {_place(t): replace(tensor_states(setup, t, frozen=True), weight_bytes=t.elements) for t in shards}
 
 
-def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
-    """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by name."""
+def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
+    """Return the states of frozen biases that a product with codes has cast to the compute dtype for good, by place."""
     # Source: ``Linear4bit.forward`` in bitsandbytes/nn/modules.py (0.50.2): ``bias.data = bias.data.to(x.dtype)``,
     # where ``x`` has been cast. ``Linear8bitLt.forward`` has it as it comes, which the tape tells (cast_biases.py).
     compute = setup.config.compute_dtype
@@ -213,11 +221,11 @@ def _biases_beside_codes(own: Inventory, setup: TrainingSetup) -> dict[str, Tens
         and stored_format(setup, tensor)[0] not in FLOAT_BYTES
     }
     biases = (tensor for tensor in own if tensor.role == "bias" and tensor.name.removesuffix("bias") in coded)
-    return {tensor.name: tensor_states(cast, tensor, frozen=True) for tensor in biases}
+    return {_place(tensor): tensor_states(cast, tensor, frozen=True) for tensor in biases}
 
 
-def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
-    """Return the states of a tower's matrices where these stay floats beside codes, by name."""
+def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
+    """Return the states of a tower's matrices where these stay floats beside codes, by place."""
     # Source: ``get_modules_to_not_convert`` in swift/arguments/base_args/quant_args.py (ms-swift 4.6.0);
     # ``get_keys_to_not_convert`` in transformers/quantizers/base.py (5.23.0) leaves the module of a model's last
     # parameter.
@@ -230,22 +238,22 @@ def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[str, TensorState
     if not matrices:
         return {}
     loaded = setup.with_floats({"hidden_matrix": setup.loaded_float})
-    return {tensor.name: tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
+    return {_place(tensor): tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
 
 
-def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
-    """Return the states of tensors that backward forms gradients of and that no optimizer has, by name."""
+def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
+    """Return the states of tensors that backward forms gradients of and that no optimizer has, by place."""
     if not setup.stable_embedding:
         return {}
-    tensors = {tensor.name: tensor for tensor in own if tensor.name in stable_names(own)}
-    trained = {name: tensor_states(setup, tensor, frozen=False) for name, tensor in tensors.items()}
-    return {name: replace(entry, stepper=None, state_bytes=0, host_bytes=0) for name, entry in trained.items()}
+    tensors = [tensor for tensor in own if tensor.name in stable_names(own)]
+    trained = {_place(tensor): tensor_states(setup, tensor, frozen=False) for tensor in tensors}
+    return {place: replace(entry, stepper=None, state_bytes=0, host_bytes=0) for place, entry in trained.items()}
 
 
-def _never_reached(own: Inventory, setup: TrainingSetup) -> dict[str, TensorStates]:
+def _never_reached(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
     """Return the states of the model's own head beside one of values, to which no gradient comes, and which no optimizer updates."""
     heads = {module_of(tensor) for tensor in own if tensor.role == "head" and setup.has_value_head}
-    return {tensor.name: tensor_states(setup, tensor, frozen=True) for tensor in own if module_of(tensor) in heads}
+    return {_place(tensor): tensor_states(setup, tensor, frozen=True) for tensor in own if module_of(tensor) in heads}
 
 
 def _steppers(setup: TrainingSetup, tensors: Iterable[ParameterTensor]) -> dict[str, Stepper]:

@@ -14,7 +14,7 @@ from memplan.documents.writing import write_answer, write_remark
 from memplan.dryrun.stack_trace import versions
 from tests.survey.__main__ import lines, reserve_lines
 from tests.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
-from tests.survey.drawn_models import IMAGE_FAMILIES, LINEAR
+from tests.survey.drawn_models import IMAGE_FAMILIES, LINEAR, STATE_SPACE
 from tests.survey.stacks.drawn_ends import with_ends
 from tests.survey.stacks.drawn_freezing import frozen_job
 from tests.survey.stacks.drawn_grids import (
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.job:
         jobs = [StackJob.read(options.job)]
     else:
-        linear = bool(options.family) and set(options.family) <= set(LINEAR)
+        linear = bool(options.family) and set(options.family) <= {*LINEAR, *STATE_SPACE}
         at = options.at or ""
         numbers = range(options.jobs)
         jobs = [drawn_stack_job(options.seed, n, catalog, stacks, linear=linear, version=at) for n in numbers]

@@ -32,6 +32,7 @@ ATTENTION_ONLY = {
     "qwen3_5_moe_text": ("q_proj", "v_proj", "in_proj_qkv", "in_proj_b", "out_proj"),
     "granitemoehybrid": ("q_proj", "v_proj", "in_proj", "out_proj"),
     "falcon_h1": ("q_proj", "k_proj", "in_proj", "down_proj"),
+    "nemotron_h": ("q_proj", "k_proj", "in_proj", "up_proj"),
     "olmoe": ("q_proj", "v_proj", "o_proj"),
     "granitemoe": ("q_proj", "k_proj", "o_proj"),
     "deepseek_v2": ("kv_b_proj", "o_proj"),
@@ -166,7 +167,9 @@ def drawn_stack_job(
 
 def _for_scans(values: dict[str, Any], training: dict[str, Any]) -> None:
     """Make a job one that mamba-ssm's function takes: widths of 8, weights in the dtype of products, adapters on what it is given."""
-    if "mamba_d_ssm" in values:
+    if values["model_type"] == "nemotron_h":
+        values["mamba_num_heads"] = values["n_groups"] = 8
+    elif "mamba_d_ssm" in values:
         values["mamba_n_heads"] = values["mamba_n_groups"] = 8
         values["mamba_d_ssm"] = 8 * values["mamba_d_head"]
     else:

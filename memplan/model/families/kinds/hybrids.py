@@ -1,18 +1,17 @@
-"""Families with state space layers or short convolutions, in the place of attention or beside it."""
+"""Families with state space layers, in the place of attention or beside it."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from memplan.model.families.common_parts import Shape, attention, experts, factor, gated_mlp, model, rms_norm, shape
+from memplan.model.families.common_parts import attention, experts, factor, gated_mlp, model, rms_norm, shape
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import runs_as
-from memplan.model.short_convolution import ShortConvolution
-from memplan.model.spec import Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, TensorNames
+from memplan.model.families.latent_mixtures import grouped
+from memplan.model.spec import Attention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, TensorNames
 from memplan.model.state_space import StateSpace
 
 HYBRID = "hybrid"
 """What Falcon-H1's config calls each of its layers."""
-LINEAR = "linear_attention"
+LINEAR, FULL = "linear_attention", "full_attention"
 SCANNED = ("mamba", LINEAR)
 """What Granite 4's config, as released and as transformers saves it, calls a layer without attention."""
 
@@ -168,99 +167,115 @@ def _state_space(config: ConfigValues, inner: int, **options: Any) -> StateSpace
     )
 
 
-CONVOLUTION, FULL = "conv", "full_attention"
-LFM2_NAMES = TensorNames(
-    final_norm="model.embedding_norm",
-    output="out_proj",
-    query_norm="q_layernorm",
-    key_norm="k_layernorm",
-    mlp="feed_forward",
-    gate="w1",
-    up="w3",
-    down="w2",
-    input_norm="operator_norm",
-    post_attention_norm="ffn_norm",
+NEMOTRON_PARTS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
+NEMOTRON_WORDS = {
+    **NEMOTRON_PARTS,
+    "mamba": LINEAR,
+    "attention": FULL,
+    **{name: name for name in NEMOTRON_PARTS.values()},
+}
+"""Letters of a pattern, and words of a list, of layers -> what Nemotron-H's layers are."""
+NEMOTRON_UNREAD = (
+    "expand hidden_dropout n_shared_experts num_logits_to_keep rescale_prenorm_residual residual_in_fp32 use_mamba_kernels "
+    "mamba_proj_bias mamba_ssm_cache_dtype mamba_expand mamba_dt_min mamba_dt_max mamba_dt_limit mamba_dt_init_floor "
+    "time_step_floor time_step_limit time_step_max time_step_min time_step_rank moe_shared_expert_overlap "
+    "mtp_layers_block_type mtp_hybrid_override_pattern norm_eps partial_rotary_factor"
 )
+"""Keys that change no byte, or that transformers' code of Nemotron-H does not read."""
 
 
-@runs_as(norms_at_once=True)
-def lfm2(config: ConfigValues) -> ModelSpec:
-    """LFM2 and LFM2.5: short convolutions between gates, attention with normalised queries and keys in some layers.
+@runs_as(wide_scale=True, widens_scale=True, wide_logits=True)
+def nemotron_h(config: ConfigValues) -> ModelSpec:
+    """Nemotron-H, Nemotron Nano 2, Nemotron 3: each layer is a state space part, attention without positions, an MLP or routed experts.
 
-    Source: ``transformers/models/lfm2/modeling_lfm2.py`` and its configuration (v5.23.0).
+    Multi-token prediction modules are left out, as transformers leaves them out.
+
+    Source: ``transformers/models/nemotron_h/modeling_nemotron_h.py`` and its configuration (v5.24.0); https://arxiv.org/abs/2504.03624.
     """
-    common = shape(config, key_value_heads=8, vocab_size=65_536)
-    return _lfm2(config, common, [Mlp(_lfm2_width(config))] * common.num_hidden_layers)
-
-
-def _lfm2_width(config: ConfigValues) -> int:
-    """Return the width of a feed-forward part.
-
-    Formula:
-        ``int(m int(2 w / 3))`` rounded up to a multiple, unless a config says that its width ``w`` is not adjusted.
-
-    Source:
-        ``Lfm2MLP.__init__``; ``block_ff_dim`` is the older name of the width (``Lfm2Config.__post_init__``).
-    """
-    width = config.integer("intermediate_size", "block_ff_dim", default=12_288)
-    factor = config.number("block_ffn_dim_multiplier", default=1.0, maximum=64.0)
-    multiple = config.integer("block_multiple_of", default=256)
-    if not config.flag("block_auto_adjust_ff_dim", default=True):
-        return width
-    return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
-
-
-@runs_as(norms_at_once=True)
-def lfm2_moe(config: ConfigValues) -> ModelSpec:
-    """LFM2 and LFM2.5 with experts: LFM2's layers, of which all but the first few have routed experts, chosen by sigmoids and an offset.
-
-    Source: ``transformers/models/lfm2_moe/modeling_lfm2_moe.py`` and its configuration (v5.23.0).
-    """
-    common = shape(config, heads=32, key_value_heads=8, vocab_size=65_536)
-    dense, first = (
-        Mlp(config.integer("intermediate_size", default=7168)),
-        config.integer("num_dense_layers", default=2, minimum=0),
+    kinds = _nemotron_kinds(config)
+    common = shape(config, heads=32, key_value_heads=8, head_dim=128, vocab_size=131_072, layers=len(kinds))
+    if len(kinds) != common.num_hidden_layers:
+        config.conflict("num_hidden_layers", f"{common.num_hidden_layers} layers, and {len(kinds)} are listed")
+        kinds = [FULL] * common.num_hidden_layers
+    norm = Norm(epsilon=config.number("layer_norm_epsilon", default=1e-5))
+    config.expect("attention_head_dim", common.head_dim)
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):  # read by nothing, or by experts and MLPs alike
+        config.only(key, False)
+    for key in ("mlp_hidden_act", "mamba_hidden_act"):
+        config.only(key, "relu2" if key.startswith("mlp") else "silu")
+    config.ignore(*NEMOTRON_UNREAD.split())
+    parts = {
+        LINEAR: _nemotron_scan(config, norm),
+        FULL: attention(config, common, 0),
+        "mlp": Mlp(config.integer("intermediate_size", default=21_504), "relu-squared", gated=False),
+        "moe": _nemotron_mixture(config),
+    }
+    layers = [_alone(parts[kind], norm) for kind in kinds]
+    names = TensorNames(
+        embedding="model.embeddings", final_norm="model.norm_f", attention="mixer", mlp="mixer", input_norm="norm"
     )
-    config.only("use_expert_bias", True)
-    mixture = MixtureOfExperts(
-        num_experts=config.integer("num_experts", default=32),
-        experts_per_token=config.integer("num_experts_per_tok", default=4),
-        intermediate_size=config.integer("moe_intermediate_size", default=1792),
-        score_correction=True,
-        scores_as_routed=True,
-        normalised=config.flag("norm_topk_prob", default=True),
-        score_scale=config.number("routed_scaling_factor", default=1.0, maximum=1e6),
-    )
-    sparse = experts(config, mixture)
-    return _lfm2(config, common, [dense if index < first else sparse for index in range(common.num_hidden_layers)])
+    return model(config, common, layers, layer_kinds=tuple(NEMOTRON_WORDS), names=names)
 
 
-def _lfm2(config: ConfigValues, common: Shape, parts: Sequence[Mlp | MixtureOfExperts]) -> ModelSpec:
-    """Return a model with these feed-forward parts, whose layers are convolutions where they are not attention."""
-    norm = Norm(epsilon=config.number("norm_eps", default=1e-5))
-    config.only("conv_bias", False)
-    config.ignore("conv_dim", "conv_dim_out", "conv_use_xavier_init", "block_dim", "block_norm_eps", "block_use_swiglu")
-    config.ignore(
-        "block_use_xavier_init", "num_heads", "use_pos_enc", "theta", "block_mlp_init_scale", "block_out_init_scale"
-    )
-    kinds = _lfm2_kinds(config, common.num_hidden_layers)
-    if FULL not in kinds:
+def _alone(part: StateSpace | Attention | Mlp | MixtureOfExperts, norm: Norm) -> Layer:
+    """Return a layer of one part."""
+    if isinstance(part, Mlp | MixtureOfExperts):
+        return Layer(None, part, norm, placement="alone")
+    return Layer(part, None, norm, placement="alone")
+
+
+def _nemotron_kinds(config: ConfigValues) -> list[str]:
+    """Return what each layer is, by a list or a pattern of letters."""
+    # Source: ``NemotronHConfig.__post_init__``; a list counts before a pattern.
+    config.ignore("layers_block_type", "hybrid_override_pattern")
+    given = [config.keys.get(key) for key in ("layers_block_type", "layer_types", "hybrid_override_pattern")]
+    listed = next((value for value in given if isinstance(value, list | str) and value), [*NEMOTRON_PARTS])
+    kinds = [NEMOTRON_WORDS.get(str(name), "") for name in listed]
+    if "" in kinds:
         config.refuse(
-            "layer_types", "a model without attention is not modelled: transformers' code of its cache has none either"
+            "layers_block_type",
+            f"layers are {', '.join(NEMOTRON_WORDS)}, and one of these is none of them: {listed!r:.60}",
         )
-    convolution = ShortConvolution(config.integer("conv_L_cache", default=3, maximum=64))
-    heads = attention(config, common, query_key_norm=norm)
-    mixers = [heads if kind != CONVOLUTION else convolution for kind in kinds]
-    layers = [Layer(mixer, part, norm) for mixer, part in zip(mixers, parts, strict=True)]
-    tied = config.flag("tie_embedding", default=True)
-    return model(config, common, layers, tied=tied, layer_kinds=(CONVOLUTION,), names=LFM2_NAMES)
+    if FULL not in kinds:
+        config.refuse("layers_block_type", "a model without attention is not modelled")
+    return [kind or FULL for kind in kinds]
 
 
-def _lfm2_kinds(config: ConfigValues, count: int) -> list[str]:
-    """Return the kind of each layer, as listed, or attention where ``full_attn_idxs`` has it."""
-    attended = config.integers("full_attn_idxs")
-    listed = config.keys.get("layer_types")  # checked where the model is put together
-    if isinstance(listed, list) and len(listed) == count:
-        return [str(kind) for kind in listed]
-    chosen = range(count) if attended is None else attended
-    return [FULL if index in chosen else CONVOLUTION for index in range(count)]
+def _nemotron_scan(config: ConfigValues, norm: Norm) -> StateSpace:
+    heads, groups = (
+        config.integer("mamba_num_heads", default=128),
+        config.integer("n_groups", "mamba_n_groups", default=8),
+    )
+    config.divides("n_groups", groups, "mamba_num_heads", heads)
+    bias = config.flag("use_bias")
+    return StateSpace(
+        num_heads=heads,
+        head_dim=config.integer("mamba_head_dim", default=64),
+        num_groups=groups,
+        state_size=config.integer("ssm_state_size", default=128),
+        kernel_size=config.integer("conv_kernel", "mamba_d_conv", default=4),
+        chunk_tokens=config.integer("chunk_size", "mamba_chunk_size", default=128),
+        convolution_bias=config.flag("use_conv_bias", "mamba_conv_bias", default=True),
+        bias=bias,
+        output_bias=bias,
+        epsilon=norm.epsilon,
+        prefix="mixer",
+    )
+
+
+def _nemotron_mixture(config: ConfigValues) -> MixtureOfExperts:
+    mixture = MixtureOfExperts(
+        num_experts=config.integer("n_routed_experts", "num_local_experts", default=8),
+        experts_per_token=config.integer("num_experts_per_tok", default=2),
+        intermediate_size=config.integer("moe_intermediate_size", default=7688),
+        activation="relu-squared",
+        gated=False,
+        shared_intermediate_size=config.integer("moe_shared_expert_intermediate_size", default=7688),
+        latent_size=config.integer("moe_latent_size", default=0),
+        score_correction=True,
+        score_scale=config.number("routed_scaling_factor", default=1.0, maximum=1e6),
+        normalised=config.flag("norm_topk_prob", default=True),
+        fp32_router=True,
+        fp32_scores=True,
+    )
+    return experts(config, grouped(config, mixture))
