@@ -21,6 +21,7 @@ class StateSpace:
     state_size: int  # Numbers that the state of each dimension of a head has
     kernel_size: int  # Tokens that the convolution looks at
     chunk_tokens: int  # Tokens of a chunk within which all pairs are formed, between which a state is handed on
+    adapted: bool  # Whether PEFT puts adapters on its ``out_proj`` and ``conv1d``
     convolution_bias: bool = True
     bias: bool = False  # A bias on the projection of the layer's input
     output_bias: bool = False  # The same on that of its result

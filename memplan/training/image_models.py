@@ -8,6 +8,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.families import around
 from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
@@ -15,11 +16,6 @@ from memplan.model.tower import LANGUAGE, Tower
 from memplan.training.adapters import is_adapted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.image_rules import UNSAID
-
-UNWRAPPED = ("gemma3",)
-"""Families of which accelerate finds not all classes that it is to wrap, unless a file names some (SiglipTextEmbeddings)."""
-EMBEDDED_AHEAD = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
-"""Families whose tokens ms-swift embeds ahead of the forward (``_post_encode`` in swift/template/templates/qwen.py, 4.6.0)."""
 
 
 def with_tower(model: Model, setup: TrainingSetup) -> Model:
@@ -87,7 +83,7 @@ def wraps_blocks(spec: ModelSpec, parallel: Parallel) -> bool:
         ``_no_split_modules`` in transformers' modeling files (5.23.0); ``fsdp2_prepare_auto_wrap_policy`` in
         accelerate/utils/fsdp_utils.py (1.15.0).
     """
-    return spec.architecture not in UNWRAPPED if parallel.tower_blocks is None else parallel.tower_blocks
+    return bool(around(spec.architecture).wrapped) if parallel.tower_blocks is None else parallel.tower_blocks
 
 
 def is_in_root(tensor: ParameterTensor, tower: Tower | None, *, blocks: bool) -> bool:
@@ -153,8 +149,8 @@ def _shows_image(model: Model, setup: TrainingSetup) -> bool:
     """Tell whether a batch without images gets one of the library's own."""
     # Source: ``MultiModalDataCollatorForSeq2Seq`` in llamafactory/data/collator.py (0.9.5); ``_get_inputs_embeds_hf``
     # in swift/template/base.py (ms-swift 4.6.0).
-    ahead = setup.stack.images == "embedded" and model.spec.architecture in EMBEDDED_AHEAD
-    return ahead or setup.stack.images == "positions"
+    ahead = setup.stack.images == "embedded" and around(model.spec.architecture).ahead
+    return bool(ahead) or setup.stack.images == "positions"
 
 
 def _trains_shown(tower: Sequence[ParameterTensor], model: Model, setup: TrainingSetup) -> bool:

@@ -7,6 +7,7 @@ from itertools import chain
 
 from memplan.catalog.stacks import StackModels
 from memplan.errors import CannotAnswerError
+from memplan.model.families import around
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, TensorNames, layer_runs
@@ -246,14 +247,10 @@ def text_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, architecture=spec.tower.text_family, names=type(spec.names)(*alone), tower=None)
 
 
-UNSCORED = ("cohere", "cohere2", "ernie4_5", "glm4_moe", "granite", "qwen3_5_moe", "qwen3_5_moe_text")
-"""Families that ``AutoModelForSequenceClassification`` has no class for (models/auto/modeling_auto.py, transformers 5.23.0)."""
-
-
 def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
     """Return a model whose head yields scores for each token."""
     # Source: ``GenericForSequenceClassification`` in transformers/modeling_layers.py (5.23.0).
-    if spec.architecture in UNSCORED:
+    if not around(spec.architecture).scored:
         raise CannotAnswerError(
             f"{setup.name}: method.stage: {setup.config.method.stage}: transformers has no head of scores for {spec.architecture} "
             "(AutoModelForSequenceClassification); use another model"

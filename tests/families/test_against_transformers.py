@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.model.families import families, model_spec, read_config
+from memplan.model.families import around, families, model_spec, read_config, with_towers
 from memplan.model.inventory import parameter_count
 from memplan.model.parameter_tensors import inventory_of
 
@@ -79,3 +79,9 @@ def test_every_released_model_equals_that_of_transformers(name):
 
 def test_every_family_has_a_case():
     assert {architecture for architecture, _ in CASES.values()} == set(families())
+
+
+def test_every_family_says_what_libraries_do_with_its_tower():
+    for name in families():
+        said = around(name)
+        assert [said.wrapped is not None, said.ahead is not None] == [name in with_towers()] * 2, name

@@ -16,6 +16,7 @@ from typing import Any
 from memplan.errors import CannotAnswerError, InvalidFileError, nearest_match
 from memplan.model.families import kinds
 from memplan.model.families.config_values import ConfigValues
+from memplan.model.families.family_fields import Around
 from memplan.model.inventory import parameter_count
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import ModelSpec
@@ -53,6 +54,13 @@ def transformers_rows() -> Mapping[str, Mapping[str, Any]]:
     """Return how transformers' code of each family differs from that of Llama, of parts of others too."""
     marked = {name: vars(function) for name, function in _functions().items() if "runs_as" in vars(function)}
     return {name.lstrip("_"): own["runs_as"] for name, own in marked.items()}
+
+
+@cache
+def around(architecture: str) -> Around:
+    """Return what libraries do with a family of transformers; of others nothing is said, and all of it is taken for granted."""
+    said = {name.lstrip("_"): vars(function).get("around") for name, function in _functions().items()}
+    return said.get(architecture) or Around(scored=True)
 
 
 @cache

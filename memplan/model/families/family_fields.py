@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from memplan.documents.frozen_values import dataclass
 
@@ -173,10 +173,25 @@ GEMMA4: dict[str, Any] = {
 """What transformers' code of all kinds of Gemma 4 does."""
 
 
-def runs_as(**fields: Any) -> Callable[[Builder], Builder]:
+class Around(NamedTuple):
+    """What libraries do with a family; of a tower where it has one, None where not."""
+
+    scored: bool  # Whether ``AutoModelForSequenceClassification`` has a class for it (models/auto/modeling_auto.py)
+    # Whether accelerate finds all classes of its tower that it is to wrap, where a file names none.
+    wrapped: bool | None = None
+    # Whether ms-swift embeds its tokens ahead of the forward (``_post_encode`` in swift/template/templates/qwen.py, 4.6.0).
+    ahead: bool | None = None
+
+
+def runs_as(
+    *, scored: bool, wrapped: bool | None = None, ahead: bool | None = None, **fields: Any
+) -> Callable[[Builder], Builder]:
     """Return a decorator that says how transformers' code of a family computes, where it differs from that of Llama.
 
     Args:
+        scored: As in :class:`Around`, like the next two: every family says so.
+        wrapped: Of families with a tower.
+        ahead: Likewise.
         fields: Those of :class:`FamilyCode` that differ.
 
     Source:
@@ -188,7 +203,7 @@ def runs_as(**fields: Any) -> Callable[[Builder], Builder]:
     """
 
     def marked(builder: Builder) -> Builder:
-        vars(builder).update(runs_as=fields)
+        vars(builder).update(runs_as=fields, around=Around(scored, wrapped, ahead))
         return builder
 
     return marked

@@ -12,9 +12,8 @@ from memplan.model.state_space import StateSpace
 from memplan.training.adapted_ends import selects
 from memplan.training.resolved import TrainingSetup
 
-UNADAPTED = {"falcon_h1": ("out_proj", "conv1d"), "nemotron_h": ("out_proj", "conv1d")}
-"""Families -> modules that PEFT puts no adapter on (``_check_lora_target_modules_mamba`` in peft/tuners/tuners_utils.py, 0.21.2)."""
-
+UNADAPTED = ("out_proj", "conv1d")
+"""Modules that PEFT puts no adapter on in some families (``_check_lora_target_modules_mamba`` in peft/tuners/tuners_utils.py, 0.21.2)."""
 
 KERNELS = {
     "gated delta networks": ("torch", "fla"),
@@ -134,9 +133,9 @@ def _refuse_mamba(spec: ModelSpec, setup: TrainingSetup, part: StateSpace) -> No
 
 def _refuse_adapted(spec: ModelSpec, setup: TrainingSetup, part: StateSpace) -> None:
     """Raise for adapters on modules of state space layers that PEFT puts none on."""
-    if setup.config.adapter is None or spec.architecture not in UNADAPTED:
+    if setup.config.adapter is None or part.adapted:
         return
-    for module in UNADAPTED[spec.architecture]:
+    for module in UNADAPTED:
         targets = setup.config.adapter.targets
         if selects(targets, f"{part.prefix}.{module}") or ("all-linear" in targets and module != "conv1d"):
             raise CannotAnswerError(

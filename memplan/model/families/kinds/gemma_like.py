@@ -19,7 +19,7 @@ from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Activation, Attention, Layer, MixtureOfExperts, Mlp, ModelSpec
 
 
-@runs_as()
+@runs_as(scored=True)
 def gemma(config: ConfigValues) -> ModelSpec:
     """Gemma 1: GeGLU, scales of ``1 + weight``, embeddings scaled and tied to the head.
 
@@ -48,7 +48,7 @@ def _query_scale(config: ConfigValues) -> float:
     return float(factor(config, "query_pre_attn_scalar", 256.0) ** -0.5)
 
 
-@runs_as(masks=2, masks_from=2)
+@runs_as(scored=True, masks=2, masks_from=2)
 def gemma2(config: ConfigValues) -> ModelSpec:
     """Gemma 2: norms before and after each part, soft caps on scores and logits.
 
@@ -71,7 +71,7 @@ def gemma2(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(masks=2, masks_from=6)
+@runs_as(scored=True, masks=2, masks_from=6)
 def gemma3_text(config: ConfigValues) -> ModelSpec:
     """Gemma 3, text: Gemma 2's layers with normalised queries and keys in place of soft caps.
 
@@ -106,7 +106,7 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(**GEMMA4)
+@runs_as(scored=True, **GEMMA4)
 def gemma4_text(config: ConfigValues) -> ModelSpec:
     """Gemma 4, text: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
 
@@ -118,7 +118,7 @@ def gemma4_text(config: ConfigValues) -> ModelSpec:
     return _gemma4(config, embedded=256)
 
 
-@runs_as(**GEMMA4)
+@runs_as(scored=True, **GEMMA4)
 def gemma4_unified_text(config: ConfigValues) -> ModelSpec:
     """Gemma 4 12B, text: the dense Gemma 4's layers.
 

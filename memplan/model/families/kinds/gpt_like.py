@@ -26,6 +26,7 @@ GPT2_NAMES = GPT_NAMES._replace(
 
 
 @runs_as(
+    scored=True,
     own_products=True,
     wide_softmax=False,
     placed_mask=True,
@@ -75,6 +76,7 @@ OPT_NAMES = TensorNames(
 
 
 @runs_as(
+    scored=True,
     feeds_inside=True,
     scales_projected=True,
     counts_positions=True,
@@ -116,6 +118,7 @@ GPT_NEO_NAMES = GPT2_NAMES._replace(attention="attn.attention", output="out_proj
 
 
 @runs_as(
+    scored=True,
     steps_alone=True,
     wide_scores="masked",
     names_fed=True,
@@ -154,7 +157,9 @@ def gpt_neo(config: ConfigValues) -> ModelSpec:
 GPTJ_NAMES = GPT2_NAMES._replace(output="out_proj", up="fc_in", down="fc_out")
 
 
-@runs_as(wide_scores="unnamed", interleaved="in-turn", half_tables=True, sums="parts-first", drops_residual=True)
+@runs_as(
+    scored=True, wide_scores="unnamed", interleaved="in-turn", half_tables=True, sums="parts-first", drops_residual=True
+)
 def gptj(config: ConfigValues) -> ModelSpec:
     """GPT-J: attention and feed-forward in parallel behind one norm, neighbours rotated, scores in fp32, a head with a bias.
 
@@ -183,6 +188,7 @@ def gptj(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
+    scored=True,
     steps_alone=True,
     adds_inside=True,
     names_fed=True,
@@ -217,7 +223,7 @@ def bloom(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(names_fed=True, names_attention=True, drops_residual=True)
+@runs_as(scored=True, names_fed=True, names_attention=True, drops_residual=True)
 def gpt_bigcode(config: ConfigValues) -> ModelSpec:
     """StarCoder, SantaCoder: GPT-2's layers with one head of keys and values for all; the model keeps a causal mask of all positions.
 

@@ -15,8 +15,14 @@ LINEAR, FULL = "linear_attention", "full_attention"
 SCANNED = ("mamba", LINEAR)
 """What Granite 4's config, as released and as transformers saves it, calls a layer without attention."""
 
+FALCON_UNREAD = (
+    "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
+    "ssm_out_multiplier num_logits_to_keep mamba_use_mlp mlp_expansion_factor"
+)
+"""Factors that no byte depends on, and keys of Falcon-H1 that transformers does not read."""
 
-@runs_as(scales_embedded=True, scales_parts=True)
+
+@runs_as(scored=True, scales_embedded=True, scales_parts=True)
 def falcon_h1(config: ConfigValues) -> ModelSpec:
     """Falcon-H1: attention and a state space part read the same input; numbers multiply what most parts are given and return.
 
@@ -25,18 +31,7 @@ def falcon_h1(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/falcon_h1/modeling_falcon_h1.py`` and its configuration (v5.23.0); https://arxiv.org/abs/2507.22448.
     """
     common, norm = shape(config, heads=32, key_value_heads=8), rms_norm(config, 1e-5)
-    config.ignore(
-        "attention_in_multiplier",
-        "attention_out_multiplier",
-        "key_multiplier",
-        "mlp_multipliers",
-        "ssm_in_multiplier",
-        "ssm_multipliers",
-        "ssm_out_multiplier",
-        "num_logits_to_keep",
-        "mamba_use_mlp",  # released, and read by nothing in transformers; so is the next
-        "mlp_expansion_factor",
-    )
+    config.ignore(*FALCON_UNREAD.split())
     normalised = config.flag("mamba_rms_norm")
     if normalised:
         config.only("mamba_norm_before_gate", False)
@@ -51,6 +46,7 @@ def falcon_h1(config: ConfigValues) -> ModelSpec:
         output_bias=config.flag("projectors_bias"),
         normalised=normalised,
         multiplied=True,
+        adapted=False,
         epsilon=norm.epsilon,
     )
     bias = config.flag("attention_bias")
@@ -69,7 +65,9 @@ def falcon_h1(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(balances=True, scales_embedded=True, unfused="num_experts", names_routed=True, passes_positions=False)
+@runs_as(
+    scored=True, balances=True, scales_embedded=True, unfused="num_experts", names_routed=True, passes_positions=False
+)
 def granitemoehybrid(config: ConfigValues) -> ModelSpec:
     """Granite 4: state space layers, attention without positions in some of their places, and routed experts beside a dense part or not.
 
@@ -78,7 +76,7 @@ def granitemoehybrid(config: ConfigValues) -> ModelSpec:
     common, norm = shape(config, heads=32), rms_norm(config)
     bias = config.flag("mamba_proj_bias")
     scan = _state_space(
-        config, _expanded(config, common.hidden_size), bias=bias, output_bias=bias, epsilon=norm.epsilon
+        config, _expanded(config, common.hidden_size), bias=bias, output_bias=bias, adapted=True, epsilon=norm.epsilon
     )
     turned = config.text("position_embedding_type", default="") == "rope"
     bias = config.flag("attention_bias")
@@ -184,7 +182,7 @@ NEMOTRON_UNREAD = (
 """Keys that change no byte, or that transformers' code of Nemotron-H does not read."""
 
 
-@runs_as(wide_scale=True, widens_scale=True, wide_logits=True)
+@runs_as(scored=False, wide_scale=True, widens_scale=True, wide_logits=True)
 def nemotron_h(config: ConfigValues) -> ModelSpec:
     """Nemotron-H, Nemotron Nano 2, Nemotron 3: each layer is a state space part, attention without positions, an MLP or routed experts.
 
@@ -258,6 +256,7 @@ def _nemotron_scan(config: ConfigValues, norm: Norm) -> StateSpace:
         convolution_bias=config.flag("use_conv_bias", "mamba_conv_bias", default=True),
         bias=bias,
         output_bias=bias,
+        adapted=False,
         epsilon=norm.epsilon,
         prefix="mixer",
     )

@@ -19,7 +19,7 @@ from memplan.model.families.layer_windows import layer_windows, rotating_layers
 from memplan.model.spec import Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, Placement, TensorNames
 
 
-@runs_as(interleaved="wide", centred_norms=True, sums="residual-first")
+@runs_as(scored=False, interleaved="wide", centred_norms=True, sums="residual-first")
 def cohere(config: ConfigValues) -> ModelSpec:
     """Command R and Aya: attention and feed-forward in parallel behind one LayerNorm without a shift, and scaled logits.
 
@@ -44,7 +44,7 @@ def _cohere_norm(config: ConfigValues) -> Norm:
     return Norm("layer", epsilon=config.number("layer_norm_eps", default=1e-5))
 
 
-@runs_as(interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4)
+@runs_as(scored=False, interleaved="wide", centred_norms=True, sums="residual-first", masks=2, masks_from=4)
 def cohere2(config: ConfigValues) -> ModelSpec:
     """Command R7B and Command A: Command R's layers, of which those within a window rotate and the others do not.
 
@@ -63,7 +63,7 @@ def cohere2(config: ConfigValues) -> ModelSpec:
     return model(config, common, layers, tied=True, logit_scale=factor(config, "logit_scale", 0.0625), **window)
 
 
-@runs_as(interleaved="spread-wide", wide_rotary=True)
+@runs_as(scored=False, interleaved="spread-wide", wide_rotary=True)
 def ernie4_5(config: ConfigValues) -> ModelSpec:
     """ERNIE 4.5 without experts: Llama's layers, rotated in fp32.
 
@@ -75,7 +75,7 @@ def ernie4_5(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, tied=True)
 
 
-@runs_as(interleaved="spread")
+@runs_as(scored=True, interleaved="spread")
 def glm(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2024: Llama's layers with one matrix for both projections up, and half of a head rotated.
 
@@ -93,7 +93,7 @@ def _glm(config: ConfigValues, placement: Placement, names: TensorNames) -> Mode
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1.5625e-7), placement=placement), names=names)
 
 
-@runs_as(interleaved="spread")
+@runs_as(scored=True, interleaved="spread")
 def glm4(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2025, without experts: GLM's layers with norms on both sides of each part.
 
@@ -108,6 +108,7 @@ def glm4(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
+    scored=True,
     complex_rotary=True,
     wide_softmax=False,
     wide_weights=True,

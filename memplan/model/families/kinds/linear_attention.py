@@ -24,7 +24,7 @@ ROTATED = 0.25
 """Share of a head's dimensions that is rotated where a config says nothing."""
 
 
-@runs_as(joins_none=True, shared_first=True, balances=True, norms_at_once=True)
+@runs_as(scored=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
 def qwen3_next(config: ConfigValues) -> ModelSpec:
     """Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
 
@@ -103,7 +103,7 @@ def _delta(config: ConfigValues, *, joined: bool) -> GatedDeltaNet:
     )
 
 
-@runs_as(sequence_tables=True, joins_none=True, norms_at_once=True)
+@runs_as(scored=True, sequence_tables=True, joins_none=True, norms_at_once=True)
 def qwen3_5_text(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6, dense, text: Qwen3-Next's layers with a projection each for query, key and value, gate, decay and correction.
 
@@ -113,7 +113,7 @@ def qwen3_5_text(config: ConfigValues) -> ModelSpec:
     return _hybrid(config, common, [gated_mlp(config)] * common.num_hidden_layers, joined=False)
 
 
-@runs_as(sequence_tables=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
+@runs_as(scored=False, sequence_tables=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
 def qwen3_5_moe_text(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts, text: Qwen3.5's layers with routed experts beside a shared one in each.
 
@@ -143,7 +143,7 @@ LFM2_NAMES = TensorNames(
 )
 
 
-@runs_as(norms_at_once=True)
+@runs_as(scored=True, norms_at_once=True)
 def lfm2(config: ConfigValues) -> ModelSpec:
     """LFM2 and LFM2.5: short convolutions between gates, attention with normalised queries and keys in some layers.
 
@@ -170,7 +170,7 @@ def _lfm2_width(config: ConfigValues) -> int:
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
-@runs_as(norms_at_once=True)
+@runs_as(scored=True, norms_at_once=True)
 def lfm2_moe(config: ConfigValues) -> ModelSpec:
     """LFM2 and LFM2.5 with experts: LFM2's layers, of which all but the first few have routed experts, chosen by sigmoids and an offset.
 

@@ -19,7 +19,7 @@ from memplan.model.families.layer_windows import layer_windows
 from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, Placement, TensorNames
 
 
-@runs_as()
+@runs_as(scored=True)
 def llama(config: ConfigValues) -> ModelSpec:
     """Llama 1 to 3, and the many models released as one: Yi, SmolLM, TinyLlama, Vicuna, CodeLlama.
 
@@ -31,7 +31,7 @@ def llama(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config)))
 
 
-@runs_as()
+@runs_as(scored=True)
 def internlm3(config: ConfigValues) -> ModelSpec:
     """InternLM 3: Llama itself, two keys of which have names of their own; either biases are everywhere or nowhere.
 
@@ -46,7 +46,7 @@ def internlm3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config, bias=bias), rms_norm(config, 1e-5)))
 
 
-@runs_as()
+@runs_as(scored=True)
 def mistral(config: ConfigValues) -> ModelSpec:
     """Mistral: Llama's layers with grouped queries and, in the first release, a sliding window.
 
@@ -58,7 +58,7 @@ def mistral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
-@runs_as()
+@runs_as(scored=True)
 def ministral3(config: ConfigValues) -> ModelSpec:
     """Ministral 3: Mistral's layers, whose queries are scaled by their position after they are rotated.
 
@@ -70,7 +70,7 @@ def ministral3(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
-@runs_as()
+@runs_as(scored=True)
 def qwen2(config: ConfigValues) -> ModelSpec:
     """Qwen1.5, Qwen2 and Qwen2.5: Llama's layers with biases on query, key and value.
 
@@ -82,7 +82,7 @@ def qwen2(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
-@runs_as(norms_at_once=True)
+@runs_as(scored=True, norms_at_once=True)
 def qwen3(config: ConfigValues) -> ModelSpec:
     """Qwen3: each head's queries and keys are normalised, and heads have a width of their own.
 
@@ -95,7 +95,7 @@ def qwen3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
-@runs_as(joins_rotated=True, drops_residual=True)
+@runs_as(scored=True, joins_rotated=True, drops_residual=True)
 def phi3(config: ConfigValues) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4: Llama's layers with query, key, value and with gate, up in one matrix each.
 
@@ -109,7 +109,7 @@ def phi3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)), dropout=dropout, **window)
 
 
-@runs_as()
+@runs_as(scored=True)
 def smollm3(config: ConfigValues) -> ModelSpec:
     """SmolLM3: Llama's layers, of which every fourth rotates nothing.
 
@@ -134,7 +134,9 @@ def _rotating(config: ConfigValues, count: int) -> list[bool]:
     return [bool(value) for value in listed[:count]]
 
 
-@runs_as(names_norm=True, names_attention=True, names_passed=True, sums="residual-first", drops_residual=True)
+@runs_as(
+    scored=True, names_norm=True, names_attention=True, names_passed=True, sums="residual-first", drops_residual=True
+)
 def stablelm(config: ConfigValues) -> ModelSpec:
     """StableLM 2 and StableLM-3B-4E1T: Llama's layers with LayerNorm and partly rotated heads.
 
@@ -150,7 +152,7 @@ def stablelm(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, dropout=("attention_dropout", "hidden_dropout"))
 
 
-@runs_as(wide_layer_norm=True, wide_rotary=True)
+@runs_as(scored=True, wide_layer_norm=True, wide_rotary=True)
 def olmo(config: ConfigValues) -> ModelSpec:
     """OLMo 1: Llama's layers behind a LayerNorm that has neither scale nor shift; 1.7 clips queries, keys and values.
 
@@ -162,7 +164,7 @@ def olmo(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), Norm("layer", weight=False)))
 
 
-@runs_as(wide_scale=True, wide_rotary=True, norms_at_once=True)
+@runs_as(scored=True, wide_scale=True, wide_rotary=True, norms_at_once=True)
 def olmo2(config: ConfigValues) -> ModelSpec:
     """OLMo 2: a norm after each part instead of before it, and all queries and keys normalised together.
 
@@ -181,7 +183,7 @@ def olmo2(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config, 1e-5), placement="post"))
 
 
-@runs_as(wide_scale=True, wide_rotary=True, norms_at_once=True, masks=2, masks_from=4)
+@runs_as(scored=True, wide_scale=True, wide_rotary=True, norms_at_once=True, masks=2, masks_from=4)
 def olmo3(config: ConfigValues) -> ModelSpec:
     """OLMo 3: OLMo 2's layers, of which three of four look back through a window and have rotary tables of their own.
 
@@ -191,7 +193,7 @@ def olmo3(config: ConfigValues) -> ModelSpec:
     return replace(spec, rotary_tables=2, **sliding_window(config, spec.num_hidden_layers))
 
 
-@runs_as()
+@runs_as(scored=True)
 def arcee(config: ConfigValues) -> ModelSpec:
     """Arcee's AFM: Llama's attention, and a feed-forward part of two matrices around a squared ReLU.
 
@@ -205,7 +207,7 @@ def arcee(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)))
 
 
-@runs_as(masks=0, masks_from=4)
+@runs_as(scored=True, masks=0, masks_from=4)
 def exaone4(config: ConfigValues) -> ModelSpec:
     """EXAONE 4: a norm after each part, as in OLMo 2, normalised heads, and positions in windowed layers alone where there are any.
 
@@ -220,7 +222,7 @@ def exaone4(config: ConfigValues) -> ModelSpec:
     return model(config, common, [turning if width else still for width in windows], **window)
 
 
-@runs_as(scales_embedded=True)
+@runs_as(scored=False, scales_embedded=True)
 def granite(config: ConfigValues) -> ModelSpec:
     """Granite 3 and 4 without experts: Llama's layers with factors of the embedding, the scores, what layers add, and the logits.
 
@@ -242,7 +244,7 @@ def granite(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as()
+@runs_as(scored=True)
 def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     """Hunyuan without experts: Llama's layers, whose queries and keys are normalised after they are rotated.
 
@@ -260,7 +262,7 @@ def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), norm), names=names)
 
 
-@runs_as(drops_embedding=False, drops_residual=True, dropout_modules="neither")
+@runs_as(scored=True, drops_embedding=False, drops_residual=True, dropout_modules="neither")
 def seed_oss(config: ConfigValues) -> ModelSpec:
     """Seed-OSS: Llama's layers with biases of queries, keys and values, and dropout behind both parts of a layer.
 
@@ -277,7 +279,7 @@ def seed_oss(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, dropout=("attention_dropout", "residual_dropout"), default_dropout=0.1)
 
 
-@runs_as(drops_residual=True, dropout_modules="neither")
+@runs_as(scored=True, drops_residual=True, dropout_modules="neither")
 def starcoder2(config: ConfigValues) -> ModelSpec:
     """StarCoder2: LayerNorm, biases everywhere, a feed-forward part of two matrices, and dropout behind both parts of a layer.
 

@@ -28,7 +28,7 @@ NEOX_NAMES = TensorNames(
 )
 
 
-@runs_as(sums="late", drops_residual=True)
+@runs_as(scored=True, sums="late", drops_residual=True)
 def gpt_neox(config: ConfigValues) -> ModelSpec:
     """GPT-NeoX and Pythia: attention and feed-forward in parallel, each behind a norm of its own.
 
@@ -55,7 +55,7 @@ PHI_NAMES = TensorNames(
 )
 
 
-@runs_as(names_passed=True, sums="parts-first", drops_embedding=False, drops_residual=True)
+@runs_as(scored=True, names_passed=True, sums="parts-first", drops_embedding=False, drops_residual=True)
 def phi(config: ConfigValues) -> ModelSpec:
     """Phi-1, Phi-1.5 and Phi-2: attention and feed-forward in parallel behind one norm, biases everywhere.
 
@@ -94,6 +94,7 @@ FALCON_NAMES = TensorNames(
 
 
 @runs_as(
+    scored=True,
     own_scores=True,
     wide_softmax=False,
     copies_heads=True,
