@@ -81,7 +81,9 @@ def test_every_family_has_a_case():
     assert {architecture for architecture, _ in CASES.values()} == set(families())
 
 
-def test_every_family_says_what_libraries_do_with_its_tower():
+def test_every_family_says_what_libraries_do_with_it():
+    heads = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     for name in families():
         said = around(name)
+        assert said.scored == (name in heads), name
         assert [said.wrapped is not None, said.ahead is not None] == [name in with_towers()] * 2, name

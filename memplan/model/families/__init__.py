@@ -59,8 +59,9 @@ def transformers_rows() -> Mapping[str, Mapping[str, Any]]:
 @cache
 def around(architecture: str) -> Around:
     """Return what libraries do with a family of transformers; of others nothing is said, and all of it is taken for granted."""
-    said = {name.lstrip("_"): vars(function).get("around") for name, function in _functions().items()}
-    return said.get(architecture) or Around(scored=True)
+    marked = {name: vars(function) for name, function in _functions().items() if "around" in vars(function)}
+    said = {name.lstrip("_"): own["around"] for name, own in marked.items()}
+    return said.get(architecture, Around(scored=True))
 
 
 @cache

@@ -241,10 +241,6 @@ def refuse_unrun_parts(spec: ModelSpec) -> None:
             raise CannotAnswerError(f"{spec.name}: activations of experts without a gate are not modelled")
 
 
-UNCUT_FAMILIES = ("falcon", "gpt2", "gpt_neox")
-"""Families whose causal models hold their decoder under another name than the forward that cut cross-entropy puts into them calls."""
-
-
 def refuse_cut_cross_entropy(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for cut cross-entropy where nothing runs it.
 
@@ -258,7 +254,7 @@ def refuse_cut_cross_entropy(spec: ModelSpec, setup: TrainingSetup) -> None:
     if setup.profile.loss != "cut-cross-entropy":
         return
     where = "kernels.loss: cut-cross-entropy"
-    if spec.architecture in UNCUT_FAMILIES or setup.scores:
+    if not spec.names.layer.startswith("model.") or setup.scores:  # the forward calls ``self.model``
         raise CannotAnswerError(
             f"{where} has no forward for {spec.architecture}{' with a score' if setup.scores else ''}"
         )

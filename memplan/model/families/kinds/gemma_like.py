@@ -106,7 +106,7 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(scored=True, **GEMMA4)
+@runs_as(scored=False, **GEMMA4)
 def gemma4_text(config: ConfigValues) -> ModelSpec:
     """Gemma 4, text: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
 
@@ -118,7 +118,7 @@ def gemma4_text(config: ConfigValues) -> ModelSpec:
     return _gemma4(config, embedded=256)
 
 
-@runs_as(scored=True, **GEMMA4)
+@runs_as(scored=False, **GEMMA4)
 def gemma4_unified_text(config: ConfigValues) -> ModelSpec:
     """Gemma 4 12B, text: the dense Gemma 4's layers.
 

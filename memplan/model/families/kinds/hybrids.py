@@ -22,7 +22,7 @@ FALCON_UNREAD = (
 """Factors that no byte depends on, and keys of Falcon-H1 that transformers does not read."""
 
 
-@runs_as(scored=True, scales_embedded=True, scales_parts=True)
+@runs_as(scored=False, scales_embedded=True, scales_parts=True)
 def falcon_h1(config: ConfigValues) -> ModelSpec:
     """Falcon-H1: attention and a state space part read the same input; numbers multiply what most parts are given and return.
 
@@ -66,7 +66,7 @@ def falcon_h1(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
-    scored=True, balances=True, scales_embedded=True, unfused="num_experts", names_routed=True, passes_positions=False
+    scored=False, balances=True, scales_embedded=True, unfused="num_experts", names_routed=True, passes_positions=False
 )
 def granitemoehybrid(config: ConfigValues) -> ModelSpec:
     """Granite 4: state space layers, attention without positions in some of their places, and routed experts beside a dense part or not.

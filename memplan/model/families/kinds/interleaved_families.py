@@ -108,7 +108,7 @@ def glm4(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
-    scored=True,
+    scored=False,
     complex_rotary=True,
     wide_softmax=False,
     wide_weights=True,

@@ -143,7 +143,7 @@ LFM2_NAMES = TensorNames(
 )
 
 
-@runs_as(scored=True, norms_at_once=True)
+@runs_as(scored=False, norms_at_once=True)
 def lfm2(config: ConfigValues) -> ModelSpec:
     """LFM2 and LFM2.5: short convolutions between gates, attention with normalised queries and keys in some layers.
 
@@ -170,7 +170,7 @@ def _lfm2_width(config: ConfigValues) -> int:
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
-@runs_as(scored=True, norms_at_once=True)
+@runs_as(scored=False, norms_at_once=True)
 def lfm2_moe(config: ConfigValues) -> ModelSpec:
     """LFM2 and LFM2.5 with experts: LFM2's layers, of which all but the first few have routed experts, chosen by sigmoids and an offset.
 

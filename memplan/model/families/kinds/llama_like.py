@@ -31,7 +31,7 @@ def llama(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config)))
 
 
-@runs_as(scored=True)
+@runs_as(scored=False)
 def internlm3(config: ConfigValues) -> ModelSpec:
     """InternLM 3: Llama itself, two keys of which have names of their own; either biases are everywhere or nowhere.
 

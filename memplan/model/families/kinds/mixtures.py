@@ -41,7 +41,7 @@ def mixtral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
-@runs_as(scored=True, balances=True, adapts_experts=True, norms_at_once=True)
+@runs_as(scored=False, balances=True, adapts_experts=True, norms_at_once=True)
 def minimax_m2(config: ConfigValues) -> ModelSpec:
     """MiniMax-M2: Mixtral's layers, half of a head rotated, all queries and keys normalised together, experts chosen by sigmoids.
 
@@ -116,7 +116,7 @@ def qwen3_moe(config: ConfigValues) -> ModelSpec:
     return model(config, common, layers, **window)
 
 
-@runs_as(scored=True, balances=True, adapts_experts=True, norms_at_once=True)
+@runs_as(scored=False, balances=True, adapts_experts=True, norms_at_once=True)
 def olmoe(config: ConfigValues) -> ModelSpec:
     """OLMoE: all queries and keys normalised together, before they may be clipped, and routed experts in every layer.
 
@@ -143,7 +143,7 @@ def olmoe(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, experts(config, mixture), norm))
 
 
-@runs_as(scored=True, balances=True, scales_embedded=True, unfused="num_experts")
+@runs_as(scored=False, balances=True, scales_embedded=True, unfused="num_experts")
 def granitemoe(config: ConfigValues) -> ModelSpec:
     """Granite 3 with experts, PowerMoE: Granite's layers and factors, with routed experts.
 
@@ -272,7 +272,7 @@ def glm4_moe(config: ConfigValues) -> ModelSpec:
     return model(config, common, [front if index < first else rest for index in range(common.num_hidden_layers)])
 
 
-@runs_as(scored=True, adapts_experts=True)
+@runs_as(scored=False, adapts_experts=True)
 def glm4_moe_lite(config: ConfigValues) -> ModelSpec:
     """GLM-4.7 Flash: DeepSeek-V3's latent attention with GLM-4.5's experts.
 

@@ -91,7 +91,7 @@ def _mistral4(config: ConfigValues) -> ModelSpec:
 PIXTRAL_TEXTS = {"mistral": mistral, "ministral3": ministral3, "mistral4": _mistral4}
 
 
-@runs_as(scored=True, wrapped=True, ahead=False)
+@runs_as(scored=False, wrapped=True, ahead=False)
 def mistral3(config: ConfigValues) -> ModelSpec:
     """Mistral Small 3.1 on, Magistral, Ministral 3, Mistral Small 4: Mistral's layers behind a Pixtral tower and a projector that merges patches.
 
@@ -146,7 +146,7 @@ def _add_projector(config: ConfigValues, parts: TowerParts, width: int) -> None:
 LLAVA_TEXTS = {"llama": llama, "mistral": mistral, "qwen2": qwen2}
 
 
-@runs_as(scored=True, wrapped=True, ahead=False)
+@runs_as(scored=False, wrapped=True, ahead=False)
 def llava(config: ConfigValues) -> ModelSpec:
     """LLaVA 1.5, Pixtral 12B: Llama's, Mistral's or Qwen2's layers behind a tower of CLIP or Pixtral and a projector of two layers.
 
@@ -158,7 +158,7 @@ def llava(config: ConfigValues) -> ModelSpec:
     return _behind_projector(config, text, parts)
 
 
-@runs_as(scored=True, wrapped=True, ahead=False)
+@runs_as(scored=False, wrapped=True, ahead=False)
 def llava_next(config: ConfigValues) -> ModelSpec:
     """LLaVA 1.6: LLaVA's parts, and an embedding of where rows of an image's tiles end.
 
@@ -234,7 +234,7 @@ SOUND_ARITHMETIC = (
 """Keys of that tower that no parameter depends on."""
 
 
-@runs_as(scored=True, wrapped=True, ahead=False, **GEMMA4)
+@runs_as(scored=False, wrapped=True, ahead=False, **GEMMA4)
 def gemma4(config: ConfigValues) -> ModelSpec:
     """Gemma 4 with images, and small ones with sound: its text model behind towers, whose features one matrix each projects.
 
@@ -308,7 +308,7 @@ def _add_sound(config: ConfigValues, parts: Parts) -> int:
     return width
 
 
-@runs_as(scored=True, wrapped=True, ahead=False, **GEMMA4, masks_jointly=True, masks_by_kind=True)
+@runs_as(scored=False, wrapped=True, ahead=False, **GEMMA4, masks_jointly=True, masks_by_kind=True)
 def gemma4_unified(config: ConfigValues) -> ModelSpec:
     """Gemma 4 12B with images and sound, which have no towers: one matrix each projects patches and frames of waves.
 

@@ -14,7 +14,7 @@ from memplan.model.spec import MixtureOfExperts, ModelSpec
 BLOCK = "model.visual.blocks.{}"
 
 
-@runs_as(scored=True, wrapped=True, ahead=False, sequence_tables=True, passes_positions=False)
+@runs_as(scored=False, wrapped=True, ahead=False, sequence_tables=True, passes_positions=False)
 def qwen2_vl(config: ConfigValues) -> ModelSpec:
     """Qwen2-VL: Qwen2's layers behind a tower of blocks with layer norms and a merger of patches.
 
@@ -51,7 +51,7 @@ FULL_BLOCKS = (7, 15, 23, 31)
 """Blocks whose attention is over the whole image where a config names none (configuration_qwen2_5_vl.py, 5.23.0)."""
 
 
-@runs_as(scored=True, wrapped=True, ahead=True, sequence_tables=True, passes_positions=False)
+@runs_as(scored=False, wrapped=True, ahead=True, sequence_tables=True, passes_positions=False)
 def qwen2_5_vl(config: ConfigValues) -> ModelSpec:
     """Qwen2.5-VL: Qwen2's layers behind a tower with gated feed-forward parts, windows of attention and a merger of patches.
 
@@ -93,7 +93,7 @@ DEEPSTACK = (8, 16, 24)
 """Blocks whose output goes to early layers where a config names none (configuration_qwen3_vl.py, 5.23.0)."""
 
 
-@runs_as(scored=True, wrapped=True, ahead=False, sequence_tables=True, norms_at_once=True)
+@runs_as(scored=False, wrapped=True, ahead=False, sequence_tables=True, norms_at_once=True)
 def qwen3_vl(config: ConfigValues) -> ModelSpec:
     """Qwen3-VL: Qwen3's layers behind a tower with learned positions, a merger of patches, and more mergers for early layers.
 
@@ -102,7 +102,7 @@ def qwen3_vl(config: ConfigValues) -> ModelSpec:
     return _behind_deep_tower(config, "qwen3", qwen3)
 
 
-@runs_as(scored=True, wrapped=True, ahead=False, balances=True, sequence_tables=True, norms_at_once=True)
+@runs_as(scored=False, wrapped=True, ahead=False, balances=True, sequence_tables=True, norms_at_once=True)
 def qwen3_vl_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3-VL with experts: Qwen3-MoE's layers, whose chosen scores always add up to one, behind Qwen3-VL's tower.
 
