@@ -60,8 +60,6 @@ DEFAULTS: dict[str, Any] = {
     "batch_bytes": 0,
     "offload": False,
     "share_replicas": False,
-    "projection_rank": 0,
-    "projection_interval": 200,
     "low_rank": 0,
 }
 LAYOUT_KEYS = (
@@ -71,7 +69,6 @@ LAYOUT_KEYS = (
     "scale_dtype",
     "adamw_format",
     "master",
-    "projection_rank",
     "low_rank",
 )
 """Keys that decide which state tensors there are: a checkpoint must agree in them."""
@@ -88,7 +85,7 @@ NOT_OFFERED = {
 }
 """Options of ``torch.optim`` that are refused in words where they are asked for, and accepted where they are off."""
 
-_POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements", "projection_interval")
+_POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements")
 _CHOICES = {
     "algorithm": ALGORITHMS,
     "momentum_rounding": ROUNDINGS,
