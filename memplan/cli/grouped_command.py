@@ -3,11 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields
-from enum import StrEnum
 from inspect import Parameter, Signature
 from itertools import chain
 from textwrap import fill
-from typing import Annotated, Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -211,8 +210,7 @@ def _plain(value: Any, param: Any) -> Any:
     if kind is int and _DIGITS.fullmatch(value) and not about.clamp:
         number, least, most = int(value), about.min, about.max
         return number if (least is None or least <= number) and (most is None or number <= most) else _UNSURE
-    choices = {one.value: one for one in kind} if isinstance(kind, type) and issubclass(kind, StrEnum) else {}
-    return choices.get(value, _UNSURE)
+    return value if get_origin(kind) is Literal and value in get_args(kind) else _UNSURE
 
 
 # ------------------------------------------------------------------ help

@@ -1,15 +1,15 @@
 """Options that several commands share, declared once: in frozen groups, whose fields are the options."""
 
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, printable
+from memplan.report.document import Format
 
 if TYPE_CHECKING:
     from memplan.catalog.catalog import Catalog
@@ -22,38 +22,8 @@ SELDOM_USED = (SHAPES_ALONE, INFERENCE, PARALLEL, WRITING)
 """Headings of options that ``--help`` names alone; what they do is in ``--help-all``."""
 
 
-class OutputFormat(StrEnum):
-    """How an answer is written."""
-
-    table = "table"
-    plain = "plain"
-    json = "json"
-    csv = "csv"
-    md = "md"
-
-
-class TorchDevice(StrEnum):
-    """What torch runs on."""
-
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class Engine(StrEnum):
-    """Who serves a model."""
-
-    serving = "serving"
-    transformers = "transformers"
-
-
-class Unit(StrEnum):
-    """Unit of bytes in tables; without it each figure has the unit that suits it."""
-
-    GiB = "GiB"
-    GB = "GB"
-    MiB = "MiB"
-    bytes = "bytes"
-
+TorchDevice = Literal["cuda", "cpu"]
+Unit = Literal["GiB", "GB", "MiB", "bytes"]
 
 LARGEST_NUMBER = 2**30
 """Of steps, tokens, seconds: beyond any that is meant."""
@@ -227,9 +197,9 @@ class OutputOptions:
     """How an answer is written, and where to."""
 
     as_json: Annotated[bool, option(OUTPUT, "--json", "Same as --format json.")] = False
-    form: Annotated[
-        OutputFormat | None, option(OUTPUT, "--format -f FORMAT", "table (default), plain, json, csv or md.")
-    ] = None
+    form: Annotated[Format | None, option(OUTPUT, "--format -f FORMAT", "table (default), plain, json, csv or md.")] = (
+        None
+    )
     file: Annotated[Path | None, option(OUTPUT, "--output -o FILE", "Write the answer to a file.")] = None
     units: Annotated[Unit | None, option(WRITING, "--units UNIT", "Of bytes in tables: GiB, GB, MiB or bytes.")] = None
     quiet: Annotated[bool, option(WRITING, "--quiet -q", "Only the last line, or nothing besides the exit code.")] = (
@@ -243,15 +213,15 @@ class OutputOptions:
         """Refuse two formats."""
         self.format_name(self.form)
 
-    def format_name(self, form: StrEnum | None) -> str:
+    def format_name(self, form: str | None) -> str:
         """Return the name of the format that was asked for.
 
         Raises:
             InvalidFileError: ``--json`` beside another format.
         """
-        if self.as_json and form is not None and form.value != "json":
-            raise InvalidFileError([f"--json contradicts --format {form.value}: give one of them"])
-        return "json" if self.as_json else "table" if form is None else form.value
+        if self.as_json and form not in (None, "json"):
+            raise InvalidFileError([f"--json contradicts --format {form}: give one of them"])
+        return "json" if self.as_json else form or "table"
 
     @property
     def whole(self) -> bool:
@@ -261,7 +231,7 @@ class OutputOptions:
     @property
     def unit(self) -> str:
         """The unit of bytes, or nothing for the one that suits each figure."""
-        return "" if self.units is None else self.units.value
+        return self.units or ""
 
     def catalog(self) -> "Catalog":
         """Return the shipped catalog with the user's own added."""

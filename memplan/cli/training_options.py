@@ -1,17 +1,16 @@
 """The group of options for a training config, and what the groups of a command ask the library with."""
 
 import re
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from memplan.catalog.training_config import Checkpointing
 from memplan.cli.option_groups import (
     INFERENCE,
     TRAINING,
     CountedGpus,
     DeviceOptions,
-    Engine,
     ModelOptions,
     OutputOptions,
     option,
@@ -26,14 +25,6 @@ if TYPE_CHECKING:
 
 PRESETS = {"qlora": "qlora", "lora": "lora", "full": "bf16-adamw"}
 """Flag -> the shipped config that it means."""
-
-
-class CheckpointingChoice(StrEnum):
-    """What a layer keeps for backward."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
 
 
 _NUMBER = re.compile(r"(\d{1,12})(k?)", re.ASCII | re.IGNORECASE)
@@ -94,7 +85,7 @@ class TrainingOptions:
         option(TRAINING, "--sequence-length --seq-len -s N", "Tokens per sequence; 4k is 4096.", parser=_tokens),
     ] = None
     checkpointing: Annotated[
-        CheckpointingChoice | None, option(TRAINING, "--checkpointing KIND", "Of activations: none, selective or full.")
+        Checkpointing | None, option(TRAINING, "--checkpointing KIND", "Of activations: none, selective or full.")
     ] = None
     lora_rank: Annotated[int | None, option(TRAINING, "--lora-rank N", "Rank of a config's adapter.", min=1)] = None
     optimizer: Annotated[
@@ -191,9 +182,10 @@ class MethodOptions:
     weights: Annotated[
         str | None, option(INFERENCE, "--weights FORMAT", "Of the matrices, or by role: expert_matrix=mxfp4.")
     ] = None
-    engine: Annotated[Engine, option(INFERENCE, "--engine NAME", "serving (paged, chunked) or transformers.")] = (
-        Engine.serving
-    )
+    engine: Annotated[
+        Literal["serving", "transformers"],
+        option(INFERENCE, "--engine NAME", "serving (paged, chunked) or transformers."),
+    ] = "serving"
 
 
 def job_options(
@@ -224,7 +216,7 @@ def job_options(
         "stack": training.stack,
         "micro_batch_size": training.batch,
         "sequence_length": training.length,
-        "activation_checkpointing": training.checkpointing and training.checkpointing.value,
+        "activation_checkpointing": training.checkpointing,
         "set": training.given,
         "catalog": catalog,
     }

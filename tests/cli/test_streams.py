@@ -17,18 +17,19 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from memplan.cli.commands.check import CheckFormat
 from memplan.cli.main import COMMANDS
-from memplan.cli.option_groups import OutputFormat
+from memplan.report.document import Format
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 """The fork does nothing but run one command, in the thread that it was made in."""
 
 RECORDS = Path(__file__).parents[1] / "records"
-TABLES, CHECKS = tuple(OutputFormat), tuple(CheckFormat)
+TABLES, CHECKS = get_args(Format), get_args(CheckFormat)
 JOB = ("gpt2", "--gpu", "t4")
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 0.50 GiB is free. Of the "

@@ -1,7 +1,6 @@
 """``memplan list``, ``show`` and ``tables``: what memplan knows, with its sources, and the notes' tables."""
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -10,24 +9,15 @@ from memplan.cli.option_groups import OutputOptions, option
 from memplan.cli.output import emit
 from memplan.documents.frozen_values import dataclass
 
-
-class Section(StrEnum):
-    """Kinds of catalog entries."""
-
-    gpus = "gpus"
-    models = "models"
-    formats = "formats"
-    gradients = "gradients"
-    optimizers = "optimizers"
-    configs = "configs"
-    stacks = "stacks"
+Section = Literal["gpus", "models", "formats", "gradients", "optimizers", "configs", "stacks"]
+"""Kinds of catalog entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListOptions:
     """What to list."""
 
-    kind: Annotated[Section, typer.Argument(metavar="KIND", help=f"What to list: {', '.join(Section)}.")]
+    kind: Annotated[Section, typer.Argument(metavar="KIND", help=f"What to list: {', '.join(get_args(Section))}.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +32,7 @@ def list_command(listed: ListOptions, output: OutputOptions) -> int:
     """List what the catalog holds of a kind."""
     from memplan.report.catalog_answer import list_document
 
-    return emit(list_document(listed.kind.value, output.catalog(), output.unit), output)
+    return emit(list_document(listed.kind, output.catalog(), output.unit), output)
 
 
 @command(example="memplan show q4-0")
@@ -51,12 +41,6 @@ def show_command(shown: ShowOptions, output: OutputOptions) -> int:
     from memplan.library.shown_document import show_document
 
     return emit(show_document(shown.name, output.catalog(), output.unit), output)
-
-
-class Only(StrEnum):
-    """Which cells to show."""
-
-    wrong = "wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +56,9 @@ class TableOptions:
             rich_help_panel="Tables",
         ),
     ] = None
-    only: Annotated[Only | None, option("Tables", "--only wrong", "Show only the cells that the notes got wrong.")] = (
-        None
-    )
+    only: Annotated[
+        Literal["wrong"] | None, option("Tables", "--only wrong", "Show only the cells that the notes got wrong.")
+    ] = None
 
 
 @command(example="memplan tables s000.t15 --only wrong")

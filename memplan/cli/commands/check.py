@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
@@ -14,7 +13,7 @@ import memplan
 from memplan.budget.baseline import read_baseline
 from memplan.budget.budget_jobs import DEFAULT_FILE
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import OUTPUT, OutputFormat, OutputOptions, option
+from memplan.cli.option_groups import OUTPUT, OutputOptions, option
 from memplan.cli.output import deliver, emit, emit_as
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import append_file, say
@@ -35,18 +34,8 @@ def _side(name: str) -> Any:
     )
 
 
-class CheckFormat(StrEnum):
-    """How the answer of a check is written: as any other, or for a forge or a test report."""
-
-    table = "table"
-    plain = "plain"
-    json = "json"
-    csv = "csv"
-    md = "md"
-    github = "github"
-    gitlab = "gitlab"
-    junit = "junit"
-    sarif = "sarif"
+CheckFormat = Literal[Format, "github", "gitlab", "junit", "sarif"]
+"""How the answer of a check is written: as any other, or for a forge or a test report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,8 @@ class CheckOptions:
     ] = None
     summary: Annotated[bool, option(OUTPUT, "--summary", f"Append Markdown to the file named by ${SUMMARY}.")] = False
     form: Annotated[
-        CheckFormat | None, option(OUTPUT, "--format -f FORMAT", f"{', '.join(CheckFormat)}; a table by default.")
+        CheckFormat | None,
+        option(OUTPUT, "--format -f FORMAT", f"{', '.join(get_args(CheckFormat))}; a table by default."),
     ] = None
 
 
@@ -83,14 +73,14 @@ def check_command(check: CheckOptions, output: Annotated[OutputOptions, without(
 
     Exit code 0: all within; 1: one over; 2: bad input; 3: one that cannot be evaluated, and none over.
     """
-    chosen = CheckFormat(output.format_name(check.form))
+    chosen = output.format_name(check.form)
     path = summary_path() if check.summary else None
     try:
         answer = memplan.check(
             check.budget, baseline=check.baseline, update_baseline=check.update, catalog=output.catalog()
         )
     except InvalidFileError as error:
-        if chosen == CheckFormat.github:
+        if chosen == "github":
             from memplan.report.checks.forge_texts import problems_text
 
             deliver(problems_text(error.problems), output.file)
@@ -115,20 +105,20 @@ def diff_command(sides: DiffOptions, output: Annotated[OutputOptions, without("c
     return emit(diff_document(*both, output.unit), output)
 
 
-def _emit(answer: Check, form: CheckFormat, output: OutputOptions) -> int:
+def _emit(answer: Check, form: str, output: OutputOptions) -> int:
     """Write the answer in its format and return the exit code."""
-    document = answer.document(output.unit, full=form == CheckFormat.json)
-    if form.value in OutputFormat.__members__ and (output.quiet or form != CheckFormat.md):
-        return emit_as(document, cast("Format", form.value), output)
+    document = answer.document(output.unit, full=form == "json")
+    if form in get_args(Format) and (output.quiet or form != "md"):
+        return emit_as(document, cast("Format", form), output)
     deliver(_renderer(form)(answer.results), output.file)
     return document.exit_code
 
 
-def _renderer(form: CheckFormat) -> Callable[[Sequence[Result]], str]:
+def _renderer(form: str) -> Callable[[Sequence[Result]], str]:
     """Return what writes a format that only checks have."""
     from memplan.report.checks import forge_texts
 
-    name = "markdown" if form == CheckFormat.md else form.value
+    name = "markdown" if form == "md" else form
     render: Callable[[Sequence[Result]], str] = getattr(forge_texts, f"{name}_text")
     return render
 

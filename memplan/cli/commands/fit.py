@@ -138,7 +138,7 @@ def _served(
     from memplan.library.lookup import find_model
     from memplan.library.runs.served_model import InferenceOptions, serve
 
-    options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine.value)
+    options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine)
     catalog = output.catalog()
     answer = serve(find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)

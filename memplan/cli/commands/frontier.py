@@ -1,8 +1,7 @@
 """``memplan frontier``: what batch and sequence length?"""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import memplan
 from memplan.cli.grid_options import GridOptions as LayoutOptions
@@ -24,17 +23,6 @@ from memplan.report.document import Format
 from memplan.report.figures import check_drawable, picture_of
 
 
-class FrontierFormat(StrEnum):
-    """How the grid is written."""
-
-    table = "table"
-    plain = "plain"
-    json = "json"
-    csv = "csv"
-    md = "md"
-    svg = "svg"
-
-
 @dataclass(frozen=True, slots=True)
 class GridOptions:
     """The grid, and how it is written."""
@@ -44,7 +32,7 @@ class GridOptions:
         None
     )
     form: Annotated[
-        FrontierFormat | None,
+        Literal[Format, "svg"] | None,
         option(
             OUTPUT,
             "--format -f FORMAT",

@@ -1,8 +1,7 @@
 """``memplan max`` and ``memplan where``: the largest that a GPU holds, the fewest GPUs for a model."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Literal, get_args
 
 import memplan
 from memplan.cli.grouped_command import command, without
@@ -21,28 +20,10 @@ from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides
+from memplan.library.several.capacity import Sizes
 
-if TYPE_CHECKING:
-    from memplan import LargestModels, LargestValues
-    from memplan.solver.largest_per_device import Quantity
-
-
-class Sought(StrEnum):
-    """What the largest is sought of."""
-
-    parameters = "parameters"
-    batch = "batch"
-    sequence = "sequence"
-    lora_rank = "lora-rank"
-    layers = "layers"
-
-
-class Accounting(StrEnum):
-    """Rules that the notes count by."""
-
-    scale = "notes-scale"
-    precision = "notes-precision"
-    minimum_gpus = "notes-min-gpus"
+Accounting = Literal["notes-scale", "notes-precision", "notes-min-gpus"]
+"""Rules that the notes count by."""
 
 
 _SEARCH = "Search"
@@ -57,7 +38,7 @@ class AccountingOptions:
         option(
             _SEARCH,
             "--accounting RULE",
-            f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(Accounting)}.",
+            f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(get_args(Accounting))}.",
         ),
     ] = None
 
@@ -66,9 +47,9 @@ class AccountingOptions:
 class LargestOptions:
     """What is sought, and how it is shown."""
 
-    what: Annotated[Sought, option(_SEARCH, "--for WHAT", f"{', '.join(Sought)}; all but parameters take a MODEL.")] = (
-        Sought.parameters
-    )
+    what: Annotated[
+        Sizes, option(_SEARCH, "--for WHAT", f"{', '.join(get_args(Sizes))}; all but parameters take a MODEL.")
+    ] = "parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +83,7 @@ def max_command(
     Without --gpu: every GPU of the catalog. Without --config: qlora, lora, bf16-adamw and tier3; with --for,
     bf16-adamw (lora for a rank). What is answered FITS, and one more does not.
     """
-    what = sought.what.value
+    what = sought.what
     if rule.accounting is not None:
         if plot.plot is not None:
             raise InvalidFileError(["--plot: a rule of the notes has no picture; leave out --accounting"])
@@ -110,13 +91,13 @@ def max_command(
         return _max_by_notes(rule.accounting, given, device, training, output)
     options = job_options(output, training, device=device)
     options["beside"] = tuple(model.beside or ())
-    answer: LargestModels | LargestValues
+    answer: memplan.LargestModels | memplan.LargestValues
     if what == "parameters":
         waiting = Waiting("max")
         answer = memplan.largest(model.model, progress=waiting, **options)
         waiting.end()
     else:
-        answer = memplan.largest(model.model, cast("Quantity", what), **options)
+        answer = memplan.largest(model.model, what, **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 
@@ -130,7 +111,7 @@ def _max_by_notes(
 
     _refuse_details(rule, training.overrides(), given)
     cards = Cards(device.gpu, device.gpu_memory, device.gpus)
-    rows = largest_by_notes(rule.value, training.chosen, cards, output.catalog())
+    rows = largest_by_notes(rule, training.chosen, cards, output.catalog())
     return emit(max_by_notes_document(rows), output)
 
 
@@ -143,7 +124,7 @@ def _refuse_details(accounting: Accounting, overrides: Overrides, other: str | N
     given += [f"--set {setting}" for setting in overrides.settings]
     if given:
         raise InvalidFileError(
-            [f"--accounting {accounting.value}: the notes' rule knows no {', '.join(given)}; leave it out"]
+            [f"--accounting {accounting}: the notes' rule knows no {', '.join(given)}; leave it out"]
         )
 
 
@@ -186,5 +167,5 @@ def _where_by_notes(
     catalog = output.catalog()
     known = find_model(model.model, model.shapes, catalog)
     _refuse_details(rule, training.overrides(), other)
-    rows = fewest_by_notes(rule.value, known, training.chosen, catalog)
+    rows = fewest_by_notes(rule, known, training.chosen, catalog)
     return emit(where_by_notes_document(known.spec.name, nominal_billions(known), rows), output)

@@ -72,7 +72,7 @@ def validate_command(
         shapes=model.shapes,
         config=training.chosen or "tier1",
         overrides=training.overrides(),
-        device=None if validate.device is None else validate.device.value,
+        device=validate.device,
         small=validate.small,
         steps=validate.steps,
         processes=validate.processes,

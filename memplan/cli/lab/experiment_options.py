@@ -32,7 +32,7 @@ class RunOptions:
     seed: Annotated[
         list[int] | None, option(RUN, "--seed", "Seed, 0, 1 and 2 by default; repeatable.", min=0, max=2**63 - 1)
     ] = None
-    device: Annotated[TorchDevice, option(RUN, "--device KIND", "Where to run, cpu or cuda.")] = TorchDevice.cpu
+    device: Annotated[TorchDevice, option(RUN, "--device KIND", "Where to run, cpu or cuda.")] = "cpu"
     threads: Annotated[int, option(RUN, "--threads", "Threads on the CPU; 0 leaves it to torch.", min=0, max=1024)] = 0
     out: Annotated[Path | None, option(RUN, "--out FILE", "Write the record of the runs, as JSON.")] = None
     plot: Annotated[Path | None, option(RUN, "--plot FILE", "Draw the record, as SVG or PNG.")] = None
@@ -63,7 +63,7 @@ def run_experiment(
     from memplan.lab.experiment_record import record
     from memplan.lab.training.trained_model import prepare
 
-    device = options.device.value
+    device = options.device
     prepare(device, options.threads)
     progress = Progress(title, parts)
     outcome = run(_silent if output.quiet else progress)

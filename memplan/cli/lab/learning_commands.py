@@ -45,7 +45,7 @@ def names_option(flag: str, what: str) -> Any:
 LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
 
 
-class Problem(StrEnum):
+class Problem(StrEnum):  # of which typer takes several, as it does not of a Literal
     """What to learn."""
 
     teacher_student = "teacher-student"
@@ -94,7 +94,7 @@ def dynamic_range(
     require_torch(NEEDS)
     from memplan.lab.learning.dynamic_range import dynamic_range as experiment
 
-    task = experiment(open_catalog(None), size.size(), run.seeds(), run.device.value)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), run.device)
     return run_experiment("dynamic-range", task.parts, task.run, run, output)
 
 
@@ -106,7 +106,7 @@ def momentum_bits(compared: MomentumOptions, size: SizeOptions, run: RunOptions,
 
     problems = tuple(one.value for one in compared.problem or ())
     momentum = tuple(compared.momentum or ())
-    task = experiment(open_catalog(None), size.size(), run.seeds(), momentum, problems, run.device.value)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), momentum, problems, run.device)
     return run_experiment("momentum-bits", task.parts, task.run, run, output)
 
 
@@ -121,7 +121,7 @@ def weight_bits(
     require_torch(NEEDS)
     from memplan.lab.learning.weight_bits import weight_bits as experiment
 
-    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.weights or ()), run.device.value)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.weights or ()), run.device)
     return run_experiment("weight-bits", task.parts, task.run, run, output)
 
 
@@ -131,7 +131,7 @@ def gradient_dtype(compared: GradientOptions, size: SizeOptions, run: RunOptions
     require_torch(NEEDS)
     from memplan.lab.learning.gradient_dtype import gradient_dtype as experiment
 
-    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.gradient or ()), run.device.value)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.gradient or ()), run.device)
     return run_experiment("gradient-dtype", task.parts, task.run, run, output)
 
 
@@ -141,7 +141,7 @@ def adam_bits(compared: MomentOptions, size: SizeOptions, run: RunOptions, outpu
     require_torch(NEEDS)
     from memplan.lab.learning.adam_bits import adam_bits as experiment
 
-    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.moment or ()), run.device.value)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.moment or ()), run.device)
     return run_experiment("adam-bits", task.parts, task.run, run, output)
 
 
@@ -205,7 +205,7 @@ def matched_8bit(
     size = Size(**shapes, batch=8, length=128, steps=100) if shapes else shape_named(name)
     size = with_steps(size, matched.steps, matched.batch, matched.length)
     momentum, train = tuple(matched.momentum or ()), not matched.plan_only
-    task = experiment(open_catalog(None), name, size, run.seeds(), momentum, run.device.value, train=train)
+    task = experiment(open_catalog(None), name, size, run.seeds(), momentum, run.device, train=train)
     return run_experiment("matched-8bit", task.parts, task.run, run, output)
 
 

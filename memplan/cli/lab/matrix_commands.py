@@ -1,8 +1,7 @@
 """``memplan lab orthogonality``, ``precision`` and ``variance``: experiments on matrices, without a model."""
 
 import re
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from memplan.cli.grouped_command import command, without
 from memplan.cli.lab.experiment_options import NEEDS, RunOptions, run_experiment
@@ -13,13 +12,6 @@ from memplan.host.this_machine import require_torch
 
 MATRIX = "Matrices"
 LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
-
-
-class Measure(StrEnum):
-    """Errors of ``X X^T`` against the identity."""
-
-    frobenius = "frobenius"
-    largest_element = "largest-element"
 
 
 _ITERATIONS = option(MATRIX, "--iterations", "Of Newton-Schulz.", min=1, max=50)
@@ -43,9 +35,9 @@ class OrthogonalityOptions:
     iterations: Annotated[int, _ITERATIONS] = 10
     dtype: Annotated[str, option(MATRIX, "--dtype NAME", "bf16, fp16 or fp32.")] = "bf16"
     measure: Annotated[
-        Measure,
+        Literal["frobenius", "largest-element"],
         option(MATRIX, "--measure ERROR", "That the picture shows, frobenius or largest-element; tables have both."),
-    ] = Measure.frobenius
+    ] = "frobenius"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +87,11 @@ def orthogonality(matrices: OrthogonalityOptions, run: RunOptions, output: LabOu
     from memplan.lab.matrices import orthogonality as lab
 
     seeds, shapes = run.seeds(), [_shape(text) for text in matrices.size or ()] or lab.SHAPES
-    names, key = matrices.schedule or lab.NAMES, matrices.measure.value.replace("-", "_")
+    names, key = matrices.schedule or lab.NAMES, matrices.measure.replace("-", "_")
     return run_experiment(
         "orthogonality",
         lab.parts(seeds, shapes),
-        lambda told: lab.run(seeds, told, shapes, names, matrices.iterations, matrices.dtype, key, run.device.value),
+        lambda told: lab.run(seeds, told, shapes, names, matrices.iterations, matrices.dtype, key, run.device),
         run,
         output,
     )
@@ -116,9 +108,7 @@ def precision(matrices: PrecisionOptions, run: RunOptions, output: LabOutput) ->
     return run_experiment(
         "precision",
         lab.parts(seeds, widths, chosen, which),
-        lambda told: lab.run(
-            seeds, told, widths, chosen, which, matrices.iterations, matrices.schedule, run.device.value
-        ),
+        lambda told: lab.run(seeds, told, widths, chosen, which, matrices.iterations, matrices.schedule, run.device),
         run,
         output,
     )
@@ -135,7 +125,7 @@ def variance(matrices: VarianceOptions, run: RunOptions, output: LabOutput) -> i
         "variance",
         lab.parts(seeds),
         lambda told: lab.run(
-            seeds, told, matrices.width, matrices.samples, matrices.iterations, matrices.noise, run.device.value
+            seeds, told, matrices.width, matrices.samples, matrices.iterations, matrices.noise, run.device
         ),
         run,
         output,

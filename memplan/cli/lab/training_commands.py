@@ -1,9 +1,8 @@
 """``memplan lab train`` and ``memplan lab largest``: seeds are trained with their progress, or the largest model that fits a GPU is."""
 
 from datetime import date
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stack_versions import DEFAULT_STACK
@@ -68,7 +67,7 @@ def largest_command(
     catalog = output.catalog()
     candidate = _candidate(model, requested, catalog)
     require_own_loop(require_one_gpu(candidate.setup, "memplan lab largest"), "memplan lab largest")
-    if run.device.value == "cpu" and candidate.parameters > CPU_PARAMETERS:
+    if run.device == "cpu" and candidate.parameters > CPU_PARAMETERS:
         raise CannotAnswerError(
             f"{candidate.model.spec.name} has {candidate.parameters:,} parameters, too many to train on a CPU; give --device "
             "cuda, or a smaller MODEL, --gpu-memory or --layers"
@@ -95,7 +94,7 @@ def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, q
     from memplan.lab.training.trained_model import prepare
     from memplan.lab.training.training_record import TrainingRequest, evidence
 
-    device, seed = run.device.value, requested.seed
+    device, seed = run.device, requested.seed
     prepare(device, run.threads)
     options = TrainingOptions(
         steps=requested.steps,
@@ -126,22 +125,15 @@ def _trained(candidate: Candidate, requested: LargestOptions, run: RunOptions, q
     return {**record, "memory": limit_record(limit, candidate.plan)}
 
 
-class Rounding(StrEnum):
-    """Rounding of weights that are not fp32."""
-
-    nearest = "nearest"
-    stochastic = "stochastic"
-    golden = "golden"
-
-
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """What is trained, and how."""
 
     config: Annotated[str, option(RUN, "--config -c NAME|FILE", "Training config, which must be given.")]
     rounding: Annotated[
-        Rounding, option(RUN, "--rounding KIND", "Of weights that are not fp32: nearest, stochastic or golden.")
-    ] = Rounding.stochastic
+        Literal["nearest", "stochastic", "golden"],
+        option(RUN, "--rounding KIND", "Of weights that are not fp32: nearest, stochastic or golden."),
+    ] = "stochastic"
     momentum_format: Annotated[
         str | None, option(RUN, "--momentum-format NAME", "In place of the config's, such as gauss4.")
     ] = None
@@ -184,16 +176,16 @@ def train_command(
     from memplan.lab.training.trained_model import prepare
     from memplan.lab.training.training_record import TrainingRequest, evidence
 
-    prepare(run.device.value, run.threads)
+    prepare(run.device, run.threads)
     options = TrainingOptions(
         steps=size.steps,
         lr=training.lr,
         adamw_lr=training.adamw_lr,
         weight_decay=training.weight_decay,
-        rounding=training.rounding.value,
+        rounding=training.rounding,
         momentum_format=training.momentum_format,
         matrix_options=matrix_options,
-        device=run.device.value,
+        device=run.device,
     )
     text, runs = library_text(), []
     for seed in run.seeds((0,)):
