@@ -69,18 +69,16 @@ class MemoryHistory:
     alloc_conf: str  # The allocator settings of the run; empty when the file does not say
 
 
-def load_history(path: Path, device: int | None = None) -> MemoryHistory:
-    """Return the history of one device from an exported JSON file.
-
-    Args:
-        path: Written as the head of this file shows; at most 256 MiB.
-        device: Index of the device; not needed when only one has events.
+def load_history(path: Path) -> MemoryHistory:
+    """Return the history of the device that has events from a JSON file, exported as the head of this module shows.
 
     Raises:
         InvalidFileError: Unreadable, a pickle, too large, or not such a history.
         CannotAnswerError: Private memory pools, as CUDA graphs use them.
     """
-    return parse_history(_read(path), shown_path(path), device)
+    suggestion = "record without stacks (context=None), or fewer steps"
+    text = read_text(path, MAXIMUM_HISTORY_BYTES, f"export it as JSON: {HOW_TO_EXPORT}", suggestion)
+    return parse_history(text, shown_path(path))
 
 
 def parse_history(text: str, name: str, device: int | None = None) -> MemoryHistory:
@@ -96,11 +94,6 @@ def parse_history(text: str, name: str, device: int | None = None) -> MemoryHist
     if reader.problems or history is None:
         raise InvalidFileError(reader.problems)
     return history
-
-
-def _read(path: Path) -> str:
-    suggestion = "record without stacks (context=None), or fewer steps"
-    return read_text(path, MAXIMUM_HISTORY_BYTES, f"export it as JSON: {HOW_TO_EXPORT}", suggestion)
 
 
 class _Reader:

@@ -44,6 +44,11 @@ def option(heading: str, flags: str, help: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=heading, **settings)
 
 
+def argument(heading: str, name: str, help: str) -> Any:
+    """Return an argument that may be left out, under a heading of help."""
+    return typer.Argument(metavar=name, help=help, show_default=False, rich_help_panel=heading)
+
+
 # ------------------------------------------------------------------ models
 def _shape(name: str) -> Any:
     return option(SHAPES_ALONE, f"{name} N", "A model by its shapes, in place of MODEL.")
@@ -54,13 +59,7 @@ class ModelOptions:
     """MODEL, or shapes in its place."""
 
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Catalog name, folder, config.json, GGUF, trainer's file.",
-            show_default=False,
-            rich_help_panel=MODEL,
-        ),
+        str | None, argument(MODEL, "MODEL", "Catalog name, folder, config.json, GGUF, trainer's file.")
     ] = None
     layers: Annotated[int | None, _shape("--layers")] = None
     hidden: Annotated[int | None, _shape("--hidden")] = None

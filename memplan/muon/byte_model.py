@@ -125,7 +125,6 @@ def predict_bytes(
     group: Mapping[str, Any] | None = None,
     *,
     parameter_dtype: torch.dtype = torch.float32,
-    gradient_dtype: torch.dtype | None = None,
     gradient_format: str | None = None,
     handle: Handle | None = None,
     states: Sequence[Layout] | None = None,
@@ -139,7 +138,6 @@ def predict_bytes(
         shape: Shape of the parameter.
         group: Options of its group; keys that are missing take their defaults.
         parameter_dtype: Of a float parameter.
-        gradient_dtype: Of a gradient in ``.grad``; by default the parameter's.
         gradient_format: Of a gradient store, which takes the place of ``.grad``.
         handle: Of a weight that is no float parameter.
         states: Layouts of the state slots, as the catalog has them; by default the codecs'.
@@ -154,7 +152,7 @@ def predict_bytes(
     size = torch.Size(shape)
     elements = size.numel()
     handle = handle or FloatHandle(torch.empty(size, dtype=parameter_dtype, device="meta"))
-    dtype = GRADIENT_FORMATS[gradient_format] if gradient_format else gradient_dtype or parameter_dtype
+    dtype = GRADIENT_FORMATS[gradient_format] if gradient_format else parameter_dtype
     weight = weight or BlockLayout(1, parameter_dtype.itemsize)
     gradient = gradient or BlockLayout(1, dtype.itemsize, 4 if dtype.itemsize == 1 else 0)
     slots = states if states is not None else tuple(state_layouts(full, elements).values())

@@ -3,14 +3,14 @@
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.trace.jobs.bundled_optimizer import short_loops
@@ -53,7 +53,7 @@ def imported_factory(name: str) -> Factory:
     return factory
 
 
-def trace_module(factory: str | Factory, setup: TrainingSetup, batch: Mapping[str, Tensor] | None = None) -> Trace:
+def trace_module(factory: str | Factory, setup: TrainingSetup) -> Trace:
     """Return the trace of a training step of the module that ``factory`` builds.
 
     The module is built on ``meta``: nothing is allocated and nothing initialised. Its forward
@@ -62,7 +62,6 @@ def trace_module(factory: str | Factory, setup: TrainingSetup, batch: Mapping[st
     Args:
         factory: Takes no arguments and returns the module; or its name, ``package.module:function``.
         setup: The training setup; its float formats become the dtype of the parameters.
-        batch: Keyword arguments of forward; by default its first argument gets token ids.
 
     Raises:
         CannotAnswerError: The module cannot be imported, built, or run without the values of tensors.
@@ -75,9 +74,7 @@ def trace_module(factory: str | Factory, setup: TrainingSetup, batch: Mapping[st
         raise CannotAnswerError(f"{label} returned {type(module).__name__}, not a torch.nn.Module")
     _to_dtype(module, setup)
     ids = torch.zeros(setup.config.micro_batch_size, setup.config.sequence_length, dtype=torch.long, device="meta")
-    inputs = batch if batch is not None else {_first_argument(module): ids}
-    moved = {name: tensor.to("meta") for name, tensor in inputs.items()}
-    return _traced(ModuleJob(module, setup, moved, torch.zeros_like(ids)), setup, label)
+    return _traced(ModuleJob(module, setup, {_first_argument(module): ids}, torch.zeros_like(ids)), setup, label)
 
 
 def trace_huggingface(directory: str | Path, setup: TrainingSetup) -> Trace:

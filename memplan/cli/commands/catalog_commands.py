@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.option_groups import OutputOptions, argument, option
 from memplan.cli.output import emit
 from memplan.documents.frozen_values import dataclass
 
@@ -47,15 +47,9 @@ def show_command(shown: ShowOptions, output: OutputOptions) -> int:
 class TableOptions:
     """Which tables, and which of their cells."""
 
-    table: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="ID",
-            help="A table such as s000.t02, or a document such as s000.",
-            show_default=False,
-            rich_help_panel="Tables",
-        ),
-    ] = None
+    table: Annotated[str | None, argument("Tables", "ID", "A table such as s000.t02, or a document such as s000.")] = (
+        None
+    )
     only: Annotated[
         Literal["wrong"] | None, option("Tables", "--only wrong", "Show only the cells that the notes got wrong.")
     ] = None

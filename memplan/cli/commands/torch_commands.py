@@ -5,13 +5,19 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
 import memplan
 from memplan.allocator.settings import parse_alloc_conf
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, PlotOptions, TorchDevice, option
+from memplan.cli.option_groups import (
+    DeviceOptions,
+    ModelOptions,
+    OutputOptions,
+    PlotOptions,
+    TorchDevice,
+    argument,
+    option,
+)
 from memplan.cli.output import draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
@@ -72,16 +78,7 @@ def validate_command(
         shapes=model.shapes,
         config=training.chosen or "tier1",
         overrides=training.overrides(),
-        device=validate.device,
-        small=validate.small,
-        steps=validate.steps,
-        processes=validate.processes,
-        patience=validate.patience,
-        record=validate.record,
-        replay=validate.replay,
-        plan=validate.plan,
-        calibrate=validate.calibrate,
-        alloc_conf=validate.alloc_conf,
+        **{name: getattr(validate, name) for name in ValidateOptions.__dataclass_fields__},
         command=" ".join(["memplan", *sys.argv[1:]]),
         quiet=output.quiet,
     )
@@ -182,12 +179,8 @@ class RunOptions:
     """A script with its own arguments, and how it is run."""
 
     words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [-- ARGS]", help="The script, and what it is to be given.", show_default=False,
-            rich_help_panel=_RUN,
-        ),
-    ] = None  # fmt: skip
+        list[str] | None, argument(_RUN, "SCRIPT [-- ARGS]", "The script, and what it is to be given.")
+    ] = None
     module: Annotated[str | None, option(_RUN, "--module -m MODULE", "A module in place of SCRIPT, as python -m.")] = (
         None
     )

@@ -2,11 +2,9 @@
 
 from typing import Annotated
 
-import typer
-
 import memplan
 from memplan.cli.grouped_command import command, without
-from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, option
+from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, argument, option
 from memplan.cli.output import deliver, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
@@ -23,11 +21,10 @@ class ImportOptions:
 
     paths: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="FILE | -- COMMAND",
-            help="A trainer's YAML, JSON, TOML or Python file, a launch script or notebook; or, after --, a launch command.",
-            show_default=False,
-            rich_help_panel=_FILES,
+        argument(
+            _FILES,
+            "FILE | -- COMMAND",
+            "A trainer's YAML, JSON, TOML or Python file, a launch script or notebook; or, after --, a launch command.",
         ),
     ] = None
     beside: Annotated[

@@ -11,7 +11,7 @@ from memplan.cli.grouped_command import add_command, command, without
 from memplan.cli.lab.learning_commands import LEARNING
 from memplan.cli.lab.matrix_commands import orthogonality, precision, variance
 from memplan.cli.lab.training_commands import largest_command, train_command
-from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.option_groups import OutputOptions, argument, option
 from memplan.cli.output import emit
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, MemplanError, printable
@@ -28,15 +28,9 @@ lab_command = typer.Typer(
 class RecordOptions:
     """Which record, and its picture."""
 
-    record: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECORD",
-            help="A file, or the name of a record that is shipped.",
-            show_default=False,
-            rich_help_panel="Record",
-        ),
-    ] = None
+    record: Annotated[str | None, argument("Record", "RECORD", "A file, or the name of a record that is shipped.")] = (
+        None
+    )
     plot: Annotated[Path | None, option("Record", "--plot FILE", "Draw the record, as SVG or PNG.")] = None
 
 

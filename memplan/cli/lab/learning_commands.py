@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 from memplan.cli.grouped_command import command, with_defaults, without
@@ -86,28 +87,28 @@ class MomentOptions:
     )
 
 
+def _learn(
+    name: str, run: RunOptions, output: OutputOptions, size: SizeOptions, *compared: Sequence[str] | None
+) -> int:
+    """Run the experiment of a module of that name, on what is compared; nothing said is all."""
+    require_torch(NEEDS)
+    experiment = getattr(import_module(f"memplan.lab.learning.{name}"), name)
+    task = experiment(open_catalog(None), size.size(), run.seeds(), *(tuple(one or ()) for one in compared), run.device)
+    return run_experiment(name.replace("_", "-"), task.parts, task.run, run, output)
+
+
 @command(example="memplan lab dynamic-range --steps 20 --seed 0")
 def dynamic_range(
     size: Annotated[SizeOptions, with_defaults(steps=150, layers=4)], run: RunOptions, output: LabOutput
 ) -> int:
     """Measure what Adam's second moment, Muon's momentum and Newton-Schulz' X span while a model learns."""
-    require_torch(NEEDS)
-    from memplan.lab.learning.dynamic_range import dynamic_range as experiment
-
-    task = experiment(open_catalog(None), size.size(), run.seeds(), run.device)
-    return run_experiment("dynamic-range", task.parts, task.run, run, output)
+    return _learn("dynamic_range", run, output, size)
 
 
 @command(example="memplan lab momentum-bits --momentum int4 --problem teacher-student")
 def momentum_bits(compared: MomentumOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against bits, codebook, block and rounding of Muon's momentum, the notes' quantiser included."""
-    require_torch(NEEDS)
-    from memplan.lab.learning.momentum_bits import momentum_bits as experiment
-
-    problems = tuple(one.value for one in compared.problem or ())
-    momentum = tuple(compared.momentum or ())
-    task = experiment(open_catalog(None), size.size(), run.seeds(), momentum, problems, run.device)
-    return run_experiment("momentum-bits", task.parts, task.run, run, output)
+    return _learn("momentum_bits", run, output, size, compared.momentum, [one.value for one in compared.problem or ()])
 
 
 @command(example="memplan lab weight-bits --steps 20 --seed 0")
@@ -118,31 +119,19 @@ def weight_bits(
     output: LabOutput,
 ) -> int:
     """Measure loss against format and rounding of the weights, which have no master copy."""
-    require_torch(NEEDS)
-    from memplan.lab.learning.weight_bits import weight_bits as experiment
-
-    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.weights or ()), run.device)
-    return run_experiment("weight-bits", task.parts, task.run, run, output)
+    return _learn("weight_bits", run, output, size, compared.weights)
 
 
 @command(example="memplan lab gradient-dtype --steps 20 --seed 0")
 def gradient_dtype(compared: GradientOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against the dtype of gradients between backward and step, with a scale and by a plain cast."""
-    require_torch(NEEDS)
-    from memplan.lab.learning.gradient_dtype import gradient_dtype as experiment
-
-    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.gradient or ()), run.device)
-    return run_experiment("gradient-dtype", task.parts, task.run, run, output)
+    return _learn("gradient_dtype", run, output, size, compared.gradient)
 
 
 @command(example="memplan lab adam-bits --steps 20 --seed 0")
 def adam_bits(compared: MomentOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
     """Measure loss against bits, levels and range of Adam's second moment, the notes' quantiser included."""
-    require_torch(NEEDS)
-    from memplan.lab.learning.adam_bits import adam_bits as experiment
-
-    task = experiment(open_catalog(None), size.size(), run.seeds(), tuple(compared.moment or ()), run.device)
-    return run_experiment("adam-bits", task.parts, task.run, run, output)
+    return _learn("adam_bits", run, output, size, compared.moment)
 
 
 def _number(flag: str, what: str, least: int = 1) -> Any:

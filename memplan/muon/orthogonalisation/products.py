@@ -21,14 +21,8 @@ class Product(Protocol):
     """A matrix product into a given tensor; see the module."""
 
     def __call__(
-        self,
-        left: Tensor,
-        right: Tensor,
-        out: Tensor,
-        addend: Tensor | None = None,
-        beta: float = 0.0,
-        alpha: float = 1.0,
-    ) -> None:
+        self, left: Tensor, right: Tensor, out: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+    ) -> None:  # fmt: skip
         """Write ``beta * addend + alpha * left @ right`` into ``out``."""
 
 
@@ -125,14 +119,8 @@ class QuantisedProduct:
             raise OptimizerError(f"scaling: expected 'row', 'tensor' or a block length, got {self.scaling!r}")
 
     def __call__(
-        self,
-        left: Tensor,
-        right: Tensor,
-        out: Tensor,
-        addend: Tensor | None = None,
-        beta: float = 0.0,
-        alpha: float = 1.0,
-    ) -> None:
+        self, left: Tensor, right: Tensor, out: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+    ) -> None:  # fmt: skip
         """Write ``beta * addend + alpha * quantised(left) @ quantised(right)`` into ``out``."""
         if left.ndim == 3:
             for index in range(left.shape[0]):

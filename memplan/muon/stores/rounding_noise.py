@@ -52,9 +52,9 @@ def uniform(shape: Sequence[int], generator: torch.Generator, device: torch.devi
     return numbers.add_(generator.shift).frac_() if isinstance(generator, Phases) else numbers
 
 
-def random_bits_(out: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Fill ``out``, int32, with numbers of ``bits`` bits, phases advanced."""
-    out.random_(0, 1 << bits, generator=generator)
+def random_bits_(out: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill ``out``, int32, with numbers of 16 bits, phases advanced."""
+    out.random_(0, 1 << 16, generator=generator)
     if isinstance(generator, Phases):
-        out.add_(int(generator.shift * (1 << bits))).bitwise_and_((1 << bits) - 1)
+        out.add_(int(generator.shift * (1 << 16))).bitwise_and_((1 << 16) - 1)
     return out

@@ -165,6 +165,6 @@ def _apply(weights: list[Tensor], update: Tensor, keep: float, rate: float, nois
     if noises:
         bits = spent.view(torch.int32)
         for part, generator in zip(bits, noises, strict=True):
-            random_bits_(part, 16, generator)
+            random_bits_(part, generator)
         exact.view(torch.int32).add_(bits).bitwise_and_(-(1 << 16))
     torch._foreach_copy_(weights, list(exact))

@@ -59,14 +59,9 @@ class Handle(Protocol):
         """Return the bytes of ``scratch``, and what ``apply_`` allocates besides."""
 
     def apply_(
-        self,
-        start: int,
-        update: Tensor,
-        keep: float,
-        rate: float,
-        scratch: Tensor | None,
+        self, start: int, update: Tensor, keep: float, rate: float, scratch: Tensor | None,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Replace ``w`` by ``keep * w - rate * update`` from ``start`` on.
 
         ``update`` is fp32 and may be destroyed. With a ``generator`` rounding is stochastic.
@@ -152,14 +147,9 @@ class FloatHandle:
         return 0 if self.parameter.dtype == torch.float32 else 4 * elements
 
     def apply_(
-        self,
-        start: int,
-        update: Tensor,
-        keep: float,
-        rate: float,
-        scratch: Tensor | None,
+        self, start: int, update: Tensor, keep: float, rate: float, scratch: Tensor | None,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Update in place for fp32; else in fp32, with one rounding at the end."""
         weights = self.parameter.detach().view(-1)[start : start + update.numel()]
         if scratch is None:
@@ -199,14 +189,9 @@ class SplitHandle(FloatHandle):
         self.mantissa = mantissa
 
     def apply_(
-        self,
-        start: int,
-        update: Tensor,
-        keep: float,
-        rate: float,
-        scratch: Tensor | None,
+        self, start: int, update: Tensor, keep: float, rate: float, scratch: Tensor | None,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Join the halves, update in fp32, and split again."""
         del generator
         assert scratch is not None
@@ -248,4 +233,4 @@ def _round_stochastically_(exact: Tensor, spent: Tensor, generator: torch.Genera
     Random low bits are added and cut off; ``spent``, an fp32 tensor as long, is overwritten with them.
     """
     bits, random = exact.view(torch.int32), spent.view(torch.int32)
-    bits.add_(random_bits_(random, 16, generator)).bitwise_and_(-(1 << 16))
+    bits.add_(random_bits_(random, generator)).bitwise_and_(-(1 << 16))

@@ -317,14 +317,9 @@ class QuantisedHandle:
         return 4 * elements + self.layout.update_bytes(elements // self.block_elements, stochastic)
 
     def apply_(
-        self,
-        start: int,
-        update: Tensor,
-        keep: float,
-        rate: float,
-        scratch: Tensor | None,
+        self, start: int, update: Tensor, keep: float, rate: float, scratch: Tensor | None,
         generator: torch.Generator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Decode, update and encode the blocks of a stretch."""
         assert scratch is not None
         chosen, size = self.weight.format, self.block_elements

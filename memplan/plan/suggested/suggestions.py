@@ -20,27 +20,24 @@ from memplan.training.rules.half_precision import fp16_settings
 
 LEAST_SHARE = 200
 """Changes that save less than one part in this many of the device bytes are not worth a line."""
+MOST = 6
+"""Suggestions that are shown, at most."""
 
 
-def with_suggestions(plan: MemoryPlan, catalog: Catalog, most: int = 6) -> MemoryPlan:
+def with_suggestions(plan: MemoryPlan, catalog: Catalog) -> MemoryPlan:
     """Return a plan that carries its suggestions; one that is sure to fit has none.
 
     Where its reserve is simulated, changes are sought with shares, and those that are shown are simulated.
     """
     if plan.verdict == "fits":
         return plan
-    if plan.by_share is None:
-        result = suggestions(plan, catalog, most)
-    else:
-        result = suggestions(plan.by_share, catalog, most, plan)
+    result = suggestions(plan, catalog)
     if plan.exceeds_host:  # what saves the device's memory alone is no start
         result = tuple([item for item in result if item.flips_verdict])
     return replace(plan, suggestions=result)
 
 
-def suggestions(
-    plan: MemoryPlan, catalog: Catalog, most: int = 6, final: MemoryPlan | None = None
-) -> tuple[Suggestion, ...]:
+def suggestions(plan: MemoryPlan, catalog: Catalog) -> tuple[Suggestion, ...]:
     """Return changes to a plan that is not sure to fit, those that flip the verdict first.
 
     They keep what is trained: adapters where adapters were, weights as wide, all weights where all were. Only where
@@ -48,14 +45,14 @@ def suggestions(
     memory, the cheapest combination that does without is put first, if there is one. On a card that only emulates bf16 all of them are in fp16.
     """
     at = replace(plan.setup.config, micro_batch_size=plan.micro_batch_size, sequence_length=plan.sequence_length)
-    trial = Trial(plan, catalog, at)
+    trial = Trial(plan.by_share or plan, catalog, at)
     fp16 = _in_fp16(trial)
     config = trial.config if fp16 is None else fp16.apply(trial.config)
     results = _tried(trial, fp16, changes(config, plan.setup))
     if not any(item.flips_verdict for item in results):
         resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup),))
         results = [*(item for item in resorts if item.flips_verdict), *results]
-    return tuple(results[:most]) if final is None else _simulated(trial, results[:most], final)
+    return tuple(results[:MOST]) if plan.by_share is None else _simulated(trial, results[:MOST], plan)
 
 
 def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -> tuple[Suggestion, ...]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import memplan
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import active_parameter_count, parameter_count
+from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block, Document, Table
+from memplan.report.plans.plan_answer import model_data
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -96,31 +97,25 @@ def _percent(part: int, whole: int) -> int:
     return (200 * part + whole) // max(1, 2 * whole)
 
 
-def inference_sentence(answer: ServedAnswer, unit: str = "") -> str:
+def inference_sentence(answer: ServedAnswer) -> str:
     """Return the verdict in one sentence."""
     served = answer.served
-    needs, usable = format_bytes(served.device_bytes, unit), format_bytes(served.usable_bytes, unit)
+    needs, usable = format_bytes(served.device_bytes), format_bytes(served.usable_bytes)
     return (
         f"{WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {answer.device.name} "
-        f"(upper end {format_bytes(served.upper_bytes, unit)})."
+        f"(upper end {format_bytes(served.upper_bytes)})."
     )
 
 
 def _data(answer: ServedAnswer, catalog_hash: str) -> dict[str, Any]:
-    served, model = answer.served, answer.model
+    served = answer.served
     return {
         "schema": "memplan/inference/1",
         "memplan_version": memplan.__version__,
         "catalog_hash": catalog_hash,
         "verdict": served.verdict,
         "answer": inference_sentence(answer),
-        "model": {
-            "name": model.spec.name,
-            "parameters": parameter_count(model.inventory),
-            "active_parameters": active_parameter_count(model.inventory),
-            "architecture": model.spec.architecture,
-            "source": model.source,
-        },
+        "model": model_data(answer.model),
         "gpu": {
             "name": answer.device.name,
             "count": 1,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import memplan
 from memplan.catalog.stacks import Stack
 from memplan.model.inventory import active_parameter_count, parameter_count
+from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import BytesPerParameter
 from memplan.report.document import Block, Document, Table
 from memplan.training.resolved import TrainingSetup
@@ -56,9 +57,8 @@ def per_parameter_data(figure: BytesPerParameter) -> dict[str, float]:
     }
 
 
-def model_data(plan: MemoryPlan) -> dict[str, Any]:
-    """Return what a plan says of its model."""
-    model = plan.model
+def model_data(model: Model) -> dict[str, Any]:
+    """Return what an answer says of its model."""
     return {
         "name": model.spec.name,
         "parameters": parameter_count(model.inventory),
@@ -79,7 +79,7 @@ def plan_data(plan: MemoryPlan, catalog_hash: str) -> dict[str, Any]:
         "status": plan.setup.config.status,
         "verdict": plan.verdict,
         "answer": answer(plan),
-        "model": model_data(plan),
+        "model": model_data(plan.model),
         "gpu": {
             "name": plan.device.name,
             "count": plan.gpu_count,

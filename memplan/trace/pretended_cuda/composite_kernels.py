@@ -12,7 +12,7 @@ from torch._guards import TracingContext
 from torch.nn.attention import SDPBackend
 
 from memplan.step.kernels.attention_choice import AttentionCall, ChosenKernel, chosen_kernel
-from memplan.trace.pretended_cuda.cuda_kernels import overridden
+from memplan.trace.pretended_cuda.cuda_kernels import dropout, overridden
 from memplan.trace.reference.operations import FusedRMSNorm, aten
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.units import round_up
@@ -39,7 +39,7 @@ def composite_kernels(compute_capability: str) -> Iterator[None]:
     overrides: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": _attention(compute_capability),
         "rms_norm": _rms_norm,
-        "dropout": _dropout,
+        "dropout": dropout,
         "softmax.int": _softmax,
         "one_hot": _one_hot,
     }
@@ -75,16 +75,9 @@ def cpu_kernels() -> Iterator[None]:
 
 def _attention(compute_capability: str) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
         kernel = chosen_kernel(call, compute_capability, _allowed())
         mask = _additive(attn_mask, query.dtype)
@@ -97,16 +90,9 @@ def _choice(compute_capability: str) -> Callable[..., int]:
     numbers = {name: backend.value for backend, name in BACKENDS.items()}
 
     def fused_sdp_choice(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        _: bool = False,
-        *,
-        enable_gqa: bool = False,
-        **__: Any,
-    ) -> int:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        _: bool = False, *, enable_gqa: bool = False, **__: Any,
+    ) -> int:  # fmt: skip
         call = _call_of(query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa)
         return numbers[chosen_kernel(call, compute_capability, _allowed())]
 
@@ -215,10 +201,6 @@ def _divided_norm(x: Any, weight: Any, eps: float) -> Tensor:
     own = weight.to_local(grad_placements=placements)
     out = FusedRMSNorm.apply(x.to_local(), own, eps)  # type: ignore[no-untyped-call]
     return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)
-
-
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    return torch.native_dropout(x, p, train)[0] if train and p else x
 
 
 def _one_hot(numbers: Tensor, num_classes: int = -1) -> Tensor:

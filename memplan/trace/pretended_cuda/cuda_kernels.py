@@ -46,7 +46,7 @@ def cuda_operators() -> Iterator[None]:
 
     CUDA's mask of dropout is one byte, and its grouped products take fp16 and fp32 besides bf16.
     """
-    with overridden({"dropout": _dropout}):
+    with overridden({"dropout": dropout}):
         yield
 
 
@@ -62,7 +62,7 @@ def cuda_kernels(
     overrides: dict[str, Callable[..., Tensor]] = {
         "scaled_dot_product_attention": _attention(profile, autocast, wide),
         "rms_norm": _rms_norm(autocast),
-        "dropout": _dropout,
+        "dropout": dropout,
     }
     if autocast is not None:
         overrides |= _autocast(autocast)
@@ -74,16 +74,9 @@ def _attention(
     profile: KernelProfile, autocast: torch.dtype | None, wide: AttentionKernel | None
 ) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
         del enable_gqa
         if autocast is not None:
             query, key, value = query.to(autocast), key.to(autocast), value.to(autocast)
@@ -122,7 +115,8 @@ def _rms_norm(autocast: torch.dtype | None) -> Callable[..., Tensor]:
     return fused
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Return what is left of a tensor, with a mask of one byte an element where some of it is dropped."""
     return torch.native_dropout(x, p, train)[0] if train and p else x
 
 
