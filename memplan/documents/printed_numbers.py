@@ -1,4 +1,4 @@
-"""A number in the form of a printed one: its decimals, its suffix, its sign."""
+"""Printed numbers, their decimals, suffixes and signs; and the records of measurements that they are held against."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

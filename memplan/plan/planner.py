@@ -93,7 +93,7 @@ class CompiledPlan:
 
     @cached_property
     def ranks(self) -> tuple[CompiledPlan, ...]:
-        """The plans of a pipeline's ranks, where none of them is named: what is asked is then asked of the fullest."""
+        """The plans of a pipeline's ranks where no stage is named; answers are then those of the fullest rank."""
         parallel = self.setup.config.parallel
         if parallel.pipeline == 1 or parallel.stage is not None:
             return ()
@@ -199,7 +199,7 @@ class CompiledPlan:
         return self.constant_bytes + saved
 
     def _doubt_bytes(self, batch: int, length: int, most: Mapping[str, int]) -> int:
-        """Return what a compiler may take besides, which only a timing on the card decides, or another card.
+        """Return what a compiled step may take beyond the plan: Inductor chooses some kernels by timing them on the card.
 
         Args:
             most: Requested bytes by instant.
@@ -219,7 +219,7 @@ class CompiledPlan:
         return max(0, max(in_layers, default=0) + more - max(most.values()))
 
     def _apart_bytes(self, most: Mapping[str, int], always: int) -> int:
-        """Return what is reserved beyond the peak where a captured step's memory and the update's scratch stand apart.
+        """Return what is reserved beyond the peak because a CUDA graph's private pool and the update's scratch share no memory.
 
         Args:
             most: Requested bytes by instant.

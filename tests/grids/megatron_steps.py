@@ -226,15 +226,19 @@ def _nothing_sent() -> Iterator[Any]:  # pragma: no cover - needs megatron-core
         yield work
 
     nothing: Callable[..., Any] = lambda *_, **__: work  # noqa: E731
-    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"):
+    exchanges = ("isend", "irecv", "P2POp")
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", *exchanges):
         yield patch.object(dist, name, nothing)
-    for module in [module for name, module in sys.modules.items() if name.startswith("megatron.")]:
+    yield patch.object(dist, "batch_isend_irecv", lambda *_: [work])
+    for module in [
+        module for name, module in sys.modules.items() if name.startswith(("megatron.", "transformer_engine."))
+    ]:
         for name, new in (
             ("dist_reduce_scatter_func", nothing),
             ("dist_all_gather_func", nothing),
             ("_coalescing_manager", together),
         ):
-            if hasattr(module, name):
+            if name in vars(module):
                 yield patch.object(module, name, new)
 
 

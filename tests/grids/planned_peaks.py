@@ -31,12 +31,15 @@ def _given(job) -> tuple:
     kernels = MegatronKernels(
         job.engine, job.fused_gradients, job.fused_rotary, job.attention == "fused", job.dropout > 0, job.dropout > 0
     )
-    return RankSizes(_spec(job), grid, build, batch, kernels), chunks_of(job.layers, grid)
+    return RankSizes(drawn_spec(job, 0 if job.gpt else job.head_dim), grid, build, batch, kernels), chunks_of(
+        job.layers, grid
+    )
 
 
-def _spec(job) -> ModelSpec:
+def drawn_spec(job, rotary_dim: int) -> ModelSpec:
+    """Return the shapes of a drawn job's model."""
     norm = Norm("layer", bias=True) if job.gpt else Norm()
-    attention = Attention(job.heads, job.groups, job.head_dim, 0 if job.gpt else job.head_dim, job.gpt, job.gpt)
+    attention = Attention(job.heads, job.groups, job.head_dim, rotary_dim, job.gpt, job.gpt)
     layer = Layer(attention, Mlp(job.ffn, gated=not job.gpt, bias=job.gpt), norm)
     return ModelSpec(
         "drawn", "dense", job.vocabulary, job.hidden, layer_runs([layer] * job.layers), norm,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_layers import MegatronBatch, RankSizes
 from memplan.step.grids.megatron_peaks import least_activations
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import chunks_of
 from memplan.units import round_up
+from tests.grids.planned_peaks import drawn_spec
 
 
 def planned(job) -> int:
     """Return what a step keeps at least, logits included."""
     grid = Grid(job.tensor * job.data, job.tensor, zero_stage=int(job.sharded))
     batch = MegatronBatch(job.batch, job.length, job.micro_batches, job.checkpointing == "full")
-    sizes = RankSizes(_spec(job), grid, MegatronBuild("local"), batch)
+    sizes = RankSizes(drawn_spec(job, 0), grid, MegatronBuild("local"), batch)
     (least,) = least_activations(sizes, chunks_of(job.layers, grid))
     return least
 
@@ -36,13 +36,3 @@ def counted(job) -> int:
     more = 0 if job.gpt else 2 * (query - keys) if repeated else query + keys
     own = job.layers * 2 * tokens * more // job.tensor
     return planned(job) - 6 * tokens * columns + own + ends
-
-
-def _spec(job) -> ModelSpec:
-    norm = Norm("layer", bias=True) if job.gpt else Norm()
-    attention = Attention(job.heads, job.groups, job.head_dim, 0, job.gpt, job.gpt)
-    layer = Layer(attention, Mlp(job.ffn, gated=not job.gpt, bias=job.gpt), norm)
-    return ModelSpec(
-        "drawn", "dense", job.vocabulary, job.hidden, layer_runs([layer] * job.layers), norm,
-        tie_word_embeddings=job.tied, learned_positions=job.length if job.gpt else 0,
-    )  # fmt: skip

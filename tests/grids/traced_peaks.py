@@ -13,16 +13,15 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from tests.grids.megatron_steps import _forward_step, _to_meta, without_cuda
+from tests.grids.megatron_steps import _forward_step, _nothing_sent, _to_meta, without_cuda
 from tests.grids.transformer_engine_stub import compiled_functions, install
 
 
@@ -257,40 +256,6 @@ def _rank(job: PeakJob) -> Iterator[None]:  # pragma: no cover - needs megatron-
         parallel_state.destroy_global_memory_buffer()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _nothing_sent() -> Iterator[Any]:  # pragma: no cover - needs megatron-core
-    """Yield what lets collectives do nothing; what they fill is allocated by those that call them."""
-    import torch.distributed as dist
-
-    work = SimpleNamespace(wait=lambda *_: None)
-
-    @contextmanager
-    def together(*_: Any, **__: Any) -> Iterator[Any]:
-        yield work
-
-    nothing: Callable[..., Any] = lambda *_, **__: work  # noqa: E731
-    for name in (
-        "all_reduce",
-        "reduce_scatter_tensor",
-        "all_gather_into_tensor",
-        "broadcast",
-        "isend",
-        "irecv",
-        "P2POp",
-    ):
-        yield patch.object(dist, name, nothing)
-    yield patch.object(dist, "batch_isend_irecv", lambda *_: [work])
-    for module in [
-        module for name, module in sys.modules.items() if name.startswith(("megatron.", "transformer_engine."))
-    ]:
-        for name, new in (
-            ("dist_reduce_scatter_func", nothing),
-            ("dist_all_gather_func", nothing),
-            ("_coalescing_manager", together),
-        ):
-            if name in vars(module):
-                yield patch.object(module, name, new)
 
 
 def main() -> None:  # pragma: no cover - needs megatron-core
