@@ -71,45 +71,32 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "memplan.errors": (
-        "CannotAnswerError",
-        "CatalogError",
-        "InvalidFileError",
-        "MemplanError",
-        "UnitError",
-        "UnknownNameError",
-    ),
-    "memplan.library.answers.budget_check": ("Check", "check"),
-    "memplan.library.several.batch_grid": ("Grid", "frontier"),
-    "memplan.library.several.capacity": ("LargestModels", "LargestValues", "Where", "largest", "where"),
-    "memplan.library.several.comparison": ("Comparison", "compare"),
-    "memplan.library.several.config_rows": ("Fit", "fit"),
-    "memplan.library.component_values": ("Components",),
-    "memplan.library.answers.planned_job": ("Job", "Plan", "job", "plan"),
-    "memplan.library.several.suggested_plans": (
-        "ConfigSuggestions",
-        "SearchOptions",
-        "Suggested",
-        "suggest",
-        "suggest_configs",
-    ),
-    "memplan.library.answers.traced_step": ("TraceOptions", "Traced", "trace"),
-    "memplan.library.runs.dry_run": ("DryRun", "RunOptions", "run"),
-    "memplan.library.runs.real_runs": ("Replay", "Why", "replay", "why"),
-    "memplan.library.runs.gridded_model": ("Gridded", "plan_grid"),
-    "memplan.library.runs.searched_layouts": ("Layouts", "suggest_layouts"),
-    "memplan.library.runs.shared_ranks": ("Ranks", "plan_ranks"),
-    "memplan.library.job_options": ("JobOptions",),
-    "memplan.library.lookup": ("Shapes",),
-    "memplan.library.trainers.emitted_file": ("emit",),
-    "memplan.library.trainers.imported_file": ("Imported", "import_file"),
-    "memplan.library.trainers.written_back": ("Rewrite", "rewrite"),
-    "memplan.plan.memory_plan": ("Device", "Suggestion", "Verdict"),
+_NAMES = {
+    "errors": "CannotAnswerError CatalogError InvalidFileError MemplanError UnitError UnknownNameError",
+    "library.answers.budget_check": "Check check",
+    "library.several.batch_grid": "Grid frontier",
+    "library.several.capacity": "LargestModels LargestValues Where largest where",
+    "library.several.comparison": "Comparison compare",
+    "library.several.config_rows": "Fit fit",
+    "library.component_values": "Components",
+    "library.answers.planned_job": "Job Plan job plan",
+    "library.several.suggested_plans": "ConfigSuggestions SearchOptions Suggested suggest suggest_configs",
+    "library.answers.traced_step": "TraceOptions Traced trace",
+    "library.runs.dry_run": "DryRun RunOptions run",
+    "library.runs.real_runs": "Replay Why replay why",
+    "library.runs.gridded_model": "Gridded plan_grid",
+    "library.runs.searched_layouts": "Layouts suggest_layouts",
+    "library.runs.shared_ranks": "Ranks plan_ranks",
+    "library.job_options": "JobOptions",
+    "library.lookup": "Shapes",
+    "library.trainers.emitted_file": "emit",
+    "library.trainers.imported_file": "Imported import_file",
+    "library.trainers.written_back": "Rewrite rewrite",
+    "plan.memory_plan": "Device Suggestion Verdict",
 }
 """Module -> the public names that it has, for which it is imported when the first of them is used."""
 
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: f"memplan.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_MODULES)]
 
