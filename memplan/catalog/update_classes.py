@@ -30,16 +30,10 @@ class UpdateClass:
 
 UPDATE_CLASSES: Mapping[str, UpdateClass] = {
     "adam_mini.Adam_mini": UpdateClass(frozenset(("m", "vmean")), "adam-mini"),
-    "bitsandbytes.optim.AdamW8bit": UpdateClass(
-        frozenset(("state1", "state2", "absmax1", "absmax2")),
-        "in-place",
-    ),
+    "bitsandbytes.optim.AdamW8bit": UpdateClass(frozenset(("state1", "state2", "absmax1", "absmax2")), "in-place"),
     "bitsandbytes.optim.PagedAdamW": UpdateClass(frozenset(("state1", "state2")), "in-place"),
     "lion_pytorch.Lion": UpdateClass(frozenset(("exp_avg",)), "lion"),
-    BUNDLED: UpdateClass(
-        frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum_codes", "step")),
-        "chunks",
-    ),
+    BUNDLED: UpdateClass(frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum_codes", "step")), "chunks"),
     "torch.optim.Adafactor": UpdateClass(frozenset(("row_var", "col_var", "variance", "step")), "adafactor"),
     TORCH_ADAMW: UpdateClass(
         frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")),
@@ -47,10 +41,7 @@ UPDATE_CLASSES: Mapping[str, UpdateClass] = {
         fused=True,
         needs={"max_exp_avg_sq": "amsgrad"},
     ),
-    STACKED: UpdateClass(
-        frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "second_momentum_buffer")),
-        "stacked",
-    ),
+    STACKED: UpdateClass(frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "second_momentum_buffer")), "stacked"),
     TORCH_MUON: UpdateClass(frozenset(("momentum_buffer",)), "torch-muon"),
     "torch.optim.SGD": UpdateClass(
         frozenset(("momentum_buffer",)), "in-place", fused=True, needs={"momentum_buffer": "momentum"}

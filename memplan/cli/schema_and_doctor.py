@@ -30,8 +30,7 @@ class SchemaOptions:
     """Whose schema."""
 
     name: Annotated[
-        SchemaName,
-        typer.Argument(metavar="NAME", help=f"Whose schema to print: {', '.join(get_args(SchemaName))}."),
+        SchemaName, typer.Argument(metavar="NAME", help=f"Whose schema to print: {', '.join(get_args(SchemaName))}.")
     ] = "plan"
 
 

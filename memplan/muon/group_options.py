@@ -62,15 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "share_replicas": False,
     "low_rank": 0,
 }
-LAYOUT_KEYS = (
-    "algorithm",
-    "momentum_format",
-    "block_elements",
-    "scale_dtype",
-    "adamw_format",
-    "master",
-    "low_rank",
-)
+LAYOUT_KEYS = ("algorithm", "momentum_format", "block_elements", "scale_dtype", "adamw_format", "master", "low_rank")
 """Keys that decide which state tensors there are: a checkpoint must agree in them."""
 
 _TORCH_KEYS = {"params", "name", "param_names", "initial_lr", "role"}

@@ -56,9 +56,7 @@ class ParameterGroups(list[dict[str, Any]]):
 
 
 def split_parameters(
-    model: nn.Module,
-    assign: Mapping[str, str] | None = None,
-    layer_scale: Callable[[int, int], float] | None = None,
+    model: nn.Module, assign: Mapping[str, str] | None = None, layer_scale: Callable[[int, int], float] | None = None
 ) -> ParameterGroups:
     """Return groups for ``Muon``: hidden and expert matrices for Muon, all else for AdamW.
 

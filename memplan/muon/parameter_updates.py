@@ -33,12 +33,7 @@ _ALONE = ("offload", "low_rank", "ns_gram_format")
 
 
 def update_parameter_(
-    handle: Handle,
-    group: dict[str, Any],
-    state: State,
-    generator: torch.Generator,
-    phases: Phases | None,
-    buffers: int,
+    handle: Handle, group: dict[str, Any], state: State, generator: torch.Generator, phases: Phases | None, buffers: int
 ) -> None:
     """Update one parameter that has a gradient, and its state.
 

@@ -13,10 +13,7 @@ from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_ker
 from memplan.plan.parallel_assumptions import parallel_assumptions
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.states.optimizer_scratch import most_together
-from memplan.step.states.parallel_shards import (
-    is_sharded,
-    runs_engine,
-)
+from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tensors.tensor_states import reference_setup
 from memplan.step.tensors.update_kernels import unproven_updates

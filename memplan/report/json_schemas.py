@@ -150,8 +150,4 @@ def annotated_schema(hint: Any) -> Schema:
         raise AssertionError(f"no JSON Schema for {hint}")
     hints = typing.get_type_hints(hint)
     shown = [item.name for item in fields(hint) if item.name != HIDDEN]
-    return {
-        "type": "object",
-        "required": shown,
-        "properties": {name: annotated_schema(hints[name]) for name in shown},
-    }
+    return {"type": "object", "required": shown, "properties": {name: annotated_schema(hints[name]) for name in shown}}

@@ -82,11 +82,7 @@ def _summary(judged: Sequence[JudgedTable]) -> Table:
         rest = counts["cells"] - follow - differ
         figures = (counts["cells"], follow, differ, rest, counts["wrong"])
         rows.append((table.table.id, *map(str, figures), table.table.title))
-    return Table(
-        headers,
-        tuple(rows),
-        "The tables of the notes, published on training in few bits",
-    )
+    return Table(headers, tuple(rows), "The tables of the notes, published on training in few bits")
 
 
 def _blocks(judged: JudgedTables, only_wrong: bool) -> list[Block]:

@@ -183,11 +183,7 @@ def _maker(
 
 
 def _on(
-    what: Quantity,
-    setup: TrainingSetup,
-    plans: _Plans,
-    device: Device,
-    simulate: Callable[..., MemoryPlan] | None,
+    what: Quantity, setup: TrainingSetup, plans: _Plans, device: Device, simulate: Callable[..., MemoryPlan] | None
 ) -> Largest:
     evaluated: Callable[[int], MemoryPlan] = partial(_evaluated, what, plans, device)
     gauge, fits = _fitting(what, setup, plans, device, evaluated)

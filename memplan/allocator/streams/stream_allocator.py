@@ -129,12 +129,7 @@ class StreamAllocator:
     )
 
     def __init__(
-        self,
-        capacity_bytes: int | None,
-        *,
-        downwards: bool,
-        expandable: bool,
-        streams: Mapping[int, int] | None = None,
+        self, capacity_bytes: int | None, *, downwards: bool, expandable: bool, streams: Mapping[int, int] | None = None
     ) -> None:
         self.live: dict[int, tuple[int, int]] = {}
         self._streams = {name: 2 * stream for name, stream in (streams or {}).items()}  # its first pool

@@ -62,10 +62,7 @@ def _range(name: str, entries: Mapping[str, ContextEntry]) -> ContextRange:
     most = max(measured_bytes(item) + (PRINTED_STEP if item.how == "message" else 0) for item in pool)
     least = min(sizes) if own else max(min(sizes), min(bare, default=0))
     return ContextRange(
-        min(least, expected),
-        max(expected, *bare, 0),
-        max(most, expected, *bare),
-        _text(name, own, joined, len(bare)),
+        min(least, expected), max(expected, *bare, 0), max(most, expected, *bare), _text(name, own, joined, len(bare))
     )
 
 

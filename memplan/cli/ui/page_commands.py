@@ -25,8 +25,7 @@ class ServerOptions:
 
 @command(example="memplan ui")
 def ui_command(
-    server: ServerOptions,
-    output: Annotated[OutputOptions, without("form", "units", "file", "quiet")],
+    server: ServerOptions, output: Annotated[OutputOptions, without("form", "units", "file", "quiet")]
 ) -> int:
     """A page whose answer follows sliders: model, GPU, method, library, batch, length, precision; and its command line.
 

@@ -76,12 +76,7 @@ class Variant:
 
 
 def lab_setup(
-    catalog: Catalog,
-    size: Size,
-    *,
-    weights: str = "fp32",
-    gradient: str | None = None,
-    matrices: str = "muon-fp32",
+    catalog: Catalog, size: Size, *, weights: str = "fp32", gradient: str | None = None, matrices: str = "muon-fp32"
 ) -> TrainingSetup:
     """Return a setup of fp32 but for what is named: the format of matrices, gradients, and matrices' optimizer.
 

@@ -48,11 +48,7 @@ def variant_of(name: str, rounding: str, catalog: Catalog, size: Size, device: s
     setup = lab_setup(catalog, size, weights=name, gradient="bf16")
     _refuse_parted_blocks(name, setup, size)
     stored = setup.formats["hidden_matrix"]
-    keys = {
-        "weights": name,
-        "rounding": rounding,
-        "bytes_per_parameter": stored.block_bytes / stored.block_elements,
-    }
+    keys = {"weights": name, "rounding": rounding, "bytes_per_parameter": stored.block_bytes / stored.block_elements}
     kind: Rounding = "stochastic" if rounding == "stochastic" else "nearest"
     return Variant(keys, setup, TrainingOptions(steps=size.steps, rounding=kind, device=device))
 

@@ -109,11 +109,7 @@ def gap_percent(runs: Sequence[Run], baseline: Mapping[str, Any]) -> dict[str, f
 def _interval(values: Sequence[float], digits: int = 4) -> dict[str, float] | None:
     if not values or not all(map(isfinite, values)):
         return None
-    return {
-        "mean": round(fmean(values), digits),
-        "low": round(min(values), digits),
-        "high": round(max(values), digits),
-    }
+    return {"mean": round(fmean(values), digits), "low": round(min(values), digits), "high": round(max(values), digits)}
 
 
 def _named(baseline: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,10 +117,7 @@ def step_section(plan: MemoryPlan) -> tuple[str, dict[str, Any]]:
 
 def slow_sections(plan: Plan) -> dict[str, str]:
     """Return what would change a plan and every formula, as HTML by the section's name."""
-    return {
-        "changes": changes_section(plan.advised, plan.what_if),
-        "formulas": formulas_section(plan.memory),
-    }
+    return {"changes": changes_section(plan.advised, plan.what_if), "formulas": formulas_section(plan.memory)}
 
 
 def footer_of(plan: Plan) -> str:

@@ -32,11 +32,7 @@ from memplan.units import parse_bytes
 STACK = "megatron"
 """The stack whose grids are planned, and that of a grid where none is named."""
 
-OWN_PRECISION = {
-    "weights": {"default": "bf16"},
-    "master_weights": "fp32",
-    "optimizer": {"default": "adamw-fp32"},
-}
+OWN_PRECISION = {"weights": {"default": "bf16"}, "master_weights": "fp32", "optimizer": {"default": "adamw-fp32"}}
 """What Megatron-LM keeps with ``--bf16`` where no config says otherwise (megatron/training/arguments.py)."""
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")

@@ -72,11 +72,7 @@ class Grid(Answer):
 
 @checked
 def frontier(
-    model: ModelGiven = None,
-    *,
-    batches: Iterable[int] = (),
-    lengths: Iterable[int] = (),
-    **options: Unpack[JobOptions],
+    model: ModelGiven = None, *, batches: Iterable[int] = (), lengths: Iterable[int] = (), **options: Unpack[JobOptions]
 ) -> Grid:
     """Return a grid of batch and sequence length, and the exact line between what fits and what does not.
 

@@ -95,12 +95,7 @@ def chunk_length(elements: int, chunk_elements: int, block_elements: int = 1) ->
 
 @torch.no_grad()
 def muon_step_(
-    handle: Handle,
-    gradient: Gradient,
-    state: State,
-    options: MuonOptions,
-    generator: torch.Generator,
-    stager: Stager,
+    handle: Handle, gradient: Gradient, state: State, options: MuonOptions, generator: torch.Generator, stager: Stager
 ) -> None:
     """Update one matrix, or each of a stack of matrices, by Muon.
 
@@ -183,12 +178,7 @@ def orthogonalise_bytes(shape: torch.Size, options: MuonOptions) -> int:
 
 
 def apply_(
-    handle: Handle,
-    update: Tensor,
-    keep: float,
-    rate: float,
-    options: MuonOptions,
-    generator: torch.Generator | None,
+    handle: Handle, update: Tensor, keep: float, rate: float, options: MuonOptions, generator: torch.Generator | None
 ) -> None:
     """Subtract ``rate * update`` from the decayed weights, a chunk at a time and in fp32."""
     length = chunk_length(update.numel(), options.chunk_elements, handle.block_elements)

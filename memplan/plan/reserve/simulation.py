@@ -215,11 +215,7 @@ class Runs:
 
 
 def simulated(
-    plan: MemoryPlan,
-    *,
-    least: bool | None = True,
-    runs: Runs | None = None,
-    tight: bool = True,
+    plan: MemoryPlan, *, least: bool | None = True, runs: Runs | None = None, tight: bool = True
 ) -> MemoryPlan:
     """Return a plan with its reserve simulated, that of a pipeline for each of its ranks; where that cannot be, the same with the reason.
 

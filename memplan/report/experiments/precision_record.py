@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-PRODUCTS = {
-    "input": "X alone",
-    "gram": "factors of X Xᵀ",
-    "all": "all products",
-    "all-rows": "all, a scale a row",
-}
+PRODUCTS = {"input": "X alone", "gram": "factors of X Xᵀ", "all": "all products", "all-rows": "all, a scale a row"}
 STYLES = ("fp32", "bf16", "int4", "fp16", "fp8-e4m3", "fp8-e5m2", "int8", "int8-native")
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int4")
 DIVERGED = 2.0

@@ -41,16 +41,7 @@ def max_document(models: Sequence[LargestModel], figures: NotesFigures, unit: st
     ranked = sorted(models, key=lambda row: (-row.device.usable_bytes(0), row.device.name))
     data = [_max_data(row, figures) for row in ranked]
     rows = tuple(_max_row(row, item, unit) for row, item in zip(ranked, data, strict=True))
-    headers = (
-        "gpu",
-        ">usable",
-        "config",
-        "learning",
-        ">B/param",
-        ">max_parameters",
-        ">notes",
-        "largest_fitting_model",
-    )
+    headers = ("gpu", ">usable", "config", "learning", ">B/param", ">max_parameters", ">notes", "largest_fitting_model")
     batch = models[0].setup.config
     checkpointing = " or ".join(dict.fromkeys(row.setup.config.checkpointing_words for row in models))
     head = f"Largest model by GPU at micro-batch {batch.micro_batch_size}, sequence {batch.sequence_length}, checkpointing {checkpointing}; {stack_words(row.setup for row in models)}"

@@ -56,12 +56,7 @@ def ranks_document(rows: Sequence[RankRow], plan: MemoryPlan, unit: str, *, stri
 
 def _cells(row: RankRow, unit: str) -> tuple[str, ...]:
     shards = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
-    sizes = (
-        row.state_bytes,
-        row.persistent_bytes,
-        row.device_bytes,
-        row.upper_bytes,
-    )
+    sizes = (row.state_bytes, row.persistent_bytes, row.device_bytes, row.upper_bytes)
     return (shards, f"{row.ranks:,}", VERDICT_WORDS[row.verdict], *(format_bytes(size, unit) for size in sizes))
 
 

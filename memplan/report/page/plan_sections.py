@@ -98,11 +98,7 @@ def title_of(plan: MemoryPlan) -> str:
 def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str = "") -> str:
     """Return the verdict, the figures that it rests on, a gauge, and the command that asks the same."""
     word = VERDICT_WORDS[plan.verdict]
-    figures = (
-        ("expected", plan.needed_bytes),
-        ("worst case", plan.upper_bytes),
-        ("usable", plan.usable_bytes),
-    )
+    figures = (("expected", plan.needed_bytes), ("worst case", plan.upper_bytes), ("usable", plan.usable_bytes))
     listed = "".join(f"<div><dt>{name}</dt><dd>{text(format_bytes(size))}</dd></div>" for name, size in figures)
     words = " ".join(f"<span>{text(word)}</span>" for word in command.split(" "))
     shown = (

@@ -185,10 +185,7 @@ def plan_document(plan: MemoryPlan, catalog_hash: str, unit: str, strict: bool) 
     if plan.suggestions:
         blocks.append(suggestions_table(plan.suggestions, unit))
     blocks.append(
-        (
-            *(f"Assumed: {line}" for line in plan.assumptions),
-            *(f"Not counted: {line}" for line in plan.not_modelled),
-        )
+        (*(f"Assumed: {line}" for line in plan.assumptions), *(f"Not counted: {line}" for line in plan.not_modelled))
     )
     blocks.append(answer(plan, unit))
     return Document(plan_data(plan, catalog_hash), tuple(blocks), exit_code(plan, strict))

@@ -185,11 +185,7 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
         return []
     now = {"micro_batch_size": plan.micro_batch_size, "sequence_length": plan.sequence_length}
     rows = [
-        (
-            ROOM_WORDS[key],
-            f"{value:,}",
-            [own_words(plan, key, value)],
-        )
+        (ROOM_WORDS[key], f"{value:,}", [own_words(plan, key, value)])
         for key, value in room.items()
         if value > now[key]
     ]

@@ -133,12 +133,7 @@ def values_screen(
 
 
 def where_screen(
-    rows: Sequence[Placement],
-    canvas: Canvas,
-    unit: str,
-    head: str,
-    words: Sequence[str],
-    prices: Prices | None = None,
+    rows: Sequence[Placement], canvas: Canvas, unit: str, head: str, words: Sequence[str], prices: Prices | None = None
 ) -> tuple[Block, ...]:
     """Return the first of the places where a job fits, each with how full it makes them; with prices, those that have one."""
     hourly = prices.hourly if prices else {}

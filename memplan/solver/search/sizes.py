@@ -242,13 +242,7 @@ class Run:
         work = sizes.weight_states(weights, gradient).work
         self.micro = [
             micro_batch_picoseconds(
-                work,
-                sizes.rates,
-                batch,
-                length,
-                checkpointing=way.checkpointing,
-                loss=way.loss,
-                accumulates=steps > 1,
+                work, sizes.rates, batch, length, checkpointing=way.checkpointing, loss=way.loss, accumulates=steps > 1
             )
             for steps, batch in zip(self.steps, self.batches, strict=True)
         ]

@@ -117,10 +117,7 @@ class Space:
     ) -> TrainingConfig:
         """Return a combination as a complete training config."""
         kernels = replace(
-            self.base.kernels,
-            optimizer=state.optimizer_kernel,
-            newton_schulz=state.newton_schulz,
-            loss=way.loss,
+            self.base.kernels, optimizer=state.optimizer_kernel, newton_schulz=state.newton_schulz, loss=way.loss
         )
         return replace(
             self.base,
