@@ -213,10 +213,7 @@ def test_a_wrong_setting_is_refused_in_one_line(refused, setting, message):
             "--set method.rollout.micro_batches: expected a whole number from 1 to 1,048,576",
         ),
         (("--set", "parallel.deepspeed.overlap_comm=true"), "--set parallel.deepspeed: counts with"),
-        (
-            ("--hsdp", "4"),
-            "--set parallel.replicate: 4 groups do not share one GPU; --gpus N, or",
-        ),
+        (("--hsdp", "4"), "--set parallel.replicate: 4 groups do not share one GPU; --gpus N, or"),
         (
             ("--gpus", "8", "--set", "parallel.replicate=0"),
             "--set parallel.replicate: expected a whole number from 1 to 16,384, got 0",

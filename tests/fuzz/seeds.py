@@ -290,10 +290,7 @@ def seeds(folder: Path) -> list[Seed]:
     gguf = write_gguf(folder / "seed.gguf", "llama", LLAMA_KEYS, llama_tensors(1), extra={"general.name": "Tiny"})
     header = json.dumps(TENSORS).encode()
     of_three = next(row for row in baseline["rows"] if row["gpu"] == "rtx4090") | {"name": "three"}
-    budget_beside = {
-        "base.json": _json(baseline | {"rows": [of_three]}),
-        "more.yaml": b"version: 1\nbudgets: []\n",
-    }
+    budget_beside = {"base.json": _json(baseline | {"rows": [of_three]}), "more.yaml": b"version: 1\nbudgets: []\n"}
     budget = _text("budget.yaml", BUDGET, _budget, ("check", "{}"), ("check", "{}", "-f", "junit"))
     tier1 = (ROOT / "configs" / "training" / "tier1.yaml").read_text()
     return [

@@ -139,8 +139,7 @@ def test_a_plain_cast_loses_small_gradients():
 
 # ------------------------------------------------------------------ the notes' shapes
 @pytest.mark.parametrize(
-    ("name", "parameters", "matrices"),
-    [("notes-28m", 28_355_328, 2_621_440), ("notes-282m", 282_491_136, 205_258_752)],
+    ("name", "parameters", "matrices"), [("notes-28m", 28_355_328, 2_621_440), ("notes-282m", 282_491_136, 205_258_752)]
 )
 def test_the_notes_shapes_have_their_parameters(name, parameters, matrices):
     row = planned_row(CATALOG, name, SHAPES[name], "int8")

@@ -28,10 +28,7 @@ SHAPES = {
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}
 MIXED = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}}
 FULL = {"activation_checkpointing": "full"}
-QLORA = {
-    "weights": {"default": "bf16", "hidden_matrix": "nf4-dq"},
-    "optimizer": {"default": "adamw-8bit-bnb"},
-}
+QLORA = {"weights": {"default": "bf16", "hidden_matrix": "nf4-dq"}, "optimizer": {"default": "adamw-8bit-bnb"}}
 MANY, FEW = (2, 128), (1, 16)
 """(sequences, tokens): with few tokens weights decide, with many activations and logits."""
 

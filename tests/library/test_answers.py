@@ -19,10 +19,7 @@ budgets:
 """
 
 QUESTIONS = {
-    "plan": (
-        lambda: memplan.plan("llama-3.1-8b", config="qlora", **ON),
-        ("fit", *LLAMA, "--config", "qlora"),
-    ),
+    "plan": (lambda: memplan.plan("llama-3.1-8b", config="qlora", **ON), ("fit", *LLAMA, "--config", "qlora")),
     "plan-that-does-not-fit": (
         lambda: memplan.plan("llama-3.1-8b", config="bf16-adamw", micro_batch_size=2, sequence_length=4096, **ON),
         ("fit", *LLAMA, "--config", "bf16-adamw", "-b", 2, "-s", 4096),
@@ -69,10 +66,7 @@ QUESTIONS = {
         lambda: memplan.largest("gpt2", of="lora-rank", gpus=2, **ON),
         ("max", "gpt2", "--for", "lora-rank", "--gpu", "rtx4090", "--gpus", 2),
     ),
-    "where": (
-        lambda: memplan.where("llama-3.1-8b", config="lora"),
-        ("where", "llama-3.1-8b", "--config", "lora"),
-    ),
+    "where": (lambda: memplan.where("llama-3.1-8b", config="lora"), ("where", "llama-3.1-8b", "--config", "lora")),
     "frontier": (
         lambda: memplan.frontier("gpt2", batches=[4, 1], lengths=[512, 1024], config="lora", **ON),
         ("frontier", "gpt2", "--batches", "1,4", "--lengths", "512,1024", "-c", "lora", "-g", "rtx4090"),

@@ -123,10 +123,7 @@ def test_a_record_that_could_not_be_written_is_refused_before_anything_is_measur
 
 
 def test_runs_on_cards_of_limited_memory_are_counted_and_a_false_fits_disagrees(record_folder, tmp_path):
-    names = (
-        "cuda-smollm2-135m-bf16-adamw-b6-s1024-c8589934592",
-        "cuda-smollm2-135m-bf16-adamw-b8-s1024-c8589934592",
-    )
+    names = ("cuda-smollm2-135m-bf16-adamw-b6-s1024-c8589934592", "cuda-smollm2-135m-bf16-adamw-b8-s1024-c8589934592")
     for name in names:
         shutil.copy(record_folder / "boundary" / f"{name}.json", tmp_path)
     good = run("validate", "--replay", str(tmp_path), "-q", "--json")

@@ -73,11 +73,7 @@ HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handle
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     "moment",
-    [
-        pytest.param(0.3, marks=pytest.mark.slow),
-        pytest.param("loading torch", marks=pytest.mark.slow),
-        "step 1 of 3",
-    ],
+    [pytest.param(0.3, marks=pytest.mark.slow), pytest.param("loading torch", marks=pytest.mark.slow), "step 1 of 3"],
 )
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("processes", [1, 2])

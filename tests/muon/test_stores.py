@@ -11,15 +11,7 @@ from memplan.muon.byte_model import predict_bytes, predict_optimizer_bytes
 from memplan.muon.group_options import DEFAULTS
 from memplan.muon.stores.gradient_stores import DEFAULT_CHUNK_ELEMENTS
 from memplan.muon.updates.handles import join_, split_
-from memplan.muon.weights.grid_formats import (
-    FRACTIONS,
-    GridFormat,
-    _nearest,
-    _rounded,
-    grid_of,
-    largest_of,
-    lengths_of,
-)
+from memplan.muon.weights.grid_formats import FRACTIONS, GridFormat, _nearest, _rounded, grid_of, largest_of, lengths_of
 from memplan.muon.weights.quantised import DECODE_CHUNK, QuantisedWeight
 from memplan.muon.weights.quantised_layers import QuantisedEmbedding, QuantisedLinear, quantise_
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS, weight_format

@@ -51,11 +51,7 @@ class Shape:
 
 def state_bytes(shape: Shape, optimizer: str) -> int:
     matrices = shape.layers * sum(rows * columns for rows, columns in shape.matrices)
-    numbers = {
-        "sgd": 0,
-        "adamw": 2 * shape.parameters,
-        "muon": matrices + 2 * (shape.parameters - matrices),
-    }
+    numbers = {"sgd": 0, "adamw": 2 * shape.parameters, "muon": matrices + 2 * (shape.parameters - matrices)}
     return BF16 * numbers[optimizer]
 
 

@@ -277,10 +277,7 @@ CODED = {"weights": {"hidden_matrix": "q4-0", "default": "bf16"}, "optimizer": {
             "reduce gradients in bf16",
         ),
         ({"parallel": SHARDED, **CODED, "adapter": Adapter()}, "shards of codes"),
-        (
-            {**NF4_OF_AXOLOTL, "parallel": SHARDED, "compute_dtype": "fp32"},
-            "fp32 beside codes that are stored in bf16",
-        ),
+        ({**NF4_OF_AXOLOTL, "parallel": SHARDED, "compute_dtype": "fp32"}, "fp32 beside codes that are stored in bf16"),
         ({"parallel": Parallel(8), "offload": Offload(optimizer_states="cpu")}, "replicas that keep anything in host"),
         (
             {

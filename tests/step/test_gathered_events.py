@@ -192,9 +192,7 @@ def test_a_rank_fits_where_all_streams_have_what_they_hold_and_is_tight_where_ca
 
 @pytest.mark.parametrize(
     ("config", "parallel", "keys", "reason"),
-    [
-        ("mixed-adamw", LAYOUTS["fsdp1 pre, True"], {"zero_gradients": "fill"}, "filled with zeros"),
-    ],
+    [("mixed-adamw", LAYOUTS["fsdp1 pre, True"], {"zero_gradients": "fill"}, "filled with zeros")],
 )
 def test_what_is_not_told_over_several_gpus_says_so(config, parallel, keys, reason):
     plan = plan_of(config, parallel, **keys)

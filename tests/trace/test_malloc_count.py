@@ -23,11 +23,7 @@ CHECKPOINTS = {"fp32 checkpointed": 2, "fp32 chunked loss": 8}
 CASES = {
     "fp32 adamw": {"weights": {"default": "fp32"}, "compute_dtype": "fp32"},
     "fp32 sgd": {"weights": {"default": "fp32"}, "compute_dtype": "fp32", "optimizer": {"default": "sgd"}},
-    "fp32 checkpointed": {
-        "weights": {"default": "fp32"},
-        "compute_dtype": "fp32",
-        "activation_checkpointing": "full",
-    },
+    "fp32 checkpointed": {"weights": {"default": "fp32"}, "compute_dtype": "fp32", "activation_checkpointing": "full"},
     "fp32 chunked loss": {
         "weights": {"default": "fp32"},
         "compute_dtype": "fp32",
