@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Literal, cast
 
 from memplan.catalog.catalog import Catalog
-from memplan.documents.printed_numbers import Interval, Records, Select, Value
+from memplan.documents.printed_numbers import Records, Select, Value
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
@@ -176,8 +176,12 @@ class Corrections:
         """Return what the products of an iteration move with their additions fused."""
         if inputs.origin.quantity != "total":
             return None
-        interval = self.records.interval(inputs.named("record"), inputs.origin.select or {}, inputs.named("measure"))
-        return None if interval is None else (_middle(interval),)
+        return self._middle(inputs, inputs.origin.select, inputs.named("measure"))
+
+    def _middle(self, inputs: CellInputs, select: Select | None, measure: str) -> Value | None:
+        """Return the middle of what a row of a cell's record measured."""
+        interval = self.records.interval(inputs.named("record"), select or {}, measure)
+        return None if interval is None else ((interval.low + interval.high) / 2,)
 
     def range(self, inputs: CellInputs) -> Value | None:
         """Return from where to where the elements of a quantity lie, over steps and seeds."""
@@ -198,14 +202,11 @@ class Corrections:
 
     def experiment(self, inputs: CellInputs) -> Value | None:
         """Return our own measurement of what a cell claims to have measured."""
-        select = inputs.origin.settled or inputs.origin.select or {}
-        interval = self.records.interval(inputs.named("record"), select, inputs.named("measure"))
-        return None if interval is None else (_middle(interval),)
+        return self._middle(inputs, inputs.origin.settled or inputs.origin.select, inputs.named("measure"))
 
     def norm_cv(self, inputs: CellInputs) -> Value | None:
         """Return the coefficient of variation of update norms, the standard deviation over the mean."""
-        interval = self.records.interval(inputs.named("record"), inputs.origin.select or {}, "norm_cv")
-        return None if interval is None else (_middle(interval),)
+        return self._middle(inputs, inputs.origin.select, "norm_cv")
 
     def gap(self, inputs: CellInputs) -> Value | None:
         """Return by how much the loss of a settled run exceeds that of fp32 momentum."""
@@ -227,10 +228,6 @@ class Corrections:
     def status(self, inputs: CellInputs) -> Value:
         """Return the status of memplan's config of that name."""
         return self.planned.setup(inputs.named("config")).config.status
-
-
-def _middle(interval: Interval) -> Fraction:
-    return (interval.low + interval.high) / 2
 
 
 def _run(select: Select) -> str:
