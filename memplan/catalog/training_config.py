@@ -14,8 +14,8 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
-Place = Literal["none", "cpu"]
 Allocator = Literal["native", "expandable"]
+Place = Literal["none", "cpu"]
 """Where something is moved: nowhere, or to host memory."""
 
 MAXIMUM_TOKENS = 2**40

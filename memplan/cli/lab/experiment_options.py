@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from memplan.cli.grouped_command import without
 from memplan.cli.option_groups import OutputOptions, TorchDevice, option
 from memplan.cli.output import Progress, deliver, emit
 from memplan.documents.frozen_values import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from memplan.lab.experiment_record import Progress as Told
 
 RUN = "Run"
+LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
 NEEDS = "experiments need"
 """What is said where there is no torch."""
 

@@ -7,8 +7,8 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
-from memplan.cli.grouped_command import command, with_defaults, without
-from memplan.cli.lab.experiment_options import NEEDS, RUN, RunOptions, run_experiment
+from memplan.cli.grouped_command import command, with_defaults
+from memplan.cli.lab.experiment_options import NEEDS, RUN, LabOutput, RunOptions, run_experiment
 from memplan.cli.option_groups import MODEL, OutputOptions, option
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
@@ -41,9 +41,6 @@ class SizeOptions:
 def names_option(flag: str, what: str) -> Any:
     """Return an option that takes names of what is compared."""
     return option("Compared", f"{flag} NAME", f"{what}; repeatable, all by default.")
-
-
-LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
 
 
 class Problem(StrEnum):  # of which typer takes several, as it does not of a Literal
@@ -175,9 +172,7 @@ def _flags(names: Iterable[str]) -> list[str]:
 
 
 @command(example="memplan lab matched-8bit --shape tiny --plan-only")
-def matched_8bit(
-    matched: MatchedOptions, run: RunOptions, output: Annotated[OutputOptions, without("units", "catalog_path")]
-) -> int:
+def matched_8bit(matched: MatchedOptions, run: RunOptions, output: LabOutput) -> int:
     """Train one model with momentum in several formats, all else equal: loss, throughput, and bytes beside the plan.
 
     The notes compared 8-bit with fp32 momentum on two different models; here model, steps, data and

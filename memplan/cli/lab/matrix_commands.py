@@ -3,15 +3,14 @@
 import re
 from typing import Annotated, Literal
 
-from memplan.cli.grouped_command import command, without
-from memplan.cli.lab.experiment_options import NEEDS, RunOptions, run_experiment
-from memplan.cli.option_groups import OutputOptions, option
+from memplan.cli.grouped_command import command
+from memplan.cli.lab.experiment_options import NEEDS, LabOutput, RunOptions, run_experiment
+from memplan.cli.option_groups import option
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import UnitError
 from memplan.host.this_machine import require_torch
 
 MATRIX = "Matrices"
-LabOutput = Annotated[OutputOptions, without("units", "catalog_path")]
 
 
 _ITERATIONS = option(MATRIX, "--iterations", "Of Newton-Schulz.", min=1, max=50)

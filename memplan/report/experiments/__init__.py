@@ -14,12 +14,11 @@ from memplan.documents.opening import files_in, is_file, path_kind
 from memplan.documents.strict_json import read_json
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint, printable
 from memplan.report.document import Document, Table
+from memplan.report.training_records import EXPERIMENT
 from memplan.report.training_records import SCHEMA as TRAINING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-SCHEMA = "memplan/experiment/1"
 
 
 class Reporter(Protocol):
@@ -64,8 +63,8 @@ def read_record(given: str, folder: Path) -> dict[str, Any]:
         name = printable(given)
         raise UnknownNameError(f"record {name!r}: no such file, and no shipped record{match_hint(name, shipped)}")
     record = read_json(path)
-    if not isinstance(record, dict) or record.get("schema") not in (SCHEMA, TRAINING):
-        raise InvalidFileError([f"{path}: not a record of an experiment ({SCHEMA}) or of training ({TRAINING})"])
+    if not isinstance(record, dict) or record.get("schema") not in (EXPERIMENT, TRAINING):
+        raise InvalidFileError([f"{path}: not a record of an experiment ({EXPERIMENT}) or of training ({TRAINING})"])
     return record
 
 

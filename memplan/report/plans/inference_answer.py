@@ -12,14 +12,12 @@ from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block, Document, Table
-from memplan.report.plans.plan_answer import model_data
+from memplan.report.plans.plan_answer import VERDICT_WORDS, model_data
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from memplan.plan.inference.served_plan import Served
     from memplan.plan.memory_plan import Device
-
-WORDS = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ def _verdict(answer: ServedAnswer, unit: str) -> str:
         format_bytes(size, unit or "GiB") for size in (served.device_bytes, served.upper_bytes, served.usable_bytes)
     )
     expected, upper, usable = next(sizes), *(size.rpartition(" ")[0] for size in sizes)
-    return f"{WORDS[served.verdict]:<5}  {expected} expected, {upper} worst case, {usable} usable"
+    return f"{VERDICT_WORDS[served.verdict]:<5}  {expected} expected, {upper} worst case, {usable} usable"
 
 
 def _screen(answer: ServedAnswer, unit: str, reach: Sequence[str], canvas: Canvas) -> tuple[Block, ...]:
@@ -102,7 +100,7 @@ def inference_sentence(answer: ServedAnswer) -> str:
     served = answer.served
     needs, usable = format_bytes(served.device_bytes), format_bytes(served.usable_bytes)
     return (
-        f"{WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {answer.device.name} "
+        f"{VERDICT_WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {answer.device.name} "
         f"(upper end {format_bytes(served.upper_bytes)})."
     )
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Literal
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.catalog.kernel_profiles import LossKernel, NewtonSchulzKernel, OptimizerKernel
 from memplan.catalog.training_config import (
+    Allocator,
     CheckpointedLayers,
     Checkpointing,
     ComputeDtype,
@@ -23,8 +23,6 @@ from memplan.documents.frozen_values import dataclass
 from memplan.solver.search.cluster import Cluster
 from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.training.resolved import FLOAT_BYTES, is_bundled
-
-Allocator = Literal["native", "expandable"]
 
 
 @dataclass(frozen=True, slots=True)
