@@ -22,6 +22,7 @@ ON = {"gpu": "rtx4090", "sequence_length": 64}
 JOBS = {
     "events": {"config": "bf16-adamw"},
     "quantised": {"config": "qlora"},
+    "adapters": {"config": "lora", "micro_batch_size": 2, "set": {"stack": "bundled", "adapter.dropout": 0.1}},
     "muon": {"config": "tier1"},
     "accumulated": {"config": "mixed-adamw", "set": {"gradient_accumulation_steps": 2, "clip_gradients": True}},
     "averaged": {"config": "bf16-adamw", "set": {"weight_average": "fp32", "evaluation": True}},

@@ -29,9 +29,9 @@ def play(
     live = LiveBytes(tape.storages)
     player = Player(tape, mode, entry, recomputation, live)
     retained = {output.storage, *player.saved_in_forward()}
-    live.storages[: len(tape.storages)] = _by_life(tape, retained)
+    live.storages[: len(tape.storages)] = by_life(tape, retained)
     player.forward(saves=True)
-    live.storages[: len(tape.storages)] = _by_life(tape, {*retained, *tape.saved_storages()})
+    live.storages[: len(tape.storages)] = by_life(tape, {*retained, *tape.saved_storages()})
     forward, player.instants = player.instants, []
     carried = player.region_ends()
     saved = player.live.form()
@@ -42,12 +42,12 @@ def play(
 
 def play_forward(tape: Tape) -> Played:
     """Return the moments of a forward that saves nothing, as under ``no_grad``."""
-    player = Player(tape, "first", None, NOTHING_AGAIN, LiveBytes(_by_life(tape, ())))
+    player = Player(tape, "first", None, NOTHING_AGAIN, LiveBytes(by_life(tape, ())))
     player.forward(saves=False)
     return Played(dominant(player.instants), ZERO, player.region_ends(), [])
 
 
-def _by_life(tape: Tape, retained: Collection[int]) -> list[Storage]:
+def by_life(tape: Tape, retained: Collection[int]) -> list[Storage]:
     """Return the storages of a tape: those that stay for backward are activations, others temporaries, as are copies of weights."""
     copies = {storage for item in tape.operations if item.name == "cast weight" for storage in item.makes}
     lives = (

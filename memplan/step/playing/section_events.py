@@ -10,7 +10,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
-from memplan.step.playing.section import Section
+from memplan.step.playing.section import Section, by_life
 from memplan.step.tapes.event_recorder import NO_STORAGE, Codes, EventRecorder, Places, UsedUp
 from memplan.step.tapes.linear_forms import Quantity, Storage
 from memplan.step.tapes.reduction_workspaces import column_sum_bytes
@@ -93,7 +93,8 @@ def section_events(
         visits: Whether it is told where modules begin and end; ``received``: whether the gradient of its output stays.
     """
     tape, entry, output = section.tape, section.entry, section.output
-    recorder = EventRecorder(tape.storages, entry.storage, output.storage, received=received)
+    storages = by_life(tape, {output.storage, *tape.saved_storages()})
+    recorder = EventRecorder(storages, entry.storage, output.storage, received=received)
     player = Player(tape, mode, entry, recomputation, recorder)
     player.visits, begun, ended = visits, list[Visit](), list[Visit]()
     player.marked = (lambda mark: begun.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
@@ -161,7 +162,7 @@ def _leaf(player: Player, output: Value) -> tuple[int, ...]:
 def forward_events(section: Section) -> SectionEvents:
     """Return what a part allocates and frees in a forward that saves nothing, as under ``no_grad``."""
     tape, entry, output = section.tape, section.entry, section.output
-    recorder = EventRecorder(tape.storages, entry.storage, output.storage)
+    recorder = EventRecorder(by_life(tape, ()), entry.storage, output.storage)
     player = Player(tape, "first", None, NOTHING_AGAIN, recorder)
     forward, in_forward, region_end = _forward(player, recorder, saves=False)
     events = SectionEvents(
