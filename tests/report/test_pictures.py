@@ -22,7 +22,12 @@ ON = {"gpu": "rtx4090", "sequence_length": 64}
 JOBS = {
     "events": {"config": "bf16-adamw"},
     "quantised": {"config": "qlora"},
-    "adapters": {"config": "lora", "micro_batch_size": 2, "set": {"stack": "bundled", "adapter.dropout": 0.1}},
+    "adapters": {
+        "config": "lora",
+        "sequence_length": 128,
+        "activation_checkpointing": "full",
+        "set": {"stack": "bundled", "adapter.dropout": 0.1},
+    },
     "muon": {"config": "tier1"},
     "accumulated": {"config": "mixed-adamw", "set": {"gradient_accumulation_steps": 2, "clip_gradients": True}},
     "averaged": {"config": "bf16-adamw", "set": {"weight_average": "fp32", "evaluation": True}},
@@ -47,7 +52,7 @@ def texts(figure):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_the_fullest_moment_is_the_sum_at_the_peak(job):
-    plan = memplan.plan(SMALL, **ON, **JOBS[job])
+    plan = memplan.plan(SMALL, **ON | JOBS[job])
     timeline = step_timeline(plan.memory, columns=10**9)
     peak = timeline.columns[timeline.peak]
     sizes = dict(zip(timeline.components, peak.sizes, strict=True))
