@@ -39,7 +39,6 @@ TOLD = 250
 """Events are short of the formula by one part in so many at most, as tests/step/test_events.py has it."""
 OTHERWISE_BOOKED = {
     "muon": "a gradient that is used up is a temporary",
-    "several GPUs": "buffers of gathers and reductions are temporaries",
 }
 """Jobs whose events book some bytes under another component than the formula does."""
 

@@ -93,9 +93,10 @@ def section_events(
         visits: Whether it is told where modules begin and end; ``received``: whether the gradient of its output stays.
     """
     tape, entry, output = section.tape, section.entry, section.output
-    storages = by_life(tape, {output.storage, *tape.saved_storages()})
-    recorder = EventRecorder(storages, entry.storage, output.storage, received=received)
+    recorder = EventRecorder(tape.storages, entry.storage, output.storage, received=received)
     player = Player(tape, mode, entry, recomputation, recorder)
+    retained = {output.storage, *player.saved_in_forward(), *tape.saved_storages()}
+    recorder.storages[: len(tape.storages)] = by_life(tape, retained)
     player.visits, begun, ended = visits, list[Visit](), list[Visit]()
     player.marked = (lambda mark: begun.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
     forward, in_forward, region_end = _forward(player, recorder, saves=True)

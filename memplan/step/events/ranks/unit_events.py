@@ -141,9 +141,11 @@ class UnitEvents:
 
     def gather(self, tensors: UnitTensors) -> None:
         """Gather a unit into its buffers, in backward the last group first, or in place; nothing where it is there."""
+        self.stream.of("communication")
         for group in reversed(tensors.groups) if self.backward else tensors.groups:
             if not (group.whole or group.buffer):
                 self._gather_group(group)
+        self.stream.of("temporaries")
 
     def _gather_group(self, tensors: UnitTensors) -> None:
         stream, unit, gathers = self.stream, tensors.unit, GATHERS + self.context
@@ -157,6 +159,7 @@ class UnitEvents:
 
     def copy_out(self, tensors: UnitTensors) -> None:
         """Copy a unit out of its buffers, tensor by tensor; pieces of some are put in order from copies."""
+        self.stream.of("communication")
         for group in [] if self.is_flat else [group for group in tensors.groups if not group.whole]:
             if group.unit.copying_bytes and not group.unit.buffer_bytes:
                 self._cast_alone(group)
@@ -171,6 +174,7 @@ class UnitEvents:
                 self.free_last_buffer()
                 self._last_buffer = group.buffer
             group.buffer = []
+        self.stream.of("temporaries")
 
     def _cast_alone(self, tensors: UnitTensors) -> None:
         """Cast and copy a unit tensor by tensor, as one rank alone does: a cast goes when the next is there."""
