@@ -222,7 +222,8 @@ def _problems(name: str, values: Defaults, place: Place, own: frozenset[str]) ->
     for key in ("model", "config"):
         value = getattr(values, key)
         if not value:
-            yield f"{place.where()}: {key}: required key is missing"
+            hint = "; a trainer's file has both and is given as model" if key == "model" else ""
+            yield f"{place.where()}: {key}: required key is missing{hint}"
         elif value == "-":
             yield f"{place.where(*((key,) if key in own else ()))}: standard input cannot be named in a budget; give a name or a path"
     if values.gpu is not None and values.gpus is not None:

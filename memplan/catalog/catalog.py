@@ -82,12 +82,13 @@ class Shelf(Generic[T]):
             meant = sorted({name for spelling, name in self.names.items() if spelling.startswith(key) and len(key) > 1})
             if 1 < len(meant) <= MOST_MEANT:
                 raise UnknownNameError(
-                    f"{self.kind} {given!r} is ambiguous: say {', '.join(meant[:-1])} or {meant[-1]}"
+                    f"{self.kind} {given!r} may be {', '.join(meant[:-1])} or {meant[-1]}: say which"
                 )
             known = [*self.entries]
             for entry in self.entries.values():
                 known += [*getattr(entry, "aliases", ()), *([entry.name] if isinstance(entry, Gpu) else ())]
-            raise unknown_name(self.kind, given, known, f"memplan list {self.section}")
+            unlisted = "; any other: --gpu-memory 24GiB" if self.section == "gpus" else ""
+            raise unknown_name(self.kind, given, known, f"memplan list {self.section}{unlisted}")
         return name
 
     def __getitem__(self, given: str) -> T:

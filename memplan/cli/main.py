@@ -31,24 +31,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "recommend": ("commands.compare", "What should I train with on this GPU?"),
     "explain": ("commands.explain", "Why this number?"),
     "why": ("commands.explain", "Why was it out of memory?"),
-    "report": (
-        "ui.page_commands",
-        "The whole answer as one HTML file: the step to hover and zoom, components, what-ifs, formulas, sources.",
-    ),
-    "ui": (
-        "ui.page_commands",
-        "A page whose answer follows sliders: model, GPU, method, library, batch, length, precision; and its command line.",
-    ),
+    "report": ("ui.page_commands", "The whole answer as one HTML file."),
+    "ui": ("ui.page_commands", "A page on this machine whose answer follows sliders."),
     "trace": ("commands.torch_commands", "What would torch do, exactly?"),
     "run": ("commands.torch_commands", "What would my own script need?"),
     "validate": ("commands.torch_commands", "Is that true here?"),
     "import": ("commands.trainer_commands", "What does my trainer's file say?"),
     "emit": ("commands.trainer_commands", "How do I say that in my trainer's file?"),
     "check": ("commands.check", "Does every job of a budget file still fit its budget?"),
-    "diff": (
-        "commands.check",
-        "What moved between two baselines, and did your config move it, or memplan's own figures?",
-    ),
+    "diff": ("commands.check", "What moved between two baselines, and why?"),
     "tables": ("commands.catalog_commands", "Are the published tables right?"),
     "list": ("commands.catalog_commands", "List what the catalog holds of a kind."),
     "show": ("commands.catalog_commands", "Show one entry with its sources, or a model with its parameters by role."),
@@ -102,7 +93,12 @@ def _empty_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+        epilog="Example: memplan fit llama-8b --gpu rtx4090 --qlora; each command's --help has one.",
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 120,
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+        },
     )
     app.callback()(_callback)
     return app
@@ -175,7 +171,7 @@ def _exit_code(words: Sequence[str]) -> int:
     except UsageError as error:
         text = usage_line(error, COMMANDS)
         if text.startswith("Usage:"):
-            write_remark(escaped_lines(text))
+            write_remark(f"{escaped_lines(text)}\n")
         else:
             say(text)
         return EXIT_USAGE
@@ -195,6 +191,26 @@ LONGEST_LINE = 600
 _CHOICES = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
 _COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA = re.compile(r"unexpected extra arguments? \((.*)\)")
+_OPTION = re.compile(r"No such option: (\S+)")
+_WORDS_FOR = {
+    "--batch": "-b",
+    "--dp": "--gpus",
+    "--dtype": "--set compute_dtype=fp16",
+    "--fp16": "--set compute_dtype=fp16",
+    "--fsdp": "--zero 3",
+    "--gradient-accumulation-steps": "--set gradient_accumulation_steps=8",
+    "--gradient-checkpointing": "--checkpointing full",
+    "--inference": "--method inference",
+    "--load-in-4bit": "--qlora",
+    "--lora-r": "--lora-rank",
+    "--max-length": "-s",
+    "--max-seq-length": "-s",
+    "--model": "MODEL without an option",
+    "--per-device-train-batch-size": "-b",
+    "--quantization": "--qlora",
+    "--trainer": "--as",
+}
+"""Options of other programs that people type -> ours."""
 
 
 def refuse_undecodable(arguments: Iterable[str]) -> None:
@@ -215,6 +231,8 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
         return text
     text = re.sub(r"\.? Did you mean .*", "", " ".join(text.split()))
     text = text.replace("Value error, ", "").replace("argument(s)", "arguments")
+    if (match := _OPTION.match(text)) and match[1] in _WORDS_FOR:
+        text = f"No such option: {match[1]}; here it is {_WORDS_FOR[match[1]]}"
     context = getattr(error, "ctx", None)
     inner = getattr(getattr(context, "command", None), "commands", {}) or commands
     return printable(text.rstrip("."), LONGEST_LINE) + printable(_hint(text, inner, _help_of(context)), LONGEST_LINE)
@@ -243,7 +261,8 @@ def _extra_hint(word: str, where: str) -> str:
     try:
         catalog = open_catalog(None)
         if Path(word).is_file():
-            return f"; did you mean --config {word}?"
+            options = ("--message",) if where.startswith("memplan why") else ("--config", "--with")
+            return f"; did you mean {' or '.join(f'{option} {word}' for option in options)}?"
         if word in catalog.gpus:
             return f"; did you mean --gpu {word}?"
         return f"; did you mean --config {word}?" if word in catalog.configs else f" (see: {where})"

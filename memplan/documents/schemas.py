@@ -155,6 +155,8 @@ def _problem(
     wanted = item["msg"].removeprefix("Input should be ")
     for word, better in _WANTED.items():
         wanted = wanted.replace(word, better)
+    if wanted == "text" and type(item["input"]) in (int, float):
+        given = f"{given}: write it in quotes"
     if item["input"] is False or item["input"] is True:
         given = f"{str(item['input']).lower()} (YAML reads unquoted yes, no, on and off so)"
     return f"{where}: expected {wanted}, got {given}"

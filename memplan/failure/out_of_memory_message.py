@@ -91,7 +91,10 @@ def read_message(text: str, where: str) -> OutOfMemory:
     matches = list(_TRIED.finditer(flat))
     if not matches:
         raise InvalidFileError(
-            [f"{where}: no out-of-memory message of torch in it; expected 'CUDA out of memory. Tried to allocate ...'"]
+            [
+                f"{where}: no out-of-memory message with torch's figures in it; expected the whole of "
+                "'CUDA out of memory. Tried to allocate ...' (--message FILE, or on standard input)"
+            ]
         )
     last = matches[-1]
     before, said = text[: text.rfind("out of memory")], flat[last.start() : last.start() + 4000]

@@ -89,7 +89,8 @@ class Suggestion:
         saves_bytes: How much less the device needs.
         flips_verdict: Whether the job fits then.
         cost: What it costs besides memory.
-        device_bytes: What the device needs then.
+        device_bytes: What the device needs then, with memory to spare.
+        needed_bytes: What it is expected to need then: less, where the job runs in what little there is.
         own: The settings in the words of the job's stack.
     """
 
@@ -98,7 +99,12 @@ class Suggestion:
     flips_verdict: bool
     cost: str
     device_bytes: int
+    needed_bytes: int
     own: tuple[OwnSetting, ...] = ()
+
+    def verdict_in(self, usable_bytes: int) -> str:
+        """Say whether the job fits then, may fit, or needs another change besides."""
+        return "fits" if self.flips_verdict else "tight" if self.needed_bytes <= usable_bytes else "not yet"
 
     @property
     def own_text(self) -> str:

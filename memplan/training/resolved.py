@@ -71,7 +71,7 @@ class TrainingSetup:
     @property
     def label(self) -> str:
         """The config's name, with a word where settings were changed on top of it."""
-        return f"{self.name}, changed" if self.changed else self.name
+        return f"{self.name} (changed)" if self.changed else self.name
 
     @property
     def autocast(self) -> bool:

@@ -241,7 +241,7 @@ def test_a_users_config_learns_as_the_evidence_for_its_contents_says_whatever_it
     untried = write("mine.yaml", "description: mine\nstatus: proven\noptimizer: {default: lion}\n")
     ran = cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", untried, "--json")
     assert (ran.data["status"], ran.data["training"]["status"]) == ("untried", "untried")
-    assert "(learning: untried)" in cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", untried, "-v").out
+    assert "learning: untried" in cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", untried, "-v").out
     like_ours = write("like-ours.yaml", "description: mine\noptimizer: {default: adamw-bf16}\n")
     assert cli("fit", "tinyllama-1.1b", "--gpu", "t4", "--config", like_ours, "--json").data["status"] == "works"
 

@@ -123,6 +123,19 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
     assert f"did you mean {meant}?" in refused(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("fit", "llama-8b", "--lora_r", "64"), "No such option: --lora-r; here it is --lora-rank (see"),
+        (("emit", "llama-8b", "--trainer", "trl"), "here it is --as (see"),
+        (("fit", "llama-8b", "--gpu", "colab"), "any other: --gpu-memory 24GiB"),
+        (("why", "llama-8b", __file__), f"did you mean --message {__file__}?"),
+    ],
+)
+def test_a_mistake_is_told_the_way_that_there_is(refused, arguments, said):
+    assert said in refused(*arguments)
+
+
 @pytest.mark.parametrize("word", ["", " ", "\u2028", "\x1b[31m"])
 def test_a_surplus_word_of_nothing_is_a_usage_error(refused, word):
     assert "unexpected extra argument" in refused("recommend", word)
@@ -273,6 +286,7 @@ def test_what_counts_once_is_not_given_twice(refused, arguments, match):
         (("--full",), ("--config", "bf16-adamw")),
         (("--qlora", "--batch-size", 2, "--seq-len", "1k"), ("--config", "qlora", "-b", 2, "-s", 1024)),
         (("--qlora", "-s", "4k"), ("--config", "qlora", "-s", 4096)),
+        (("--qlora", "--batch_size", 2, "--seq_len", "1k"), ("--config", "qlora", "-b", 2, "-s", 1024)),
         (("--lora", "--lora-rank", 64), ("--config", "lora", "--set", "adapter.rank=64")),
         (("--full", "--optimizer", "sgd"), ("--config", "bf16-adamw", "--set", "optimizer=sgd")),
         (("--full", "-q", "-q"), ("--config", "bf16-adamw", "-q")),

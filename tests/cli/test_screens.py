@@ -182,7 +182,9 @@ def test_what_is_generated_can_be_said_by_options(cli, refused):
 def test_a_second_file_is_taken_for_a_config(refused, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("description: mine", encoding="utf-8")
-    assert f"did you mean --config {file}?" in refused("compare", "llama-8b", str(file), "--gpu", "rtx4090", code=2)
+    assert f"did you mean --config {file} or --with {file}?" in refused(
+        "compare", "llama-8b", str(file), "--gpu", "rtx4090", code=2
+    )
 
 
 def test_the_address_of_a_repository_is_its_name(cli):

@@ -51,6 +51,7 @@ def test_suggestions_give_the_bytes_of_planning_with_them_and_what_flips_the_ans
     for suggestion in plan["suggestions"]:
         changed = planned(job, changed_by(size, suggestion["change"]))
         assert changed.expected_bytes == suggestion["device_bytes"], suggestion["change"]
+        assert changed.memory.needed_bytes == suggestion["needed_bytes"]
         assert plan["peak"]["device_bytes"] - suggestion["device_bytes"] == suggestion["saves_bytes"] > 0
         assert (changed.verdict == "fits") == suggestion["flips_verdict"]
         assert suggestion["cost"]
@@ -139,3 +140,4 @@ def test_suggestions_undo_what_does_not_go_with_them(cli):
     for suggestion in plan["suggestions"]:
         changed = planned(JOBS[0], changed_by(more, suggestion["change"]))
         assert changed.expected_bytes == suggestion["device_bytes"], suggestion["change"]
+        assert changed.memory.needed_bytes == suggestion["needed_bytes"]

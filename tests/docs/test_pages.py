@@ -202,3 +202,11 @@ def test_changelog_has_the_version():
 def test_the_pages_count_the_records_that_there_are(folder, sentence):
     count = len(list((ROOT / "tests" / "records" / folder).glob("*.json")))
     assert sentence.format(count) in " ".join(TEXTS["docs/accuracy.md"].split())
+
+
+def test_the_page_of_the_lab_has_figures_of_its_records(cli):
+    page = re.sub(r"```.*?```", "", TEXTS["docs/lab.md"], flags=re.DOTALL)
+    figures = re.findall(r"[+-]\d+\.\d % \([^)]*\)", " ".join(page.split()))
+    shown = "".join(cli("lab", "show", name).out for name in re.findall(r"`memplan lab ([a-z0-9-]+)` \|", page))
+    assert len(figures) > 5
+    assert [figure for figure in figures if figure not in shown] == []

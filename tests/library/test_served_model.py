@@ -7,6 +7,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.lookup import Shapes, find_model
 from memplan.library.runs.served_model import InferenceOptions, refuse_method, serve
 from memplan.report.json_schemas import schema_of
+from memplan.units import format_bytes
 
 
 @pytest.fixture
@@ -71,8 +72,13 @@ def test_json_follows_its_schema(cli):
     jsonschema.validate(ran.data, schema_of("inference"))
 
 
-def test_what_does_not_fit_exits_with_1(cli):
-    assert cli("fit", "llama-70b", "--method", "inference", "--gpu", "rtx4090").exit_code == 1
+def test_what_does_not_fit_exits_with_1_and_is_offered_fewer_bits(cli, served):
+    ran = cli("fit", "llama-8b", "--method", "inference", "--gpu", "rtx3060")
+    assert ran.exit_code == 1
+    for name, smaller in served("llama-3.1-8b", gpu="rtx3060").smaller.items():
+        alone = served("llama-3.1-8b", gpu="rtx3060", weights=name).served
+        assert (smaller.device_bytes, smaller.verdict) == (alone.device_bytes, "fits")
+        assert f"--weights {name}: {format_bytes(alone.device_bytes)}, fits" in ran.out
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def check_command(check: CheckOptions, output: Annotated[OutputOptions, without(
 
 @command(example="memplan diff base.json memplan-baseline.json")
 def diff_command(sides: DiffOptions, output: Annotated[OutputOptions, without("catalog_path")]) -> int:
-    """What moved between two baselines, and did your config move it, or memplan's own figures?"""
+    """What moved between two baselines, and why? Your config, or memplan's own figures."""
     from memplan.report.checks.difference_answer import diff_document, diff_markdown
 
     both = read_baseline(sides.base), read_baseline(sides.head)

@@ -47,12 +47,12 @@ def compare_command(
 ) -> int:
     """How do these compare? Configs and GPUs side by side, component by component, differences marked.
 
-    Without --config: bf16-adamw and tier1; a trainer's file comes first. Exit code 0: at least one fits; 1: none does.
+    Without --config: qlora, lora and bf16-adamw; a trainer's file comes first. Exit code 0: at least one fits; 1: none does.
     """
     from memplan.library.lookup.trainer_files import is_trainer_file
 
     own = [model.model] if model.model is not None and is_trainer_file(model.model) else []
-    configs = [*own, *(compared.configs or ["bf16-adamw", "tier1"])]
+    configs = [*own, *(compared.configs or ["qlora", "lora", "bf16-adamw"])]
     options = job_options(output, grid.over(training), model, grid.counted(device), configs=tuple(configs))
     answer = memplan.compare(model.model, configs, on=compared.gpu or (), **options)
     draw(answer, plot)

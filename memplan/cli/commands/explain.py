@@ -1,5 +1,6 @@
 """``memplan explain``: why this number, so that it can be redone by hand; ``memplan why``: why a run was out of memory."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from memplan.cli.option_groups import OUTPUT, DeviceOptions, ModelOptions, Outpu
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
+from memplan.documents.writing import say
 
 
 @command(example="memplan explain llama-8b --config tier1 --gpu rtx4090")
@@ -55,4 +57,6 @@ def why_command(
     job, log = model.model, message.message
     if job is not None and log == Path("-") and job.endswith(LOGS):
         log, job = Path(job), None
+    if log == Path("-") and sys.stdin.isatty():
+        say("paste torch's message, then press Ctrl-D")
     return emit(memplan.why(job, file=log, **options).document(output.unit), output)

@@ -48,8 +48,9 @@ class LargestOptions:
     """What is sought, and how it is shown."""
 
     what: Annotated[
-        Sizes, option(_SEARCH, "--for WHAT", f"{', '.join(get_args(Sizes))}; all but parameters take a MODEL.")
-    ] = "parameters"
+        Sizes | None,
+        option(_SEARCH, "--for WHAT", f"{', '.join(get_args(Sizes))}. Without MODEL: parameters; with one: batch."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ def max_command(
     detail: DetailOptions,
     output: OutputOptions,
 ) -> int:
-    """How large can it be? A model for each GPU; with --for, its batch, sequence, adapter rank or layers.
+    """How large can it be? The largest model for each GPU; of MODEL, its batch, sequence, adapter rank or layers.
 
-    Without --gpu: every GPU of the catalog. Without --config: qlora, lora, bf16-adamw and tier3; with --for,
+    Without --gpu: every GPU of the catalog. Without --config: qlora, lora, bf16-adamw and tier3; for MODEL
     bf16-adamw (lora for a rank). What is answered FITS, and one more does not.
     """
-    what = sought.what
+    what: Sizes = sought.what or ("batch" if model.model is not None else "parameters")
     if rule.accounting is not None:
         if plot.plot is not None:
             raise InvalidFileError(["--plot: a rule of the notes has no picture; leave out --accounting"])
@@ -94,7 +95,7 @@ def max_command(
     answer: memplan.LargestModels | memplan.LargestValues
     if what == "parameters":
         waiting = Waiting("max")
-        answer = memplan.largest(model.model, progress=waiting, **options)
+        answer = memplan.largest(cast("None", model.model), "parameters", progress=waiting, **options)
         waiting.end()
     else:
         answer = memplan.largest(model.model, what, **options)

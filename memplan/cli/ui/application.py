@@ -179,7 +179,7 @@ async def _file(name: str, request: Request) -> Response:  # noqa: ARG001
     return Response(_own(name) if name == "controls.js" else asset(name), media_type="text/javascript")
 
 
-OWN = "the method's own"
+OWN = "default"
 SLIDERS = {"batch": ("Micro-batch", 0, 8), "length": ("Sequence length", 7, 17)}
 """Field -> its label, and the powers of two that its slider goes from and to."""
 

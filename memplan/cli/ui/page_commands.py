@@ -6,6 +6,7 @@ from shlex import join
 from typing import Annotated
 
 import memplan
+from memplan.cli.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
 from memplan.cli.output import deliver, emit
@@ -27,9 +28,9 @@ class ServerOptions:
 def ui_command(
     server: ServerOptions, output: Annotated[OutputOptions, without("form", "units", "file", "quiet")]
 ) -> int:
-    """A page whose answer follows sliders: model, GPU, method, library, batch, length, precision; and its command line.
+    """A page on this machine whose answer follows sliders. It shows the command line that asks the same.
 
-    Served on this machine alone, at the address that is printed, as JSON too, until it is interrupted. Names of the
+    Served on 127.0.0.1 alone, at the address that is printed, as JSON too, until it is interrupted. Names of the
     catalog are all that the page can ask for; it runs and writes nothing. Needs .[ui].
     """
     from memplan.cli.ui.serve import serve
@@ -46,20 +47,21 @@ def report_command(
     model: ModelOptions,
     device: DeviceOptions,
     training: TrainingOptions,
+    grid: Annotated[GridOptions, without("rank")],
     verdict: VerdictOptions,
     output: Annotated[OutputOptions, without("form", "units")],
 ) -> int:
-    """The whole answer as one HTML file: the step to hover and zoom, components, what-ifs, formulas, sources.
+    """The whole answer as one HTML file. It has the step to hover and zoom, components, what-ifs, formulas, sources.
 
     It loads nothing from anywhere, is light or dark as its reader is, and prints. Without --config: bf16-adamw.
     Without -o it goes to standard output; with --json it is the plan's JSON instead, as fit prints it.
     """
-    plan = memplan.plan(model.model, **job_options(output, training, model, device))
+    plan = memplan.plan(model.model, **job_options(output, grid.over(training), model, grid.counted(device)))
     if output.as_json:
         return emit(plan.document(strict=verdict.strict), output)
     deliver(plan.html(join(["memplan", "fit", *_fit_arguments(sys.argv[2:])])), output.file)
     if output.file is not None and not output.quiet:
-        say(plan.sentence)
+        say(f"{output.file} is written. {plan.sentence}")
     return exit_code(plan.memory, verdict.strict)
 
 

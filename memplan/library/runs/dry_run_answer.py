@@ -49,7 +49,7 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
     blocks += [f"Note: {note}." for note in run.outcome.notes]
     blocks += [f"No suggestions: {run.unsuggested}."] if run.unsuggested else []
     if run.suggestions:
-        blocks.append(suggestions_table(run.suggestions, unit))
+        blocks.append(suggestions_table(run.suggestions, run.device.usable_bytes(0), unit))
     blocks.append(_sentence(run))
     blocks += [f"Over the budget of {run.job.name}: {finding.message}." for finding in run.over_budget if run.job]
     return Document(_data(run), tuple(blocks), 1 if run.over_budget or not fits(run) else 0)

@@ -35,6 +35,9 @@ PREFILL_TOKENS = 2048
 """Tokens that a serving engine's forward takes at most where nothing is said
 (``DEFAULT_MAX_NUM_BATCHED_TOKENS`` of vllm/config/scheduler.py)."""
 
+SMALLER = ("fp8-e4m3", "q4-0")
+"""Formats of 8 and of 4 bits that engines serve, offered where a model does not fit."""
+
 MOST_CONCURRENCY = 65_536
 MOST_CONTEXT = 16_777_216
 
@@ -89,13 +92,26 @@ class Serving(Answer):
             lambda count: _request(replace(self.options, concurrency=count), self.kv_dtype), MOST_CONCURRENCY
         )
 
+    @cached_property
+    def smaller(self) -> dict[str, Served]:
+        """The same with its matrices in 8 and in 4 bits, where it does not fit as it is."""
+        if self.verdict == "fits":
+            return {}
+        planner, request = self.planner, self.served.request
+        others = {name: _stored(name, self.catalog) for name in SMALLER}
+        plans = {
+            name: ServedModel(self.model, planner.keys, planner.setup, stored, self.device).plan(request)
+            for name, stored in others.items()
+        }
+        return {name: plan for name, plan in plans.items() if plan.device_bytes < self.served.device_bytes}
+
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:
         """Return the answer as tables, sentences and JSON."""
         from memplan.report.plans.inference_answer import ServedAnswer, inference_document
 
         requested = asdict(self.options) | {"weights": self.weights, "kv_dtype": self.kv_dtype}
         reach = self.largest_context, self.largest_concurrency
-        shown = ServedAnswer(self.model, self.device, requested, self.served, *reach, self.notes)
+        shown = ServedAnswer(self.model, self.device, requested, self.served, *reach, self.notes, self.smaller)
         return inference_document(shown, self.catalog.hash if full else "", unit, strict=strict)
 
 

@@ -106,18 +106,18 @@ class LargestValues(Answer):
 
 @overload
 def largest(
-    model: ModelGiven = None,
-    of: Literal["parameters"] = "parameters",
+    model: None = None,
+    of: Literal["parameters"] | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
     **options: Unpack[JobOptions],
 ) -> LargestModels: ...
 @overload
-def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> LargestValues: ...
+def largest(model: ModelGiven, of: Quantity | None = None, **options: Unpack[JobOptions]) -> LargestValues: ...
 @checked
 def largest(
     model: ModelGiven = None,
-    of: Sizes = "parameters",
+    of: Sizes | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
     **options: Unpack[JobOptions],
@@ -126,7 +126,8 @@ def largest(
 
     Args:
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
-        of: ``parameters`` for a model, or its ``batch``, ``sequence``, ``lora-rank`` or ``layers``.
+        of: ``parameters`` for a model, the default without one, or its ``batch``, the default with one, ``sequence``,
+            ``lora-rank`` or ``layers``.
         progress: Where a model is sought, is told how many answers there are, and of how many: one for each GPU under each config.
         options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` share
             the job, as :func:`memplan.plan` has it, and pool their memory where a model is sought. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
@@ -142,6 +143,8 @@ def largest(
         >>> answer.values["rtx4090"]
         15
     """
+    if of is None:
+        of = "parameters" if model is None and options.get("shapes") is None else "batch"
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
         raise InvalidFileError([f"of: nothing is sought of {shown_value(of)}{hint}"])
@@ -156,7 +159,7 @@ def largest(
         return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices, simulate=played)))
     if model is not None or inputs.shapes is not None:
         raise InvalidFileError(
-            [f"max --for parameters seeks a model, so it takes none: {model!r}; or give --for batch"]
+            [f"max --for parameters seeks a model, so it takes none: {model!r}; leave out one of them"]
         )
     return _largest_models(inputs, devices, progress)
 

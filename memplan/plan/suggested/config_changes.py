@@ -60,11 +60,14 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
     if config.parallel.data > 1 and config.parallel.zero_stage == 0:
         yield Change("weights are gathered from the other GPUs twice in every step", (("parallel.zero_stage", 3),))
     if config.allocator == "native":
-        yield Change("nothing: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", (("allocator", "expandable"),))
+        yield Change(
+            "only an environment variable: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            (("allocator", "expandable"),),
+        )
     if setup.captures_step:
         yield Change("kernels are launched one by one, without a CUDA graph", (("zero_gradients", "free"),))
     if profile.optimizer != "fused" and config.adapter is None:
-        yield Change("nothing: the same update in one kernel", (("kernels.optimizer", "fused"),))
+        yield Change("no more compute: one kernel makes the same update", (("kernels.optimizer", "fused"),))
     if config.parallel.staged_codes and profile.fused_adapters:
         yield Change("weights are decoded once more in backward", (("kernels.adapters", "composite"),))
     if profile.loss in ("bf16", "fp32") and "chunked" in setup.stack.runs.get("loss", ()):
@@ -134,7 +137,7 @@ def _costly_changes(config: TrainingConfig, *, offloads: bool) -> Iterator[Chang
         cost = "host memory for the optimizer states, which every step copies in and out"
         yield Change(cost, (("offload.optimizer_states", "cpu"),))
     if offloads and config.activation_checkpointing == "full" and config.offload.activations == "none":
-        yield Change("host memory for what layers are given, copied out and in", (("offload.activations", "cpu"),))
+        yield Change("host memory for the input of each layer, copied out and back", (("offload.activations", "cpu"),))
     yield from _offloaded_engine(config)
     if config.sequence_length >= 1024:
         yield Change("half the context", (("sequence_length", config.sequence_length // 2),))
@@ -162,12 +165,12 @@ def last_resorts(config: TrainingConfig) -> Iterator[Change]:
         return
     four_bits = {**dict(_narrow(config)), "weights.hidden_matrix": "nf4-dq"}
     if config.adapter is not None:
-        yield Change("nothing else fits: base weights in 4 bits (QLoRA)", tuple(four_bits.items()))
+        yield Change("base weights in 4 bits (QLoRA), since nothing else fits", tuple(four_bits.items()))
         return
     adapters = _adapters(config)
-    yield Change("nothing else fits: only adapters are trained (LoRA), not all weights", adapters)
+    yield Change("only adapters are trained (LoRA), since nothing else fits", adapters)
     yield Change(
-        "nothing else fits: only adapters are trained, on 4-bit weights (QLoRA)", (*adapters, *four_bits.items())
+        "only adapters are trained, on 4-bit weights (QLoRA), since nothing else fits", (*adapters, *four_bits.items())
     )
 
 

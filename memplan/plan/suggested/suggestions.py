@@ -61,7 +61,11 @@ def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -
     for item in results:
         plan = simulated(trial.tried[item.change], least=False)
         saves, flips = final.device_bytes - plan.device_bytes, plan.verdict == "fits"
-        shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, device_bytes=plan.device_bytes))
+        needed = plan.needed_bytes
+        if flips and plan.device_bytes > plan.usable_bytes:
+            needed = simulated(trial.tried[item.change]).needed_bytes
+        sizes = {"device_bytes": plan.device_bytes, "needed_bytes": needed}
+        shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, **sizes))
     return tuple(sorted((item for item in shown if item.saves_bytes > 0), key=lambda item: not item.flips_verdict))
 
 
@@ -125,7 +129,8 @@ class Trial:
         own = own_settings(self.plan.setup.stack, change.settings)
         if self.plan.ranks and any(key == "micro_batch_size" for key, _ in change.settings):
             own = ()  # a pipeline's micro-batches have another key
-        return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, changed.device_bytes, own)
+        sizes = changed.device_bytes, changed.needed_bytes
+        return Suggestion(change.name, saves, changed.verdict == "fits", change.cost, *sizes, own)
 
 
 def _combination(trial: Trial, options: Sequence[Change]) -> list[Suggestion]:
@@ -204,4 +209,4 @@ def _larger(config: TrainingConfig) -> Iterator[Change]:
     yield Change("twice the context", (("sequence_length", 2 * length),))
     if config.activation_checkpointing != "none":
         settings = (("activation_checkpointing", "none"), *of_every_layer(config))
-        yield Change("nothing is computed twice: about a quarter less compute", settings)
+        yield Change("no layer is computed twice: about a quarter less compute", settings)

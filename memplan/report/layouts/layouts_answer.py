@@ -63,12 +63,14 @@ def _cells(row: RankRow, unit: str) -> tuple[str, ...]:
 SECOND = 10**12
 MOST_REASONS = 3
 NO_MEASUREMENT = (
-    "Times are a roofline: dense FLOP/s, memory and link bandwidth as vendors state them, rings that enter and leave each node once. They",
-    "order layouts and are no measurement: kernels reach 30 to 80 % of such rates, and latency, congestion and stragglers are not in them.",
+    "Times are a roofline from dense FLOP/s, memory and link bandwidth as vendors state them, with rings that enter and leave each "
+    "node once. They order layouts and are no measurement: kernels reach 30 to 80 % of such rates; latency, congestion and "
+    "stragglers are not counted."
 )
 WHAT_OVERLAPS = (
-    "exposed: communication that products wait for, which is all between GPUs that share matrices or experts; overlapped: what shards gather and",
-    "reduce beside the products. inside and between: what each GPU sends in a step within its node and to others. No pipeline, no bubble.",
+    "inside and between: what each GPU sends in a step within its node and to other nodes. exposed: the communication that products "
+    "wait for, all of that between GPUs that share matrices or experts; overlapped: what shards gather and reduce beside the "
+    "products. No layout has a pipeline, hence no bubble."
 )
 
 
@@ -94,7 +96,7 @@ def layouts_document(result: LayoutFront, catalog_hash: str, unit: str) -> Docum
         data["nearest_miss"] = plan_data(result.miss, catalog_hash)
         return Document(data, (_heading(result, unit), _left_out(result), _miss_sentence(result, result.miss, unit)), 1)
     own = tuple(f"{rank}. {_own_words(row.plan)}" for rank, row in enumerate(result.rows, 1))
-    notes = (*_left_out(result), *NO_MEASUREMENT, *WHAT_OVERLAPS)
+    notes = (*_left_out(result), NO_MEASUREMENT, WHAT_OVERLAPS)
     blocks = (_heading(result, unit), _memory_table(result, unit), _time_table(result, unit), own, notes)
     return Document(data, (*blocks, _sentence(result, unit)))
 
@@ -254,7 +256,7 @@ def _sentence(result: LayoutFront, unit: str) -> str:
     needs = f"{format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}"
     return (
         f"{VERDICT_WORDS[plan.verdict]}: {plan.model.spec.name} fits on {gpus:,} x {result.device.name}; the fastest takes up to {needs} "
-        "on each. Save them with --save FILE, and pass that to --config."
+        "on each. --save FILE writes them, for --config."
     )
 
 

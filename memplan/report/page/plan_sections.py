@@ -165,7 +165,7 @@ def timeline_section(plan: MemoryPlan, timeline: Timeline) -> str:
         (phase, format_bytes(max(column.bytes for column in timeline.columns[first : last + 1])))
         for phase, first, last in timeline.phases
     )
-    said = f"Memory over one step: {format_bytes(peak.bytes)} live at the peak, at the {plan.peak.name}"
+    said = f"Memory over one step: {format_bytes(peak.bytes)} live at the peak, {plan.peak.name}"
     chart = (
         f'<div id="chart" role="img" aria-label="{text(said)}"></div><noscript><p>The chart takes JavaScript; the table '
         'below has the same phases.</p></noscript><div class="moment"><label for="moment">Moment of the step</label>'
@@ -206,7 +206,11 @@ def timeline_data(plan: MemoryPlan, timeline: Timeline) -> dict[str, Any]:
 # ------------------------------------------------------------------ what would change it, and why it is so
 def changes_section(plan: MemoryPlan, others: Sequence[WhatIf]) -> str:
     """Return what makes the job fit, and what other changes would do."""
-    content = table(suggestions_table(plan.suggestions, ""), "What makes it fit, simulated") if plan.suggestions else ""
+    content = (
+        table(suggestions_table(plan.suggestions, plan.usable_bytes, ""), "What makes it fit, simulated")
+        if plan.suggestions
+        else ""
+    )
     rows = tuple(
         (
             other.change,
@@ -218,8 +222,8 @@ def changes_section(plan: MemoryPlan, others: Sequence[WhatIf]) -> str:
         for other in others
     )
     if rows:
-        headers = ("change (--set)", "verdict", ">device", ">difference", "besides")
-        content += table(Table(headers, rows), "One change at a time, planned with a share as the allocator's reserve")
+        headers = ("change (--set)", "verdict", ">device", ">difference", "what it costs or gives")
+        content += table(Table(headers, rows), "One change at a time, with the allocator's reserve as a share")
     return section("changes", "What if", content or "<p>No single change that is modelled makes a difference.</p>")
 
 

@@ -117,4 +117,6 @@ def _sentence(plans: Sequence[MemoryPlan]) -> str:
     if not fitting:
         return f"None of {len(plans)} fits for sure; {name} needs the least, about {format_bytes(least.device_bytes)}."
     listed = ", ".join(f"{plan.setup.name} on {plan.device.name}" for plan in fitting)
-    return f"FITS: {listed}. {name} needs the least, about {format_bytes(least.device_bytes)}."
+    if len(fitting) == 1 and fitting[0] is least:
+        return f"FITS: {listed}, which needs the least, about {format_bytes(least.needed_bytes)}."
+    return f"FITS: {listed}. {name} needs the least, about {format_bytes(least.needed_bytes)}."

@@ -31,6 +31,7 @@ class ServedAnswer:
     largest_context: int
     largest_concurrency: int
     notes: tuple[str, ...]  # What is taken for granted, one sentence each
+    smaller: Mapping[str, Served]  # The same in other weight formats, by name
 
 
 def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, strict: bool) -> Document:
@@ -49,14 +50,29 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
         ("component", ">bytes", ">share"),
         tuple((name, format_bytes(size, unit), f"{100 * size / total:.1f} %") for name, size in rows),
     )
-    reach = (
-        f"largest context at concurrency {answer.request['concurrency']:,}: {answer.largest_context:,} tokens",
-        f"largest concurrency at context {answer.request['context']:,}: {answer.largest_concurrency:,} sequences",
-    )
+    reach = _reach(answer, unit)
     failed = served.verdict == "no" or (strict and served.verdict == "tight")
     blocks = (head, table, reach, tuple(f"Assumed: {note}" for note in answer.notes))
     screen = partial(_screen, answer, unit, reach)
     return Document(_data(answer, catalog_hash), blocks, 1 if failed else 0, screen=screen)
+
+
+def _reach(answer: ServedAnswer, unit: str) -> tuple[str, ...]:
+    """Return how far context and concurrency go, and the weight formats in which it needs less."""
+    at, context = answer.request["concurrency"], answer.request["context"]
+    words = {"fits": "fits", "tight": "tight", "no": "not yet"}
+    return (
+        f"largest context at concurrency {at:,}: {answer.largest_context:,} tokens"
+        if answer.largest_context
+        else f"no context fits at concurrency {at:,}",
+        f"largest concurrency at context {context:,}: {answer.largest_concurrency:,} sequences"
+        if answer.largest_concurrency
+        else f"no sequence fits at context {context:,}",
+        *(
+            f"--weights {name}: {format_bytes(plan.device_bytes, unit or 'GiB')}, {words[plan.verdict]}"
+            for name, plan in answer.smaller.items()
+        ),
+    )
 
 
 def _verdict(answer: ServedAnswer, unit: str) -> str:
@@ -75,11 +91,11 @@ def _screen(answer: ServedAnswer, unit: str, reach: Sequence[str], canvas: Canva
     percent = f"{_percent(total, served.usable_bytes)} % of {usable} usable"
     job = (
         f"{spec.name} ({format_count(parameter_count(answer.model.inventory))})",
-        f"served by {'a serving engine' if request['engine'] == 'serving' else request['engine']}",
+        f"in {'a serving engine' if request['engine'] == 'serving' else request['engine']}",
         f"weights {request['weights']}",
         f"cache {request['kv_dtype']}",
         f"context {request['context']:,}",
-        f"{request['concurrency']:,} at once",
+        f"concurrency {request['concurrency']:,}",
     )
     rows = [(name, format_bytes(size, unit or "GiB"), size, "") for name, size in served.components.items() if size]
     gauge = canvas.gauge(total, served.upper_bytes, served.usable_bytes, max(8, canvas.width - len(percent) - 8))

@@ -183,7 +183,7 @@ def plan_document(plan: MemoryPlan, catalog_hash: str, unit: str, strict: bool) 
         *([ranks_table(plan, unit)] if plan.ranks else []),
     ]
     if plan.suggestions:
-        blocks.append(suggestions_table(plan.suggestions, unit))
+        blocks.append(suggestions_table(plan.suggestions, plan.usable_bytes, unit))
     blocks.append(
         (*(f"Assumed: {line}" for line in plan.assumptions), *(f"Not counted: {line}" for line in plan.not_modelled))
     )
@@ -200,12 +200,18 @@ def heading(plan: MemoryPlan) -> tuple[str, str]:
     """Return the job in two lines."""
     parameters = parameter_count(plan.model.inventory)
     config = plan.setup.config
-    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label}, {stack_words([plan.setup])} (learning: {config.status}): {config.description}"
+    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label}, {stack_words([plan.setup])}; learning: {learning(plan.setup)}"
     second = (
         f"micro-batch {plan.micro_batch_size}, sequence {plan.sequence_length}, accumulation {config.gradient_accumulation_steps}, "
         f"checkpointing {config.checkpointing_words}, compute in {config.compute_dtype}"
     )
     return first, second
+
+
+def learning(setup: TrainingSetup) -> str:
+    """Return what is known of how a setup learns, and what it is where its config says so and nothing was changed."""
+    status, about = setup.config.status, setup.config.description
+    return status if setup.changed or about == setup.stack.label else f"{status}; {about}"
 
 
 def component_table(plan: MemoryPlan, unit: str) -> Table:
@@ -303,13 +309,13 @@ def instants_table(plan: MemoryPlan, unit: str) -> Table:
     return Table(("instant", ">requested", ""), rows)
 
 
-def suggestions_table(suggestions: Sequence[Suggestion], unit: str) -> Table:
+def suggestions_table(suggestions: Sequence[Suggestion], usable_bytes: int, unit: str) -> Table:
     """Return what to change."""
     rows = tuple(
         (
             format_bytes(s.saves_bytes, unit),
-            format_bytes(s.device_bytes, unit),
-            "fits" if s.flips_verdict else "not yet",
+            format_bytes(s.needed_bytes, unit),
+            s.verdict_in(usable_bytes),
             f"{s.change}{_own(s)} ({s.cost})",
         )
         for s in suggestions

@@ -87,7 +87,7 @@ def recommend_document(
 def which(since: str) -> str:
     """Return which models were weighed, or nothing where none has a date."""
     months = f"{RECENT_MONTHS} months before the newest of the catalog"
-    return f"Weighed were the models released since {since}, {months} (memplan list models)." if since else ""
+    return f"Models released since {since} were considered, {months} (memplan list models)." if since else ""
 
 
 def precision_text(record: Mapping[str, Any] | None, on_gpu: Mapping[str, Any] | None = None) -> str:

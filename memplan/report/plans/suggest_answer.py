@@ -21,7 +21,7 @@ NOT_SEARCHED = (
     "Not searched: {gpus}; weights or activations in host memory; optimizers whose "
     "updates have not been traced{adapters}. recompute: activation checkpointing, +loss for the head too."
 )
-NO_ADAPTERS = "; adapters (--set adapter.kind=lora searches them)"
+NO_ADAPTERS = "; adapters (--lora or --qlora searches them)"
 ONE_GPU = "several GPUs (--gpus N searches them)"
 PARALLEL_EXCLUDED = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
 
@@ -196,9 +196,9 @@ def _sentence(answer: Suggestions, unit: str) -> str:
     host = f" and {format_bytes(plan.host_bytes, unit)} of pinned host memory" if plan.setup.offloads_states else ""
     label = " These settings are experimental." if best.combination.standing.status == "experimental" else ""
     return (
-        f"{word}: {plan.model.spec.name} fits on {device_name(plan)} with the settings above; the first "
-        f"needs {_needed(plan, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "
-        "Save them with --save FILE, and pass that to --config."
+        f"{word}: {plan.model.spec.name} fits on {device_name(plan)}; the best settings "
+        f"need {_needed(plan, unit)} of {format_bytes(plan.usable_bytes, unit)}{host}.{label} "
+        "--save FILE writes them, for --config."
     )
 
 
@@ -225,6 +225,7 @@ def _miss_sentence(answer: Suggestions, unit: str) -> str:
         bigger = bigger.replace("No single GPU of the catalog", f"No {config.parallel.data} GPUs of one kind")
     host = f" in host memory ({format_bytes(plan.host_bytes, unit)})" if plan.setup.offloads_states else ""
     hint = " Experimental settings fit: add --experimental." if answer.experimental_fits else ""
+    hint += "" if config.adapter else " Adapters need less: add --lora or --qlora."
     return (
         f"NO: none of {answer.outcome.considered:,} combinations fits. The nearest miss needs up to "
         f"{format_bytes(plan.upper_bytes, unit)}, {over} too much: {weights} weights, "

@@ -22,7 +22,7 @@ def why_document(diagnosis: Diagnosis, unit: str) -> Document:
     if plan is not None:
         blocks += [_instants(diagnosis, plan, unit), _against_plan(diagnosis, plan, unit)]
         if plan.suggestions and diagnosis.cause != "fragmentation":
-            blocks.append(suggestions_table(plan.suggestions, unit))
+            blocks.append(suggestions_table(plan.suggestions, plan.usable_bytes, unit))
     blocks.append(f"{_cause(diagnosis, unit)} {_advice(diagnosis)}")
     return Document(_data(diagnosis, str(blocks[-1])), tuple(block for block in blocks if block))
 
@@ -41,10 +41,10 @@ def _figures(diagnosis: Diagnosis, unit: str) -> Table:
     rows = [
         ("tried to allocate", message.tried, "what failed"),
         ("allocated", message.allocated, "in use by tensors and kernels"),
-        ("reserved, unallocated", message.unallocated, "held by torch in pieces that are free"),
+        ("reserved, unallocated", message.unallocated, "cached by torch, in pieces"),
         ("outside torch", message.outside, "CUDA context and other libraries of this process"),
         ("other processes", message.others, "on the same GPU"),
-        ("free", message.free, "held by nobody"),
+        ("free", message.free, "taken by nobody"),
         ("capacity", message.capacity, "of the GPU, as CUDA has it"),
     ]
     if message.allowed is not None:
@@ -60,8 +60,8 @@ def _instants(diagnosis: Diagnosis, plan: MemoryPlan, unit: str) -> Table:
     rows = []
     for name, size in plan.instants:
         marks = ["peak"] if name == plan.peak.name else []
-        marks += ["beyond the room there was"] if size + besides > room else []
-        marks += ["comes to what torch needed"] if name == diagnosis.instant else []
+        marks += ["more than torch could have"] if size + besides > room else []
+        marks += ["first to reach what torch needed"] if name == diagnosis.instant else []
         rows.append((name, format_bytes(size + besides, unit), ", ".join(marks)))
     return Table(("instant of the plan", ">allocated", ""), tuple(rows))
 
@@ -92,8 +92,8 @@ def _cause(diagnosis: Diagnosis, unit: str) -> str:
         "one allocation": f"ONE ALLOCATION: a single tensor of {tried} is more than this process could ever have here.",
         "a limit": f"A LIMIT: {tried} were free, but the process is allowed {format_bytes(message.allowed or 0, unit)}.",
         "fragmentation": (
-            f"FRAGMENTATION: {tried} would have fitted into the {pieces} that torch held free and the "
-            f"{format_bytes(message.free, unit)} that nobody held, had they been in one piece."
+            f"FRAGMENTATION: torch held {pieces} unused and {format_bytes(message.free, unit)} of the GPU were free, together "
+            f"enough for {tried}, but in no one piece."
         ),
         "other processes": (
             f"OTHER PROCESSES: they held {format_bytes(message.others, unit)}, and {short} were missing; alone on the GPU "
@@ -107,7 +107,7 @@ def _advice(diagnosis: Diagnosis) -> str:
     """Return what to do first."""
     cause, plan = diagnosis.cause, diagnosis.plan
     if cause == "fragmentation":
-        return f"Set {EXPANDABLE} (costs nothing); if that is not enough, the job is too close to the card's limit."
+        return f"Set the environment variable {EXPANDABLE}; if that is not enough, the job is too close to the card's limit."
     if cause == "other processes":
         return "End them (nvidia-smi lists them), or keep their share free in the plan: --set 'reserve=SIZE'."
     if cause == "a limit":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from shlex import join
 from typing import TYPE_CHECKING
 
+from memplan.catalog.stacks import Stack
 from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.canvas import Canvas
@@ -41,15 +42,13 @@ def methods_screen(
     notes = dict.fromkeys(note for plan in plans for note in card_notes(plan))
     shared = any(plan.reserve_by_share and not plan.exceeds_device for plan in plans)
     estimates = "~ and max batch are estimates" if shared else "max batch is an estimate"
-    least = (
-        "> is what tensors take alone; " if any(plan.reserve_by_share and plan.exceeds_device for plan in plans) else ""
-    )
+    least = "> counts tensors alone; " if any(plan.reserve_by_share and plan.exceeds_device for plan in plans) else ""
     words = [
         *_words(plans),
         *notes_on_models(plans),
         *notes,
-        f"{least}{estimates}: try it with -b N.",
-        f"{more}Every config: --all. In full: {_command(plans[0])}",
+        f"{least}{estimates}: check one with -b N.",
+        f"{more}Every config: --all. One in full: {_command(plans[0])}",
     ]
     lines = tuple(part for line in words for part in canvas.folded(line, 0, 2))
     return (tuple(_head(plans, canvas, unit)), _lines(rows, canvas, unit), lines)
@@ -115,17 +114,21 @@ def _words(plans: Sequence[MemoryPlan]) -> list[str]:
     for name, setup in setups.items():
         by_status.setdefault(setup.config.status, []).append(name)
     adapters = [name for name, setup in setups.items() if setup.config.adapter is not None]
-    stacks = dict.fromkeys(setup.stack.label for setup in setups.values())
+    stacks = dict.fromkeys(_loop(setup.stack) for setup in setups.values())
     learnt = "; ".join(f"{', '.join(names)}: {status}" for status, names in by_status.items())
     others = "" if len(adapters) == len(setups) else "; the others: all weights"
     trained = f"{' and '.join(adapters)}: adapters alone are trained{others}" if adapters else "All weights are trained"
     layers = dict.fromkeys(setup.config.checkpointed_layers.words.strip(" ()") for setup in setups.values())
     return [
         *(f"Checkpointing full is of {some}." for some in layers if some),
-        f"{trained}. Stacks: {', '.join(stacks)}.",
+        f"{trained}. Stacks: {'; '.join(stacks)}.",
         f"How they learn: {learnt}.",
         *(f"{name}: {setups[name].config.description}." for name in by_status.get("experimental", ())),
     ]
+
+
+def _loop(stack: Stack) -> str:
+    return f"{stack.label}, memplan's own loop" if stack.name == "bundled" else stack.label
 
 
 def _command(plan: MemoryPlan) -> str:

@@ -15,7 +15,7 @@ from memplan.plan.model_notes import (
 )
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, ranks_table
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, learning, ranks_table
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS
 from memplan.units import format_bytes, format_count
@@ -80,7 +80,7 @@ def headline(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     first, upper, usable = sizes[0], *(size.rpartition(" ")[0] for size in sizes[1:])
     left = f"{VERDICT_WORDS[plan.verdict]:<5}  {first} {words[0]}, {upper} {words[1]}, {usable} usable"
     where, stack = device_name(plan), plan.setup.stack
-    names = (stack.label, f"{stack.name} {stack.version}", stack.name)
+    names = dict.fromkeys((stack.label, stack.name))
     return min((canvas.between(left, f"{where}, {name}", indent=7) for name in names), key=len)
 
 
@@ -96,8 +96,7 @@ def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
         f"checkpointing {plan.setup.config.checkpointing_words}",
     )
     known = config.status in ("proven", "works")
-    what = f"learning: {config.status}; {config.description}"
-    return [*canvas.joined(parts, indent=7), *([] if known else canvas.folded(what, 7))]
+    return [*canvas.joined(parts, indent=7), *([] if known else canvas.folded(f"learning: {learning(plan.setup)}", 7))]
 
 
 def _pairs(plan: MemoryPlan) -> str:
@@ -158,7 +157,7 @@ def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
     yield from canvas.columns(
         [
             (
-                f"{number}  {format_bytes(change.device_bytes, unit):>9}  {'fits' if change.flips_verdict else 'not yet'}",
+                f"{number}  {format_bytes(change.needed_bytes, unit):>9}  {change.verdict_in(plan.usable_bytes)}",
                 _words(change),
                 _settings(change),
             )
@@ -191,7 +190,8 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
     ]
     if not rows:
         return canvas.folded("No larger batch and no longer sequence is likely to fit.")
-    return [*canvas.folded("Room that is left, by the allocator's usual share, for either of:"), *canvas.columns(rows)]
+    one_of = "one of" if len(rows) > 1 else "this"
+    return [*canvas.folded(f"Room left, with the allocator's usual share, for {one_of}:"), *canvas.columns(rows)]
 
 
 def own_words(plan: MemoryPlan, key: str, value: int) -> str:

@@ -72,7 +72,7 @@ def max_screen(
     if len(by_device) == 1:
         lines = [(("config", "largest model"), ())]
         lines += [((row.setup.label, _named(row)), [row]) for rows in by_device.values() for row in rows]
-        head = f"{next(iter(by_device))}, {_usable(shown[0], unit)} usable: {head}"
+        head = f"{next(iter(by_device))}, {_usable(shown[0], unit)} usable; {head[0].lower()}{head[1:]}"
     elif len(setups) == 1:
         lines = [(("gpu", ">usable", "largest model"), ())]
         lines += [((name, _usable(rows[0], unit), _named(rows[0])), rows) for name, rows in by_device.items()]
@@ -84,7 +84,7 @@ def max_screen(
     columns = _room(cells, canvas)
     table = _aligned([(line, bar(rows, columns) if rows else "") for line, rows in lines], canvas)
     left = len({row.device.name for row in models}) - len(usual)
-    more = f"{left} more GPUs, and the bounds of all: --all." if left else "The bounds besides: -v."
+    more = f"{left} more GPUs, and upper bounds: --all." if left else "Upper bounds: -v."
     by_share = [] if all(row.simulated or not row.largest_fitting for row in models) else [BY_SHARE]
     words = [*_meanings(list(setups.values())), more, *by_share, sentence]
     return (*_folded([head], canvas), table, *_folded(words, canvas))
@@ -149,7 +149,7 @@ def where_screen(
     gauges = [
         "",
         *(
-            canvas.gauge(row.plan.device_bytes, row.plan.upper_bytes, row.plan.usable_bytes, columns - 2)
+            canvas.gauge(row.plan.needed_bytes, row.plan.upper_bytes, row.plan.usable_bytes, columns - 2)
             for row in shown
         ),
     ]
@@ -163,7 +163,7 @@ def where_screen(
 
 
 def _place(row: Placement, unit: str) -> tuple[str, ...]:
-    sizes = (format_bytes(size, unit) for size in (row.plan.device_bytes, row.plan.usable_bytes))
+    sizes = (format_bytes(size, unit) for size in (row.plan.needed_bytes, row.plan.usable_bytes))
     bound = "" if row.bound is None else str(row.bound)
     return (f"{'>= ' if row.pooled else ''}{row.count}", bound, f"{row.device.name}{row.layout}", *sizes)
 
@@ -181,7 +181,7 @@ def compare_screen(
     cells = [
         (
             f"{plan.setup.name} on {plan.device.name}" if several else plan.setup.name,
-            f"{format_bytes(plan.device_bytes, unit)}",
+            f"{format_bytes(plan.needed_bytes, unit)}",
             VERDICT_WORDS[plan.verdict],
         )
         for plan in plans
@@ -190,7 +190,7 @@ def compare_screen(
     columns = _room(headed, canvas)
     gauges = [
         "",
-        *(canvas.gauge(plan.device_bytes, plan.upper_bytes, plan.usable_bytes, columns - 2) for plan in plans),
+        *(canvas.gauge(plan.needed_bytes, plan.upper_bytes, plan.usable_bytes, columns - 2) for plan in plans),
     ]
     head, *tables, sentence = blocks
     shown = [table for table in tables if isinstance(table, Table)]

@@ -67,12 +67,13 @@ def rewrite_document(rewritten: Rewritten, unit: str, strict: bool) -> Document:
 
 
 def _answer(rewritten: Rewritten, fits: bool) -> str:
+    tight = " (TIGHT: not in the worst case)" if rewritten.after.verdict == "tight" else ""
     if not rewritten.diff:
-        return "It fits as it is." if fits else "Nothing that keeps what is trained makes it smaller."
+        return f"It fits as it is{tight}." if fits else "Nothing that keeps what is trained makes it smaller."
     return (
-        "It fits with these changes; --write makes them."
+        f"It fits with these changes{tight}; --write makes them."
         if fits
-        else "It does not fit even with these changes, which --write does not make then."
+        else "It does not fit even with these changes; --write makes none."
     )
 
 
