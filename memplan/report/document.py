@@ -30,7 +30,7 @@ WIDEST = 100_000
 STYLES = {
     r"\bFITS\b": "bold green",
     r"\bTIGHT\b": "bold yellow",
-    r"\bNO(?=:|  )": "bold red",
+    r"\bNO(?=:|  |\n|\Z)": "bold red",
     "[█▏▎▍▌▋▊▉]+": "cyan",
     "▒+": "yellow",
     "(?<=┤)[█▒]+": "red",

@@ -61,7 +61,7 @@ def _instants(diagnosis: Diagnosis, plan: MemoryPlan, unit: str) -> Table:
     for name, size in plan.instants:
         marks = ["peak"] if name == plan.peak.name else []
         marks += ["more than torch could have"] if size + besides > room else []
-        marks += ["first to reach what torch needed"] if name == diagnosis.instant else []
+        marks += ["where it likely ran out"] if name == diagnosis.instant else []
         rows.append((name, format_bytes(size + besides, unit), ", ".join(marks)))
     return Table(("instant of the plan", ">allocated", ""), tuple(rows))
 
