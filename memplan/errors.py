@@ -90,6 +90,9 @@ def first_lines(lines: Sequence[str]) -> tuple[str, ...]:
     return (*lines[:MAXIMUM_SHOWN], *((f"... and {more:,} more",) if more > 0 else ()))
 
 
+FEW = 24
+"""Names that a refusal lists, where none is near, at most."""
+
 LEAST_BEGINNING = 4
 """Characters of a name that others are taken to begin with."""
 
@@ -128,7 +131,9 @@ def match_hint(name: str, known: Iterable[str], otherwise: str = "") -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str], hint: str = "") -> UnknownNameError:
     """Return the error for an unknown ``name`` of some ``kind``, with the nearest match."""
     shown = name if len(name) <= 80 else f"{name[:77]}..."
-    text = f"unknown {kind} {shown!r}{match_hint(name, known)}"
+    names = [*known]
+    few = f"; known: {', '.join(names)}" if len(names) <= FEW else ""
+    text = f"unknown {kind} {shown!r}{match_hint(name, names, few)}"
     return UnknownNameError(f"{text} (see: {hint})" if hint else text)
 
 

@@ -231,6 +231,9 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
         return text
     text = re.sub(r"\.? Did you mean .*", "", " ".join(text.split()))
     text = text.replace("Value error, ", "").replace("argument(s)", "arguments")
+    text = re.sub(
+        r"Input should be a valid integer(, unable to parse string as an integer)?", "expected a whole number", text
+    )
     if (match := _OPTION.match(text)) and match[1] in _WORDS_FOR:
         text = f"No such option: {match[1]}; here it is {_WORDS_FOR[match[1]]}"
     context = getattr(error, "ctx", None)
@@ -246,12 +249,23 @@ def _help_of(context: Any) -> str:
 
 def _hint(text: str, commands: Iterable[str], where: str) -> str:
     if match := _CHOICES.search(text):
-        return match_hint(match[1], re.findall(r"'([^']*)'", match[2]))
+        return match_hint(match[1], re.findall(r"'([^']*)'", match[2])) if len(match[1]) > 2 else ""
     if match := _COMMAND.search(text):
+        if _is_model(match[1]):
+            return f"; did you mean memplan fit {match[1]}?"
         return f"{match_hint(match[1], commands)} (see: {where})"
     if match := _EXTRA.search(text):
         return _extra_hint(next(iter(match[1].split()), ""), where)
     return "" if "(see:" in text else f" (see: {where})"
+
+
+def _is_model(word: str) -> bool:
+    from memplan.library.lookup import open_catalog
+
+    try:
+        return word in open_catalog(None).models
+    except MemplanError:
+        return False
 
 
 def _extra_hint(word: str, where: str) -> str:

@@ -27,18 +27,18 @@ PRESETS = {"qlora": "qlora", "lora": "lora", "full": "bf16-adamw"}
 """Flag -> the shipped config that it means."""
 
 
-_NUMBER = re.compile(r"(\d{1,12})(k?)", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d{1,12})([km]?)", re.ASCII | re.IGNORECASE)
 
 
 def whole_number(text: str) -> int:
-    """Return a number that may be counted in k, which is 1024; 0 for what is none.
+    """Return a number that may be counted in k, which is 1024, or M, and have the commas of our answers; 0 for what is none.
 
     Example:
-        >>> whole_number("4k"), whole_number("512"), whole_number("many")
-        (4096, 512, 0)
+        >>> whole_number("4k"), whole_number("1M"), whole_number("28,712"), whole_number("many")
+        (4096, 1048576, 28712, 0)
     """
     number = _NUMBER.fullmatch(text.strip())
-    return int(number[1]) * (1024 if number[2] else 1) if number else 0
+    return int(number[1].replace(",", "")) * {"": 1, "k": 2**10, "m": 2**20}[number[2].lower()] if number else 0
 
 
 def _tokens(text: str) -> int:

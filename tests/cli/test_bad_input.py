@@ -129,11 +129,16 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
         (("fit", "llama-8b", "--lora_r", "64"), "No such option: --lora-r; here it is --lora-rank (see"),
         (("emit", "llama-8b", "--trainer", "trl"), "here it is --as (see"),
         (("fit", "llama-8b", "--gpu", "colab"), "any other: --gpu-memory 24GiB"),
+        (("fit", "llama-8b", "--gpu", "h100", "--stack", "hf"), "known: axolotl, bundled,"),
+        (("fit", "nobody/xyz-7b"), "or --online to fetch it"),
+        (("fit", "llama-8b", "-b", "1e3"), "expected a whole number, got '1e3'"),
+        (("llama-8b",), "did you mean memplan fit llama-8b?"),
         (("why", "llama-8b", __file__), f"did you mean --message {__file__}?"),
     ],
 )
 def test_a_mistake_is_told_the_way_that_there_is(refused, arguments, said):
     assert said in refused(*arguments)
+    assert refused("fit", "llama-8b", "--checkpointing", "on").endswith("'full'")
 
 
 @pytest.mark.parametrize("word", ["", " ", "\u2028", "\x1b[31m"])
@@ -286,6 +291,7 @@ def test_what_counts_once_is_not_given_twice(refused, arguments, match):
         (("--full",), ("--config", "bf16-adamw")),
         (("--qlora", "--batch-size", 2, "--seq-len", "1k"), ("--config", "qlora", "-b", 2, "-s", 1024)),
         (("--qlora", "-s", "4k"), ("--config", "qlora", "-s", 4096)),
+        (("--qlora", "-s", "28,712"), ("--config", "qlora", "-s", 28712)),
         (("--qlora", "--batch_size", 2, "--seq_len", "1k"), ("--config", "qlora", "-b", 2, "-s", 1024)),
         (("--lora", "--lora-rank", 64), ("--config", "lora", "--set", "adapter.rank=64")),
         (("--full", "--optimizer", "sgd"), ("--config", "bf16-adamw", "--set", "optimizer=sgd")),

@@ -123,7 +123,9 @@ def _components(plan: MemoryPlan, canvas: Canvas, unit: str) -> tuple[str, ...]:
 
 
 def _label(plan: MemoryPlan, name: str) -> str:
-    return f"weights ({plan.setup.format_names['hidden_matrix']})" if name == "weights" else name
+    experts = experts_format(plan)
+    apart = f", experts {experts}" if experts else ""
+    return f"weights ({plan.setup.format_names['hidden_matrix']}{apart})" if name == "weights" else name
 
 
 def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
