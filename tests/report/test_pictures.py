@@ -105,7 +105,7 @@ def test_every_component_has_a_colour_of_its_own():
 def test_a_step_shows_what_the_answer_says():
     plan = memplan.plan(SMALL, **ON, config="bf16-adamw")
     shown = " ".join(texts(plan.figure()))
-    assert f"live at the {plan.peak_instant}" in shown
+    assert f"live, {plan.peak_instant}" in shown
     assert "FITS" in shown
     assert {"forward", "layers backward", "optimizer step"} <= texts(plan.figure())
     assert "usable 23.65 GiB (above)" in texts(plan.figure())

@@ -123,7 +123,7 @@ def _lines(axes: Axes, limits: Limits, unit: int, count: int, highest: float) ->
 def _mark_peak(axes: Axes, timeline: Timeline, peak: str, context_bytes: int, unit: int) -> None:
     column, count = timeline.peak, len(timeline.columns)
     size = timeline.columns[column].bytes
-    text = f"peak: {format_bytes(size)} live at the {peak}"
+    text = f"peak: {format_bytes(size)} live, {peak}"
     right = column > count / 2
     axes.annotate(
         text,
