@@ -21,6 +21,7 @@ from memplan.training.resolved import TrainingSetup
 if TYPE_CHECKING:  # each question imports what it alone needs
     from matplotlib.figure import Figure
 
+    from memplan.library.lookup import Shapes
     from memplan.plan.memory_plan import Device, MemoryPlan
     from memplan.plan.sizes.placements import Placements
     from memplan.report.largest.largest_model_answer import Prices
@@ -113,7 +114,9 @@ def largest(
     **options: Unpack[JobOptions],
 ) -> LargestModels: ...
 @overload
-def largest(model: ModelGiven, of: Quantity | None = None, **options: Unpack[JobOptions]) -> LargestValues: ...
+def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> LargestValues: ...
+@overload
+def largest(model: FilePath | Shapes | Model, of: None = None, **options: Unpack[JobOptions]) -> LargestValues: ...
 @checked
 def largest(
     model: ModelGiven = None,

@@ -64,8 +64,8 @@ def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -
         needed = plan.needed_bytes
         if flips and plan.device_bytes > plan.usable_bytes:
             needed = simulated(trial.tried[item.change]).needed_bytes
-        sizes = {"device_bytes": plan.device_bytes, "needed_bytes": needed}
-        shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, **sizes))
+        taken = plan.device_bytes
+        shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, device_bytes=taken, needed_bytes=needed))
     return tuple(sorted((item for item in shown if item.saves_bytes > 0), key=lambda item: not item.flips_verdict))
 
 
