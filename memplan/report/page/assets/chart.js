@@ -7,8 +7,9 @@
     const [unit, scale] = UNITS.find(([, s]) => size >= s * (1 - 0.05 / 1024)) || ["B", 1];
     return scale === 1 ? `${size} B` : `${(size / scale).toFixed(2)} ${unit}`;
   };
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const dark = () => matchMedia("(prefers-color-scheme: dark)").matches && !matchMedia("print").matches;
+  const root = document.documentElement;
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const dark = () => matchMedia("(prefers-color-scheme: dark)").matches && !root.classList.contains("printing");
   const area = (hex) => (hex === "#000000" && dark() ? "#f2f2f2" : hex);
   let chart = null, data = null;
 
@@ -169,8 +170,12 @@
   let wait = 0;
   addEventListener("resize", () => { clearTimeout(wait); wait = setTimeout(draw, 100); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  addEventListener("beforeprint", () => { document.querySelectorAll("details").forEach((one) => { one.open = true; }); draw(); });
-  addEventListener("afterprint", draw);
+  addEventListener("beforeprint", () => {
+    document.querySelectorAll("details").forEach((one) => { one.open = true; });
+    root.classList.add("printing");
+    draw();
+  });
+  addEventListener("afterprint", () => { root.classList.remove("printing"); draw(); });
 
   window.memplanChart = (content) => { data = content; draw(); };
   const own = $("timeline");
