@@ -1,7 +1,7 @@
 """``memplan max`` and ``memplan where``: the largest that a GPU holds, the fewest GPUs for a model."""
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, cast, get_args
 
 import memplan
 from memplan.cli.grouped_command import command, without
