@@ -13,6 +13,7 @@ from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.cross_entropy import COMPILED
 from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.states.parallel_shards import casts_shards
 from memplan.step.step_inputs import retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
@@ -252,9 +253,14 @@ def _head_inside(step: ShardedStep, around: Form, waiting: Unit | None = None) -
     """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
     around += retained_arguments(step.inputs) + tables_of_graph(step.inputs)
     buffer = waiting or (step.tail if step.apart and not step.head_by_hand else step.last)
+    gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
-        gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
         yield with_gathered("forward", moment.operation, moment.form, gathered)
+    logits, setup = step.taped.head.logits, step.inputs.setup
+    if logits and step.taped.settings.block.code.wide_logits and setup.compute_bytes < 4 and casts_shards(setup):
+        # ``FSDPState._post_forward`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.13.0), by ``output_dtype``
+        both = single_form(Part.LOGITS, logits.quantity, (4 + setup.compute_bytes) * logits.width)
+        yield with_gathered("forward", "logits, cast", around + step.played.head.saved + both, gathered)
     for moment in forward_only_instants(step.inputs, step.taped, around + step.played.head.saved):
         yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes + step.below_head)
 
