@@ -82,6 +82,24 @@ ONE = {"micro_batch_size": 1, "sequence_length": 64}
 BESIDE = {**ADAPTED, "adapter": {**ADAPTED["adapter"], "targets": ["in_proj", "q_proj", "down_proj"]}}
 APART = {**ADAPTED, "adapter": {**ADAPTED["adapter"], "targets": ["in_proj", "out_proj", "q_proj"]}}
 GRANITE = {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 72, "num_experts_per_tok": 2}
+ALONE = {
+    key: SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+} | {
+    "vocab_size": 1000,
+    "head_dim": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 24,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 64,
+    "use_bias": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+}
+"""Layers of one part, two of them state space layers with biases."""
+EAGER = {"kernels": {"attention": "eager"}, "sequence_length": 200, "stack": "transformers"}
 EIGHTS = {"mamba_n_heads": 8, "mamba_d_head": 24}
 ON_INPUT = {"adapter": {**ADAPTED["adapter"], "targets": ["in_proj"]}, "optimizer": {"default": "adamw-fp32"}}
 SCANS = {
@@ -91,6 +109,9 @@ SCANS = {
     "beside-one-chunk": ("falcon_h1", {}, ONE),
     "in-place": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0}, {}),
     "in-place-experts-autocast": ("granitemoehybrid", {**GRANITE, "num_local_experts": 4}, AUTOCAST),
+    "alone": ("nemotron_h", {"hybrid_override_pattern": "M-*M"}, {}),
+    "alone-experts-autocast": ("nemotron_h", {"hybrid_override_pattern": "ME*", "moe_latent_size": 24}, AUTOCAST),
+    "alone-adapted-eager": ("nemotron_h", {"hybrid_override_pattern": "MEM*"}, {**BESIDE, **EAGER}),
     "in-place-adapted": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "mamba_proj_bias": True}, APART),
 }
 
@@ -101,6 +122,7 @@ def test_formula_and_trace_of_state_space_layers_agree(name, catalog):
     family, sizes, training = SCANS[name]
     own = ("mamba_d_ssm", "mamba_norm_before_gate")
     shape = {key: value for key, value in SCAN.items() if family == "falcon_h1" or key not in own}
+    shape = ALONE if family == "nemotron_h" else shape
     job = StackJob(Job({"model_type": family, **shape, **sizes}, {**TRAINING, **training}), "8.0", reentrant=False)
     verdict = compared(job.job, planned(job, catalog), traced(job, catalog))
     assert verdict.outcome == "agrees", dict(verdict.differences)
