@@ -174,7 +174,7 @@ def _litgpt_tensors(model: Model, setup: TrainingSetup, parts: Sequence[str]) ->
             yield ParameterTensor(f"{stem}.{part}.weight", shape, "hidden_matrix", tensor.count, tensor.first)
 
 
-def _mlp_names(names: TensorNames, mlp: Mlp | MixtureOfExperts) -> tuple[str, ...]:
+def _mlp_names(names: TensorNames, mlp: Mlp | MixtureOfExperts | None) -> tuple[str, ...]:
     """Return the names of a feed-forward part's projections."""
     if isinstance(mlp, Mlp) and mlp.gated:
         return (names.gate_up, names.down) if mlp.fused_gate_up else (names.gate, names.up, names.down)

@@ -60,7 +60,7 @@ def transformers_rows() -> Mapping[str, Mapping[str, Any]]:
 def around(architecture: str) -> Around:
     """Return what libraries do with a family of transformers; of others nothing is said, and all of it is taken for granted."""
     marked = {name: vars(function) for name, function in _functions().items() if "around" in vars(function)}
-    said = {name.lstrip("_"): own["around"] for name, own in marked.items()}
+    said: dict[str, Around] = {name.lstrip("_"): own["around"] for name, own in marked.items()}
     return said.get(architecture, Around(scored=True))
 
 

@@ -150,7 +150,7 @@ def work_of(model: Model, setup: TrainingSetup, states: ModelStates) -> Work:
     )
 
 
-def _attention_width(part: Mixer) -> int:
+def _attention_width(part: Mixer | None) -> int:
     if isinstance(part, Attention):
         return 2 * part.query_size
     return part.num_heads * (part.qk_head_dim + part.v_head_dim) if isinstance(part, LatentAttention) else 0

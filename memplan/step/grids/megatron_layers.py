@@ -164,6 +164,7 @@ def _column_instants(rank: RankSizes, width: int) -> int:
 
 def _feed_forward(rank: RankSizes, layer: Layer) -> LayerPart:
     part = layer.feed_forward
+    assert part is not None  # layers of one part are refused
     if isinstance(part, MixtureOfExperts):
         return _experts(rank, layer, part)
     inner, outer = part.intermediate_size, part.intermediate_size * (1 + part.gated)

@@ -194,7 +194,7 @@ def _stage(rank: RankSizes, index: int, chunks: Sequence[Chunk]) -> int:
         top = max(top, tables + rank.whole + rank.stream - retained[0] - rank.mask - square)
     below += flying * square
     if rank.kernels.most:  # what is sent and received, and what an operation forms beside its result
-        parts = [run.layer.feed_forward for run in rank.spec.runs]
+        parts = [part for run in rank.spec.runs if (part := run.layer.feed_forward)]
         widest = max(rank.spec.hidden_size, *(part.intermediate_size * (1 + part.gated) for part in parts))
         top += 4 * rank.stream + 2 * (rank.whole + rank.wide(widest) + rank.square) + 64 * rank.tokens
     return below + top + _always(rank, chunks)

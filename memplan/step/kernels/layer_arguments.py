@@ -200,7 +200,7 @@ def grown_rows(positions: int, tokens: int) -> int:
     return positions if longest == positions <= FIRST_ROWS else round_up(longest, MORE_ROWS)
 
 
-def _rotary_width(part: Mixer) -> int:
+def _rotary_width(part: Mixer | None) -> int:
     if isinstance(part, Attention):
         return part.rotary_dim
     return part.qk_rope_head_dim if isinstance(part, LatentAttention) else 0

@@ -308,6 +308,7 @@ def _attention(builder: Builder, x: Value, layer: Layer) -> Value:
         return gated_convolution(builder, x, layer.attention)
     if isinstance(layer.attention, StateSpace):
         return state_space(builder, x, layer.attention)
+    assert layer.attention is not None
     return attention(builder, x, layer.attention, builder.settings.names.attention)
 
 
@@ -320,4 +321,5 @@ def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
             taped = every_expert if layer.feed_forward.every_expert else taped
             taped = expert_modules if layer.feed_forward.modules else taped
             return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
+        assert layer.feed_forward is not None
         return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)

@@ -92,6 +92,7 @@ def attention_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch.de
     if isinstance(layer.attention, ShortConvolution | StateSpace) or layer.beside is not None:
         what = "short convolutions" if isinstance(layer.attention, ShortConvolution) else "state space layers"
         raise CannotAnswerError(f"{spec.name} has {what}, which transformers' models run and memplan's own do not")
+    assert layer.attention is not None  # layers of one part are refused, here and below
     if isinstance(layer.attention, GatedDeltaNet) or layer.attention.output_gate:
         raise CannotAnswerError(
             f"{spec.name} has gated delta networks, which transformers' models run and memplan's own do not"
@@ -103,6 +104,7 @@ def feed_forward_part(spec: ModelSpec, layer: Layer, run: Runtime, device: torch
     """Return the feed-forward part of ``layer``."""
     if isinstance(layer.feed_forward, MixtureOfExperts):
         return MixturePart(spec, layer.feed_forward, run, device)
+    assert layer.feed_forward is not None
     return MlpPart(spec, layer.feed_forward, run, device)
 
 

@@ -72,6 +72,7 @@ class _Gpt(nn.Module):
         layer, width = spec.runs[0].layer, spec.hidden_size
         heads = layer.attention
         assert isinstance(heads, Attention)
+        assert layer.feed_forward is not None
         linear, norm, inner = heads.qkv_bias, spec.final_norm.bias, layer.feed_forward.intermediate_size
         self.wte, self.wpe = nn.Embedding(spec.vocab_size, width), nn.Embedding(spec.learned_positions, width)
         self.drop = nn.Dropout(dropout)

@@ -202,7 +202,7 @@ def nemotron_h(config: ConfigValues) -> ModelSpec:
     for key in ("mlp_hidden_act", "mamba_hidden_act"):
         config.only(key, "relu2" if key.startswith("mlp") else "silu")
     config.ignore(*NEMOTRON_UNREAD.split())
-    parts = {
+    parts: dict[str, StateSpace | Attention | Mlp | MixtureOfExperts] = {
         LINEAR: _nemotron_scan(config, norm),
         FULL: attention(config, common, 0),
         "mlp": Mlp(config.integer("intermediate_size", default=21_504), "relu-squared", gated=False),

@@ -90,6 +90,7 @@ def _layer(layer: Layer, family: Family, dim: int, setup: TrainingSetup) -> Any:
         qk_norm=RMSNorm.Config(normalized_shape=heads.head_dim) if heads.query_key_norm else None,
     )
     norms = {name: RMSNorm.Config(normalized_shape=dim) for name in ("attention_norm", "ffn_norm")}
+    assert layer.feed_forward is not None
     return family.block.Config(attention=attention, **_feed_forward(layer.feed_forward, dim), **norms)
 
 
