@@ -149,6 +149,8 @@ def test_the_report_prints_in_black_on_white_with_everything_open(browser, repor
     with shown(browser, report, scheme="dark") as page:
         assert page.pdf()[:4] == b"%PDF"
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        text = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--text').trim()")
+        assert text == "#1b1f24"  # the chart is drawn before the medium changes, in the colours of a light page
         page.emulate_media(media="print")
         assert page.locator("details[open]").count() == page.locator("details").count() > 2
         assert not page.get_by_role("button", name="Zoom in").is_visible()
