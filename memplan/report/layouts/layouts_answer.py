@@ -147,7 +147,7 @@ def _heading(result: LayoutFront, unit: str) -> tuple[str, ...]:
         f"{result.model.spec.name} ({format_count(parameter_count(result.model.inventory))}) on {gpus:,} x {result.device.name} ({usable} each)",
         f"{where}; {cluster.link} inside",
         f"{result.layouts} layouts, {result.plans} with each kind of recompute; sequence {config.sequence_length:,}",
-        f"{weights} weights, products in {config.compute_dtype}; {', '.join(base.stack for base in request.bases)}",
+        f"{weights} weights, compute in {config.compute_dtype}; {', '.join(base.stack for base in request.bases)}",
     )
 
 

@@ -62,7 +62,7 @@ def _head(plans: Sequence[MemoryPlan], canvas: Canvas, unit: str) -> list[str]:
     )
     usable = format_bytes(first.usable_bytes, unit)
     name = f"{first.model.spec.name} ({format_count(parameter_count(first.model.inventory))})"
-    dtypes = " or ".join(dict.fromkeys(f"{plan.setup.config.compute_dtype} products" for plan in plans))
+    dtypes = " or ".join(dict.fromkeys(f"{plan.setup.config.compute_dtype} compute" for plan in plans))
     return [
         *canvas.between(f"{verdict:<5}  {ways}, {usable} usable", device_name(first), 7),
         *canvas.joined(

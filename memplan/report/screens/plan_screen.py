@@ -35,7 +35,7 @@ CHANGE_WORDS = {
     "allocator": "{} segments",
     "checkpointed_layers.every": "every layer checkpointed",
     "checkpointed_layers.first": "every layer checkpointed",
-    "compute_dtype": "{} products",
+    "compute_dtype": "{} compute",
     "gradients.lifetime": "updates inside backward",
     "kernels.adapters": "{} kernels of adapters",
     "kernels.loss": "{} loss",
