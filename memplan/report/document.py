@@ -142,12 +142,14 @@ def _plain(block: Table | tuple[str, ...], width: int | None = None) -> str:
 
 def _parts(table: Table, width: int) -> Iterable[Table]:
     """Yield a table as several that keep within a width, one below another, each with the first column; words may fold."""
-    first, *widths = (max(map(len, column)) for column in zip(table.names, *table.rows, strict=True))
+    columns = [*zip(table.names, *table.rows, strict=True)]
+    first, *widths = (max(map(len, column)) for column in columns)
     parts: list[list[int]] = [[]]
     used = first
     for column, needed in enumerate(widths, start=1):
-        folds = not table.headers[column].startswith(">")
-        if parts[-1] and used + 2 + (min(needed, LEAST_WORDS) if folds else needed) > width:
+        words = (len(word) for cell in columns[column] for word in cell.split())
+        folded = needed if table.headers[column].startswith(">") else min(needed, max(LEAST_WORDS, *words, 0))
+        if parts[-1] and used + 2 + folded > width:
             parts.append([])
             used = first
         parts[-1].append(column)
