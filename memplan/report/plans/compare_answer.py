@@ -111,12 +111,9 @@ def _shown(value: Any) -> str:
 
 
 def _sentence(plans: Sequence[MemoryPlan]) -> str:
-    fitting = [plan for plan in plans if plan.verdict == "fits"]
-    least = min(plans, key=lambda plan: plan.device_bytes)
-    name = f"{least.setup.name} on {least.device.name}"
-    if not fitting:
-        return f"None of {len(plans)} fits for sure; {name} needs the least, about {format_bytes(least.device_bytes)}."
-    listed = ", ".join(f"{plan.setup.name} on {plan.device.name}" for plan in fitting)
-    if len(fitting) == 1 and fitting[0] is least:
-        return f"FITS: {listed}, which needs the least, about {format_bytes(least.needed_bytes)}."
-    return f"FITS: {listed}. {name} needs the least, about {format_bytes(least.needed_bytes)}."
+    several = len({plan.device.name for plan in plans}) > 1
+    names = [f"{plan.setup.name} on {plan.device.name}" if several else plan.setup.name for plan in plans]
+    least, name = min(zip(plans, names, strict=True), key=lambda pair: pair[0].needed_bytes)
+    needs = f"{name} needs the least, about {format_bytes(least.needed_bytes)}"
+    fitting = [own for plan, own in zip(plans, names, strict=True) if plan.verdict == "fits"]
+    return f"FITS: {', '.join(fitting)}; {needs}." if fitting else f"None of {len(plans)} fits for sure; {needs}."
