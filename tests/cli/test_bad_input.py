@@ -201,6 +201,7 @@ def test_suggestions_are_not_saved_into_a_folder_that_is_named_like_a_file(refus
         ("no-equals-sign", "expected KEY=VALUE"),
         ("=1", "expected KEY=VALUE"),
         ("nothing=1", "nothing: unknown key"),
+        ("lora_r=64", "--set lora_r: unknown key; here it is adapter.rank"),
         (".=1", "unknown key"),
         ("Kernels.optimizer=fused", "--set Kernels: unknown key; did you mean 'kernels'?"),
         ("kernels.Optimizer=fused", "--set kernels.Optimizer: unknown key; did you mean 'optimizer'?"),

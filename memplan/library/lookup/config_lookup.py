@@ -199,6 +199,7 @@ def _config(
     if isinstance(document.data, dict) and "schema" in document.data and "training" in document.data:
         document = Document(document.name, document.data["training"], {}, document.problems)
     _refuse_settings_of_no_adapter(document, overrides.settings)
+    _refuse_trainers_keys(overrides.settings, catalog)
     wanted = without_preset(_with_listed_targets(with_settings(document, overrides.settings)))
     try:
         return validate(TrainingConfig, wanted), document
@@ -288,6 +289,16 @@ def with_settings(document: Document, settings: tuple[str, ...]) -> Document:
             value = {"default": value}
         data = _assigned(data, path, value)
     return Document(document.name, data, document.lines, document.problems, frozenset(path for path, _ in given))
+
+
+def _refuse_trainers_keys(settings: tuple[str, ...], catalog: Catalog) -> None:
+    """Refuse a trainer's key, with what it is called here."""
+    for (head, *rest), _ in _settings(settings):
+        if rest or head in TrainingConfig.__dataclass_fields__:
+            continue
+        for stack in catalog.stacks.entries.values():
+            if ours := next((key for key, own in stack.keys.items() if own.rpartition(".")[2] == head), ""):
+                raise InvalidFileError([f"--set {printable(head)}: unknown key; here it is {ours}"])
 
 
 def _settings(settings: tuple[str, ...]) -> list[tuple[KeyPath, Any]]:
