@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-COMPARED = ("bf16-adamw", "tier1")
+COMPARED = ("qlora", "lora", "bf16-adamw")
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -94,9 +94,7 @@ def section_events(
     """
     tape, entry, output = section.tape, section.entry, section.output
     recorder = EventRecorder(tape.storages, entry.storage, output.storage, received=received)
-    player = Player(tape, mode, entry, recomputation, recorder)
-    retained = {output.storage, *player.saved_in_forward(), *tape.saved_storages()}
-    recorder.storages[: len(tape.storages)] = by_life(tape, retained)
+    player = _player(section, mode, recomputation, recorder)
     player.visits, begun, ended = visits, list[Visit](), list[Visit]()
     player.marked = (lambda mark: begun.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
     forward, in_forward, region_end = _forward(player, recorder, saves=True)
@@ -129,6 +127,14 @@ def section_events(
         visits=(tuple(begun), tuple(ended)),
     )
     return _holding(events, {*leaf, *cached, *[value.storage for value in tape.named]})
+
+
+def _player(section: Section, mode: Mode, recomputation: Recomputation, recorder: EventRecorder) -> Player:
+    """Return what plays a part; what stays for backward is activations, as where bytes are counted."""
+    tape, player = section.tape, Player(section.tape, mode, section.entry, recomputation, recorder)
+    retained = {section.output.storage, *player.saved_in_forward(), *tape.saved_storages()}
+    recorder.storages[:] = by_life(tape, retained)
+    return player
 
 
 def _forward(player: Player, recorder: EventRecorder, *, saves: bool) -> tuple[Codes, Places, Codes]:
