@@ -20,7 +20,8 @@ class OwnSetting:
     @property
     def text(self) -> str:
         """The setting as a line of the stack's own configuration, or nothing."""
-        return "" if self.own_key is None else f"{self.own_key}: {self.own_value}"
+        mark = "=" if str(self.own_key).isupper() else ": "  # of a variable of the environment
+        return "" if self.own_key is None else f"{self.own_key}{mark}{self.own_value}"
 
 
 def own_settings(stack: Stack, settings: Iterable[tuple[str, Any]]) -> tuple[OwnSetting, ...]:
