@@ -54,7 +54,8 @@ def test_changes_are_in_the_words_of_the_stack(cli):
     plan, out = cli(*job, "--json").data, cli(*job).out
     for suggestion in plan["suggestions"][:3]:
         for own in suggestion["own"]:
-            assert f"{own['own_key']}: {own['own_value']}" in out
+            mark = "=" if own["own_key"].isupper() else ": "  # of a variable of the environment
+            assert f"{own['own_key']}{mark}{own['own_value']}" in out
 
 
 def test_the_room_of_a_job_that_fits_is_at_most_what_max_finds(cli):
