@@ -93,7 +93,7 @@ def _empty_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        epilog="Example: memplan fit llama-8b --gpu rtx4090 --qlora; each command's --help has one.",
+        epilog="Example: memplan fit llama-8b --gpu rtx4090 --qlora",
         context_settings={
             "help_option_names": ["-h", "--help"],
             "max_content_width": 120,
