@@ -16,8 +16,8 @@ Status = Literal["proven", "works", "experimental", "untried", "diverges"]
 """How training learns, as the evidence says; ``untried`` where none speaks for it."""
 
 Form = Literal[
-    "adafactor", "adam-mini", "adamw", "chunks", "copies", "in-place", "lion", "stacked", "torch-muon", "untraced"
-]
+    "adafactor", "adafactor-fp32", "adam-mini", "adamw", "chunks", "copies", "in-place", "lion", "stacked", "torch-muon", "untraced"
+]  # fmt: skip
 """Scratch memory of an update by the way in which it arises (memplan/step/states/update_algorithms.py)."""
 
 
@@ -225,7 +225,7 @@ class StateSlot:
             dimension; ``longer``: the one of these of which there are more; ``scalar``: one per tensor.
         block_elements, block_bytes: Numbers and bytes of a block, for elementwise slots; of one number where that is a block.
         tensor_bytes: Bytes once per tensor, such as a lookup table.
-        device: Where it lies; scalars of for-loop and foreach optimizers lie on the host.
+        device: Where it lies: scalars of for-loop and foreach optimizers on the host, as do ``paged`` states of large tensors.
         as_parameter: Numbers are stored as the parameter's own are; ``block_bytes`` is ignored.
         dimensions: Whether only tensors of one dimension hold it, or only those of more.
         scale_bytes: Of a block, bytes that are its scale: a tensor of its own.
@@ -237,7 +237,7 @@ class StateSlot:
     block_bytes: int = 4
     layout: Literal["elementwise", "rows", "columns", "longer", "scalar"] = "elementwise"
     tensor_bytes: int = 0
-    device: Literal["device", "host", "device-if-fused"] = "device"
+    device: Literal["device", "host", "device-if-fused", "paged"] = "device"
     as_parameter: bool = False
     dimensions: Literal["any", "one", "more"] = "any"
     scale_bytes: int = 4

@@ -300,10 +300,9 @@ class Stack:
     # beside them, or tokens that are ``embedded`` with what the tower returns before the forward, out of autocast;
     # rows of ``none`` were followed.
     images: Literal["none", "model", "positions", "embedded"] = "none"
-    # Weight formats besides floats that its libraries hold weights in; none stands for all that products read as a
-    # decoded copy.
+    # Weight formats besides floats that its libraries hold weights in; none is all that products read as a decoded copy.
     quantised_formats: tuple[str, ...] | None = None
-    # Weight formats of shipped configs -> what it holds such weights in instead.
+    # Weight formats of shipped configs, and optimizers -> what it has in their place.
     own_formats: Mapping[str, str] = field(default_factory=dict)
     # What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head, or, where
     # these are not tied, ``ends-apart``: the embedding alone, and norm and head, which stay gathered; ``root-and-last`` has
@@ -333,6 +332,7 @@ class Stack:
     # What the library, or the command that starts it, makes of torch's allocator where PYTORCH_CUDA_ALLOC_CONF is not set:
     # ``expandable`` segments always, only where it starts several processes itself, or only on NVIDIA's cards.
     allocator: Literal["native", "expandable", "expandable-of-several", "expandable-on-nvidia"] = "native"
+    exempts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Role -> classes that have exempt slots of it
     quantised_towers: bool = True  # Whether a vision tower and its projector are quantised with the text model
     name: str = ""  # Its name, put in where it is looked up
     version: str = ""  # The version of the library that is described, put in likewise

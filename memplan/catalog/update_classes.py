@@ -31,7 +31,10 @@ class UpdateClass:
 UPDATE_CLASSES: Mapping[str, UpdateClass] = {
     "adam_mini.Adam_mini": UpdateClass(frozenset(("m", "vmean")), "adam-mini"),
     "bitsandbytes.optim.AdamW8bit": UpdateClass(frozenset(("state1", "state2", "absmax1", "absmax2")), "in-place"),
+    "bitsandbytes.optim.Lion": UpdateClass(frozenset(("state1",)), "in-place"),
     "bitsandbytes.optim.PagedAdamW": UpdateClass(frozenset(("state1", "state2")), "in-place"),
+    "bitsandbytes.optim.PagedAdamW8bit": UpdateClass(frozenset(("state1", "state2", "absmax1", "absmax2")), "in-place"),
+    "bitsandbytes.optim.PagedLion": UpdateClass(frozenset(("state1",)), "in-place"),
     "lion_pytorch.Lion": UpdateClass(frozenset(("exp_avg",)), "lion"),
     BUNDLED: UpdateClass(frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum_codes", "step")), "chunks"),
     "torch.optim.Adafactor": UpdateClass(frozenset(("row_var", "col_var", "variance", "step")), "adafactor"),
@@ -45,6 +48,9 @@ UPDATE_CLASSES: Mapping[str, UpdateClass] = {
     TORCH_MUON: UpdateClass(frozenset(("momentum_buffer",)), "torch-muon"),
     "torch.optim.SGD": UpdateClass(
         frozenset(("momentum_buffer",)), "in-place", fused=True, needs={"momentum_buffer": "momentum"}
+    ),
+    "transformers.optimization.Adafactor": UpdateClass(
+        frozenset(("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "RMS")), "adafactor-fp32"
     ),
 }
 """Class -> what is known of it. Any other class by its path is traced as it is, and planned as its entry says."""

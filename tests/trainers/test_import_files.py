@@ -45,7 +45,7 @@ def test_an_axolotl_file_comes_out_in_our_keys():
         "dropout": 0.05,
         "targets": ["all-linear"],
     }
-    assert training["optimizer"] == {"default": "adamw-8bit-bnb"}
+    assert training["optimizer"] == {"default": "adamw-8bit-paged-bnb"}
     assert (training["micro_batch_size"], training["gradient_accumulation_steps"]) == (4, 2)
     assert (training["sequence_length"], training["activation_checkpointing"]) == (4096, "full")
     assert (answer["packing"], training["kernels"]["attention"], training["stack"]) == (True, "flash", "axolotl")

@@ -13,7 +13,7 @@ PROGRAMS = {
     "DPOTrainer": ("trl", "dpo"),
     "KTOTrainer": ("trl", "kto"),
     "RewardTrainer": ("trl", "reward"),
-    "Trainer": ("python", "run_clm.py"),
+    "Trainer": ("python", "run_clm.py", "--do_train"),
 }
 """Class of a trainer -> the program that trains by it."""
 NAMES_ONLY = frozenset({"output_dir", "hub_model_id", "run_name", "logging_dir", "max_length"})

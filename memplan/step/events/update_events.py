@@ -23,7 +23,7 @@ from memplan.step.states.parallel_shards import Named
 from memplan.step.states.update_algorithms import RULES, kinds, makes_nothing, scratch_of
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tensors.tensor_states import TensorStates
-from memplan.step.tensors.update_kernels import has_fused_kernel, is_exempt, slot_bytes, slots_of_class
+from memplan.step.tensors.update_kernels import has_fused_kernel, is_exempt, is_on_device, slot_bytes, slots_of_class
 from memplan.training.resolved import FLOAT_BYTES
 from memplan.units import ceil_div
 
@@ -187,8 +187,7 @@ class Updates:
         sizes = [
             (slot, slot_bytes(slot, shape, own))
             for slot in slots_of_class(entry.stepper or "", slots)
-            if slot.dimensions != ("more" if len(shape) < 2 else "one")
-            and (slot.device == "device" or (slot.device == "device-if-fused" and fused))
+            if slot.dimensions != ("more" if len(shape) < 2 else "one") and is_on_device(slot, shape, fused)
         ]
         bundled = entry.stepper == BUNDLED
         return [piece for slot, size in sizes for piece in (state_pieces(slot, size) if bundled else [size])]

@@ -83,6 +83,11 @@ class _Variables:
             self._stream.free(self._storages[name])
         self._storages[name] = storage
 
+    def release(self, name: str) -> None:
+        """Let go of what a variable names, if it names anything."""
+        if name in self._storages:
+            self._stream.free(self._storages.pop(name))
+
     def end(self) -> None:
         """Let go of all, the first that was named first."""
         self._stream.free_all(self._storages.values())
@@ -181,6 +186,31 @@ def _adafactor(stream: Storages, entries: Sequence[TensorStates], kernel: Optimi
     variables.end()
 
 
+def _adafactor_fp32(stream: Storages, entries: Sequence[TensorStates], _: OptimizerKernel, make: MakeStates) -> None:
+    """Write what transformers' Adafactor takes, which copies gradient and weight in fp32 where they have 16 bits."""
+    # Source: transformers/optimization.py (5.24.0), ``Adafactor.step`` without first moment and weight decay.
+    variables = _Variables(stream)
+    groups = sorted(enumerate(entries), key=lambda item: item[1].tensor.role in ("norm", "bias"))  # which do not decay
+    for place, entry in groups:
+        size, shape, narrow = 4 * entry.tensor.elements, entry.tensor.shape, FLOAT_BYTES[entry.format_name] < 4
+        for name in ("grad", "p_data_fp32"):
+            variables.release(name)
+            if narrow:
+                variables.assign(name, stream.allocate(size))
+            if name == "grad":
+                make(place)
+        square, total = stream.allocate_all([size] * 2)
+        stream.free(square)
+        variables.assign("update", total)
+        rows, columns = [size // shape[-1], size // shape[-2]] if len(shape) > 1 else [0, 0]
+        factors = stream.allocate_all([rows, columns] if rows else [])
+        estimate = stream.allocate(size)
+        stream.free_all(factors)
+        variables.assign("update", estimate)
+        stream.passing(size)  # its negative
+    variables.end()
+
+
 def _adam_mini(stream: Storages, entries: Sequence[TensorStates], kernel: OptimizerKernel, make: MakeStates) -> None:
     """Write what Adam-mini takes."""
     # Source: adam_mini/adam_mini.py (1.1.1), ``Adam_mini.step``: the squared gradient, later the update and its
@@ -232,6 +262,12 @@ IN_PLACE = "0: in place"
 RULES: Mapping[Form, Rule] = {
     "adafactor": Rule(
         _adafactor, lambda *_: "update and variance estimate of a tensor, with what is left of the one before"
+    ),
+    "adafactor-fp32": Rule(
+        _adafactor_fp32,
+        lambda *_: (
+            "fp32 copies of a tensor and its gradient where they are narrow, 2 of its update, 1 of the one before"
+        ),
     ),
     "adam-mini": Rule(_adam_mini, lambda *_: "2 x largest tensor (update and its negative), 3 numbers per row"),
     "adamw": Rule(_adamw, _adamw_text),

@@ -198,6 +198,16 @@ def _refuse_torch_muon(setup: TrainingSetup, name: str, entry: Optimizer, group:
         )
 
 
+PAGED_FROM = 100_000
+"""Elements of a tensor whose states bitsandbytes' paged optimizers page (``get_state_buffer`` in bitsandbytes/optim/optimizer.py, 0.50.2)."""
+
+
+def is_on_device(slot: StateSlot, shape: tuple[int, ...], fused: bool) -> bool:
+    """Tell whether a tensor's state is in the allocator's memory: counters of fused kernels are, and what is paged is not."""
+    on_device = {"device": True, "device-if-fused": fused, "paged": prod(shape) < PAGED_FROM, "host": False}
+    return on_device[slot.device]
+
+
 @lru_cache(maxsize=65536)
 def _slots_bytes(slots: tuple[StateSlot, ...], shape: tuple[int, ...], own_bytes: int, fused: bool) -> tuple[int, int]:
     device = host = 0
@@ -205,10 +215,10 @@ def _slots_bytes(slots: tuple[StateSlot, ...], shape: tuple[int, ...], own_bytes
         if slot.dimensions == ("more" if len(shape) < 2 else "one"):
             continue
         size = slot_bytes(slot, shape, own_bytes)
-        if slot.device == "host" or (slot.device == "device-if-fused" and not fused):
-            host += size
-        else:
+        if is_on_device(slot, shape, fused):
             device += size
+        else:
+            host += size
     return device, host
 
 

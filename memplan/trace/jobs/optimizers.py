@@ -3,6 +3,7 @@
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from math import sqrt
@@ -17,7 +18,7 @@ from memplan.catalog.kernel_profiles import OptimizerKernel
 from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_CLASSES
 from memplan.errors import CannotAnswerError
 from memplan.step.states.update_algorithms import depends_on_kernel
-from memplan.step.tensors.update_kernels import Updated, is_exempt, slot_bytes, stepper
+from memplan.step.tensors.update_kernels import PAGED_FROM, Updated, is_exempt, slot_bytes, stepper
 from memplan.trace.jobs.bundled_optimizer import BundledUpdate
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.recording.valueless_tensors import AnyNumber
@@ -27,8 +28,6 @@ from memplan.training.resolved import TrainingSetup
 BLOCK_ELEMENTS = 256
 EXEMPT_BELOW = 4096
 """Of bitsandbytes' 8-bit states (``min_8bit_size``)."""
-PAGED_FROM = 100_000
-"""Elements of a tensor whose states bitsandbytes' paged optimizers page."""
 
 
 class _Plain(Optimizer):
@@ -43,23 +42,6 @@ class _Plain(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     yield parameter, parameter.grad, self.state[parameter], group["lr"]
-
-
-class PagedAdamw(_Plain):
-    """AdamW with states in fp32, those of large tensors in memory that CUDA moves between host and device.
-
-    Source:
-        ``Optimizer8bit.get_state_buffer`` in bitsandbytes/optim/optimizer.py (0.49.2).
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make the states of every parameter that has a gradient, on the host untouched; one kernel updates all in place."""
-        del closure
-        for parameter, _, state, _ in self._with_gradients():
-            for name in ("state1", "state2") if not state else ():
-                device = parameter.device if parameter.numel() < PAGED_FROM else torch.device("cpu")
-                state[name] = torch.empty_like(parameter, dtype=torch.float32, device=device)
 
 
 class Lion(_Plain):
@@ -123,18 +105,21 @@ class AdamMini(_Plain):
             parameter.add_(-update)
 
 
-class BlockwiseAdamw(_Plain):
-    """The tensors of bitsandbytes' 8-bit AdamW, whose kernels write where they are: no update is computed here.
+class Bitsandbytes(_Plain):
+    """The tensors of bitsandbytes' optimizers, whose kernels write where they are: no update is computed here.
 
     Two lookup tables serve all parameters of an optimizer; its host copies are freed before a step.
 
     Source:
-        bitsandbytes/optim/optimizer.py (0.50.2), ``Optimizer2State.init_state`` and ``update_step``;
+        bitsandbytes/optim/optimizer.py (0.50.2), ``Optimizer2State.init_state``, ``get_state_buffer`` and ``update_step``;
         bitsandbytes/backends/cuda/ops.py, ``_optimizer_update_8bit_blockwise_impl`` allocates nothing.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, moments: str = "12", bits: int = 32, paged: bool = False
+    ) -> None:
         super().__init__(params, lr)
+        self._moments, self._bits, self._paged = moments, bits, paged
         self._tables: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -146,15 +131,16 @@ class BlockwiseAdamw(_Plain):
                 self._initialise(parameter, state)
 
     def _initialise(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        eight_bit = parameter.numel() >= EXEMPT_BELOW
-        for number in ("1", "2"):
-            dtype = torch.uint8 if eight_bit else torch.float32
-            state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+        eight_bit = self._bits == 8 and parameter.numel() >= EXEMPT_BELOW
+        paged = self._paged and parameter.numel() >= PAGED_FROM
+        place = {"dtype": torch.uint8 if eight_bit else torch.float32, "device": "cpu" if paged else parameter.device}
+        for number in self._moments:
+            state[f"state{number}"] = torch.zeros_like(parameter, **place)
             if eight_bit:
                 if number not in self._tables:
                     self._tables[number] = torch.zeros(2**8, device=parameter.device)
                 state[f"qmap{number}"] = self._tables[number]
-        for number in ("1", "2") if eight_bit else ():
+        for number in self._moments if eight_bit else ():
             blocks = -(-parameter.numel() // BLOCK_ELEMENTS)
             state[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
 
@@ -329,8 +315,11 @@ def _imported(name: str, kind: str) -> type[torch.optim.Optimizer]:
 
 _REFERENCES: dict[str, Any] = {
     "adam_mini.Adam_mini": AdamMini,
-    "bitsandbytes.optim.AdamW8bit": BlockwiseAdamw,
-    "bitsandbytes.optim.PagedAdamW": PagedAdamw,
+    "bitsandbytes.optim.AdamW8bit": partial(Bitsandbytes, bits=8),
+    "bitsandbytes.optim.Lion": partial(Bitsandbytes, moments="1"),
+    "bitsandbytes.optim.PagedAdamW": partial(Bitsandbytes, paged=True),
+    "bitsandbytes.optim.PagedAdamW8bit": partial(Bitsandbytes, bits=8, paged=True),
+    "bitsandbytes.optim.PagedLion": partial(Bitsandbytes, moments="1", paged=True),
     "lion_pytorch.Lion": Lion,
 }
 """Classes that are told here, so that tracing them needs no such package."""

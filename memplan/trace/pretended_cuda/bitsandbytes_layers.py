@@ -222,6 +222,7 @@ def paged_states() -> Iterator[None]:
     if ran_by_pointers():
         answers |= {"lib": mock.MagicMock()}
         answers |= dict.fromkeys(("pre_call", "post_call", "get_ptr", "optimizer_update_32bit"), idle)
+    optimizer.GlobalOptimManager.get_instance().initialize()  # which has what earlier jobs overrode
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(functional, **answers))
         stack.enter_context(mock.patch.object(optimizer, "sync_gpu", idle, create=True))

@@ -1,18 +1,20 @@
 """Turn a training config into a setup: names looked up, gaps filled in by its stack, contradictions refused."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.entries import Optimizer
 from memplan.catalog.hardware.hardware_tables import hardware_tables
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import Allocator, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
-from memplan.model.inventory import ROLES
+from memplan.model.inventory import ROLES, Role
 from memplan.training.learning import recipe_of, with_learning
 from memplan.training.parallelism import parallel_refusals
 from memplan.training.resolution.config_problems import (
@@ -81,7 +83,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         formats={role: catalog.formats[n] for role, n in known_formats.items()},
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
-        optimizers={role: catalog.optimizers[n] for role, n in optimizer_names.items()},
+        optimizers=_optimizers(optimizer_names, stack, catalog),
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
         reserve_shares={name: catalog.tables.reserve_share(name, recipe.coded) for name in get_args(Allocator)},
@@ -89,6 +91,15 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         family_gaps=_family_gaps(stack, catalog),
         unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),
     )
+
+
+def _optimizers(names: Mapping[Role, str], stack: Stack, catalog: Catalog) -> dict[Role, Optimizer]:
+    """Return the optimizer of each role; where the stack exempts a role from it, every tensor keeps the exempt slots."""
+    entries = {role: catalog.optimizers[name] for role, name in names.items()}
+    exempt = {role for role, entry in entries.items() if entry.implementation in stack.exempts.get(role, ())}
+    return {
+        role: replace(entry, exempt_below=sys.maxsize) if role in exempt else entry for role, entry in entries.items()
+    }
 
 
 def _filled(config: TrainingConfig, catalog: Catalog) -> tuple[TrainingConfig, Stack, KernelProfile]:

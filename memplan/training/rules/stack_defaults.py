@@ -142,6 +142,7 @@ def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     keys = (role, "hidden_matrix", "default") if role == "expert_matrix" else (role, "default")
     given = next((config.optimizer[key] for key in keys if key in config.optimizer), default)
     name = catalog.optimizers.name_of(given)
+    name = stack.own_formats.get(name, name)
     entry = catalog.optimizers[name]
     if entry.takes == "matrices" and role not in MATRIX_ROLES and entry.rest is not None:
         return entry.rest

@@ -48,6 +48,7 @@ from tests.survey.stacks.varied_stack_jobs import (
     evaluated_job,
     hosted_job,
     modular_job,
+    optimized_job,
     under_deepspeed,
     with_images,
     with_kernels,
@@ -68,6 +69,7 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
     "some_sharded": ("jobs of which every other one is over shards, GPUs and dtype of weights drawn", sharded_job),
     "hsdp": ("jobs of groups of GPUs that each divide everything, groups and GPUs drawn", replicated_job),
     "muon": ("jobs whose matrices the bundled Muon has, the format of its momentum drawn", muon_job),
+    "optimizers": ("jobs that step by another optimizer than torch's AdamW, which is drawn", optimized_job),
     "hosted": ("jobs whose layers' inputs are in host memory between forward and backward", hosted_job),
     "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
 }

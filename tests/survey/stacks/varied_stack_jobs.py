@@ -65,6 +65,28 @@ def hosted_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(model, {**job.job.training, **offload}), reentrant=job.stack == "llama-factory")
 
 
+OPTIMIZERS = (
+    "adafactor-transformers",
+    "adamw-8bit-bnb",
+    "adamw-8bit-paged-bnb",
+    "adamw-paged-bnb",
+    "lion-bnb",
+    "lion-paged-bnb",
+    "rmsprop",
+    "sgd",
+)
+"""Optimizers of Trainer's that are not AdamW of torch, each as likely as the next."""
+
+
+def optimized_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job that steps by another optimizer, which is drawn, a few tokens at a time, so that updates decide its peak."""
+    rng = Random(f"memplan optimizers {seed} {number}")
+    training = {**job.job.training, "optimizer": {"default": rng.choice(OPTIMIZERS)}}
+    training["sequence_length"] = min(training["sequence_length"], rng.choice((8, 8, 65, 512)))
+    training["kernels"] = {**training.get("kernels", {}), "optimizer": "foreach"}
+    return replace(job, job=Job(job.job.model, training))
+
+
 MODULES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 """Families whose experts were modules of their own before transformers 5.0."""
 

@@ -25,7 +25,7 @@ from memplan.step.ends.end_settings import embeds_with_gradient
 from memplan.step.states.parallel_shards import is_replicated, is_sharded, runs_engine
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
+from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend, paged_states
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
@@ -50,12 +50,14 @@ DEVICE = "ACCELERATE_TORCH_DEVICE"
 OPTIMIZERS = {
     ("torch.optim.AdamW", "fused"): "adamw_torch_fused",
     ("torch.optim.AdamW", "foreach"): "adamw_torch",
-    ("torch.optim.Adafactor", ""): "adafactor",
+    ("transformers.optimization.Adafactor", ""): "adafactor",
     ("torch.optim.RMSprop", ""): "rmsprop",
     ("torch.optim.SGD", ""): "sgd",
     ("bitsandbytes.optim.AdamW8bit", ""): "adamw_bnb_8bit",
     ("bitsandbytes.optim.PagedAdamW8bit", ""): "paged_adamw_8bit",
     ("bitsandbytes.optim.PagedAdamW", ""): "paged_adamw_32bit",
+    ("bitsandbytes.optim.Lion", ""): "lion_32bit",
+    ("bitsandbytes.optim.PagedLion", ""): "paged_lion_32bit",
 }
 """Class and kernel -> what ``optim`` calls it."""
 
@@ -106,6 +108,7 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
             cuda_autocast(),
             composite_kernels(compute_capability),
             cuda_backend(),
+            paged_states(),
             liger_backend(compute_capability),
             cuda_optimizer_paths(),
             flash_attention_2(),
