@@ -97,7 +97,7 @@ NEAR = {
     "transformers.newer": 1.0,
     "transformers.latest": 1.0,
     "transformers.5-24": 0.97,
-    "transformers.optimizers": 1.0,
+    "transformers.optimizers": 0.97,
     "transformers.hsdp.shards": 1.0,
     "transformers.evaluated.shards": 1.0,
     "trl.evaluated.shards": 0.95,

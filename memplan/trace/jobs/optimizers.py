@@ -132,10 +132,10 @@ class Bitsandbytes(_Plain):
 
     def _initialise(self, parameter: Tensor, state: dict[str, Any]) -> None:
         eight_bit = self._bits == 8 and parameter.numel() >= EXEMPT_BELOW
-        paged = self._paged and parameter.numel() >= PAGED_FROM
-        place = {"dtype": torch.uint8 if eight_bit else torch.float32, "device": "cpu" if paged else parameter.device}
+        dtype = torch.uint8 if eight_bit else torch.float32
+        device = "cpu" if self._paged and parameter.numel() >= PAGED_FROM else parameter.device
         for number in self._moments:
-            state[f"state{number}"] = torch.zeros_like(parameter, **place)
+            state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype, device=device)
             if eight_bit:
                 if number not in self._tables:
                     self._tables[number] = torch.zeros(2**8, device=parameter.device)
