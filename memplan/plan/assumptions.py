@@ -10,7 +10,6 @@ from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
 from memplan.model.spec import Attention
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
-from memplan.plan.parallel_assumptions import parallel_assumptions
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.states.optimizer_scratch import most_together
 from memplan.step.states.parallel_shards import is_sharded, runs_engine
@@ -61,7 +60,14 @@ DOUBTS = {
 
 def assumptions(plan: MemoryPlan) -> tuple[str, ...]:
     """Return what the answer takes for granted."""
-    return (*_step(plan), *_states(plan), *parallel_assumptions(plan), *_model(plan))
+    return (*_step(plan), *_states(plan), *_several(plan), *_model(plan))
+
+
+def _several(plan: MemoryPlan) -> Iterator[str]:
+    if plan.setup.config.parallel.gpus > 1:
+        from memplan.plan.parallel_assumptions import parallel_assumptions
+
+        yield from parallel_assumptions(plan)
 
 
 def not_modelled(plan: MemoryPlan) -> tuple[str, ...]:

@@ -24,8 +24,6 @@ def parallel_assumptions(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of several GPUs."""
     parallel = plan.setup.config.parallel
     ranks = parallel.gpus
-    if ranks == 1:
-        return
     yield from _sharing(plan)
     shared = "a model" if parallel.pipeline > 1 else "matrices" if parallel.tensor > 1 else "a sequence"
     group = f"group that shares {shared}" if parallel.tensor * parallel.pipeline * parallel.context > 1 else "GPU"

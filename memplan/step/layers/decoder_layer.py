@@ -13,16 +13,8 @@ from memplan.model.state_space import StateSpace
 from memplan.step.blocks.block_settings import BlockSettings
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.norms import normalised
-from memplan.step.delta.delta_layer import gated_delta_net
-from memplan.step.delta.gated_convolution import gated_convolution
-from memplan.step.delta.state_space_layer import state_space
 from memplan.step.divided.shared_ends_and_rows import whole_rows
-from memplan.step.feed_forwards.every_expert import every_expert
-from memplan.step.feed_forwards.expert_modules import expert_modules
-from memplan.step.feed_forwards.experts_beside import with_experts
 from memplan.step.feed_forwards.feed_forward import mlp
-from memplan.step.feed_forwards.mixture_of_experts import mixture
-from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
 from memplan.step.kernels.attention_choice import is_wide
 from memplan.step.layers.attention import attention
 from memplan.step.layers.handed_down import NOTHING_HANDED, Handed, receive, with_own_input
@@ -122,7 +114,10 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
         x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
         with builder.tape.alive(x):
             fed = feed_forward(builder, normed(x, 2), layer)
-            fed = fed if layer.experts is None else with_experts(builder, x, fed, layer, layer.experts)
+            if layer.experts is not None:
+                from memplan.step.feed_forwards.experts_beside import with_experts
+
+                fed = with_experts(builder, x, fed, layer, layer.experts)
             out = builder.add(x, builder.dropped(normed(fed, 3)))
         out = out if own is None else with_own_input(builder, out, own, layer)
         if code.scales_output:
@@ -144,6 +139,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
 def _beside(builder: Builder, x: Value, layer: Layer, beside: StateSpace) -> Value:
     """Return the residual stream after a layer with a state space part beside attention, with names of what each of both adds."""
     # Source: ``FalconH1DecoderLayer.forward`` in transformers/models/falcon_h1/modeling_falcon_h1.py (5.23.0).
+    from memplan.step.delta.state_space_layer import state_space
+
     tape, normed = builder.tape, _norms(builder, layer)
     first = normed(x, 0)
     with tape.alive(first):
@@ -302,24 +299,40 @@ def attention_part(builder: Builder, x: Value, layer: Layer) -> Value:
 def _attention(builder: Builder, x: Value, layer: Layer) -> Value:
     if isinstance(layer.attention, LatentAttention):
         return latent_attention(builder, x, layer.attention, builder.settings.names.attention)
-    if isinstance(layer.attention, GatedDeltaNet):
-        return gated_delta_net(builder, x, layer.attention, PREFIX)
-    if isinstance(layer.attention, ShortConvolution):
-        return gated_convolution(builder, x, layer.attention)
-    if isinstance(layer.attention, StateSpace):
-        return state_space(builder, x, layer.attention)
+    if isinstance(layer.attention, Attention):
+        return attention(builder, x, layer.attention, builder.settings.names.attention)
     assert layer.attention is not None
-    return attention(builder, x, layer.attention, builder.settings.names.attention)
+    return _recurrent(builder, x, layer.attention)
+
+
+def _recurrent(builder: Builder, x: Value, part: GatedDeltaNet | ShortConvolution | StateSpace) -> Value:
+    """Return what takes the place of attention in few models, whose code is imported for them alone."""
+    from memplan.step.delta.delta_layer import gated_delta_net
+    from memplan.step.delta.gated_convolution import gated_convolution
+    from memplan.step.delta.state_space_layer import state_space
+
+    if isinstance(part, GatedDeltaNet):
+        return gated_delta_net(builder, x, part, PREFIX)
+    return gated_convolution(builder, x, part) if isinstance(part, ShortConvolution) else state_space(builder, x, part)
 
 
 def feed_forward(builder: Builder, x: Value, layer: Layer) -> Value:
     """Return a layer's feed-forward part; experts that GPUs share are given a GPU's own part of the sequence."""
     with builder.tape.alive(*((x,) if builder.settings.divided else ())):
-        x = x if isinstance(layer.feed_forward, MixtureOfExperts) else whole_rows(builder, x)
         if isinstance(layer.feed_forward, MixtureOfExperts):
-            taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
-            taped = every_expert if layer.feed_forward.every_expert else taped
-            taped = expert_modules if layer.feed_forward.modules else taped
-            return taped(builder, x, layer.feed_forward, builder.settings.names.mlp)
+            return _experts(builder, x, layer.feed_forward)
         assert layer.feed_forward is not None
-        return mlp(builder, x, layer.feed_forward, builder.settings.names.mlp)
+        return mlp(builder, whole_rows(builder, x), layer.feed_forward, builder.settings.names.mlp)
+
+
+def _experts(builder: Builder, x: Value, part: MixtureOfExperts) -> Value:
+    """Return routed experts, whose code is imported for them alone."""
+    from memplan.step.feed_forwards.every_expert import every_expert
+    from memplan.step.feed_forwards.expert_modules import expert_modules
+    from memplan.step.feed_forwards.mixture_of_experts import mixture
+    from memplan.step.feed_forwards.torchtitan_mixture import torchtitan_mixture
+
+    taped = torchtitan_mixture if builder.settings.code.experts_apart else mixture
+    taped = every_expert if part.every_expert else taped
+    taped = expert_modules if part.modules else taped
+    return taped(builder, x, part, builder.settings.names.mlp)
