@@ -191,13 +191,23 @@ def plays(stream):
     return len(played)
 
 
-def test_segments_that_a_step_has_made_are_known_to_be_taken_again_or_are_tried():
+def drawn_streams(sizes, codes, places, seed):
+    """Return a CUDA stream for each storage, the same in every step."""
+    rng, made = Random(f"streams {seed}"), sum(not code & 1 for code in codes[places[-1] :])
+    of = [rng.randrange(3) for _ in range(made)]
+    streams = {name: of[(name - len(sizes)) % made] for name in range(len(sizes))}
+    return {name: stream for name, stream in streams.items() if stream}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_segments_that_a_step_has_made_are_known_to_be_taken_again_or_are_tried(several):
     """Of the small ones, 205 and 328 take another segment in the third step where new ones lie below."""
     skipped, drawn = 0, [*((seed, False) for seed in range(60)), *((seed, True) for seed in range(200, 330))]
     for seed, small in drawn:
         sizes, codes, places = steady_run(seed, small)
-        whole, few = Stream(sizes, codes), Stream(sizes, codes, places)
-        for ways in ({}, {"downwards": True}):
+        streams = drawn_streams(sizes, codes, places, seed) if several else None
+        whole, few = Stream(sizes, codes, streams=streams), Stream(sizes, codes, places, streams=streams)
+        for ways in ({}, {"downwards": True}, {"capacity_bytes": whole.peaks().reserved_bytes - 2**21}):
             assert few.peaks(**ways) == whole.peaks(**ways), (seed, ways)
         skipped += plays(few) < len(places) + 1
     assert skipped >= len(drawn) - 2

@@ -52,8 +52,8 @@ class Part(NamedTuple):
     """What was taken while codes were played."""
 
     highest: int  # The highest key of all that was taken, 0 for nothing
-    # Of new segments: the key, the highest taken before, whether it is a large one.
-    made: Sequence[tuple[int, int, bool]]
+    # Of new segments: the key, the highest taken before, the pool.
+    made: Sequence[tuple[int, int, int]]
 
 
 class Shape(NamedTuple):
@@ -75,19 +75,19 @@ class Shape(NamedTuple):
         gone = [where for name, where in before.live.items() if name not in self.live]
         if gone != [where for name, where in self.live.items() if name not in before.live]:
             return False, False
-        made: tuple[list[int], list[int]] = [], []
-        last, most = [not self.downwards, True], 0
+        made: list[list[int]] = [[] for _ in self.free]
+        last, most = [bool(pool & 1) or not self.downwards for pool in range(len(made))], 0
         for part in parts:
-            for key, taken, large in part.made:
+            for key, taken, pool in part.made:
                 most = max(most, taken)
-                last[large] = last[large] and (key > most or not large)
+                last[pool] = last[pool] and (key > most or not pool & 1)
                 most = max(most, key)
-                made[large].append(key)
+                made[pool].append(key)
             most = max(most, part.highest)
         free = (sorted([*before.free[pool], *keys]) if keys else before.free[pool] for pool, keys in enumerate(made))
-        small, large = (self.free[pool] == keys and (last[pool] or not made[pool]) for pool, keys in enumerate(free))
+        alike = [self.free[pool] == keys and (last[pool] or not made[pool]) for pool, keys in enumerate(free)]
         steady = self.retries == before.retries and self.holes == before.holes
-        return small and steady, large and steady
+        return all(alike[::2]) and steady, all(alike[1::2]) and steady
 
 
 class StreamAllocator:
@@ -153,7 +153,7 @@ class StreamAllocator:
         """Play codes, until a request is not satisfied; none after that."""
         live, pools, holes, streams = self.live, self.pools, self.holes, self._streams
         allocated, peak = self.allocated, self.allocated_peak
-        highest, new = 0, list[tuple[int, int, bool]]()
+        highest, new = 0, list[tuple[int, int, int]]()
         for code in codes if self.survives else ():
             name = code >> 1
             size = blocks[name]
@@ -178,7 +178,7 @@ class StreamAllocator:
                     break
                 start, end = made
                 key = end - start << BITS | start
-                new += [] if holes else [(key, highest, size > SMALL)]
+                new += [] if holes else [(key, highest, number)]
             else:
                 if holes and ends[keys[place] & ADDRESS] in holes[number]:
                     place = self._least_growable(place, number)

@@ -5,6 +5,7 @@ It knows torch's defaults and expandable segments, on one CUDA stream or several
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from itertools import pairwise
 
 from memplan.allocator.settings import MINIMUM_BLOCK_BYTES
@@ -23,6 +24,8 @@ class StreamPeaks:
     reserved_bytes: int  # Most bytes in segments
     survives: bool = True  # Whether every request was satisfied; the peaks are those up to the one that was not
     retries: int = 0  # Times that all cached segments were released to satisfy a request
+    # Most bytes in blocks up to the place where what comes first ends.
+    first_bytes: int = field(default=0, repr=False)
 
 
 class Stream:
@@ -37,7 +40,8 @@ class Stream:
         rounds: Within the code up to the first of those places, and within each stretch, where a first part ends and each
             of several that are alike in the same way, if there are: the place, and the number of storages by then. They
             too are played until they are known to do what they did; what they leave then has the names of the last.
-        streams: The CUDA stream of each storage that is not of the first; with several, all codes are played.
+        streams: The CUDA stream of each storage that is not of the first; with several, all rounds are played.
+        first: The place where what comes before anything that is alike ends, if its peak is to be told.
 
     Example:
         >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
@@ -51,12 +55,15 @@ class Stream:
         alike_from: Sequence[int] = (),
         rounds: Sequence[Sequence[tuple[int, int]]] = (),
         streams: Mapping[int, int] | None = None,
+        *,
+        first: int = 0,
     ) -> None:
-        self._streams = streams
-        alike_from, rounds = ((), ()) if streams else (alike_from, rounds)
-        self._blocks = [-(-size // MINIMUM_BLOCK_BYTES) for size in sizes]
+        self._streams, self._first = streams, first
+        rounds = () if streams else rounds
+        last = MINIMUM_BLOCK_BYTES - 1
+        self._blocks = [(size + last) // MINIMUM_BLOCK_BYTES for size in sizes]
         self._codes = codes
-        self._stretches = [*pairwise([0, *alike_from, len(codes)])]
+        self._stretches = [*pairwise([first, *alike_from, len(codes)])]
         self._rounds = rounds or [()] * len(self._stretches)
 
     def peaks(
@@ -70,7 +77,9 @@ class Stream:
             expandable: Whether segments are expandable; there is no choice of addresses then.
         """
         state = StreamAllocator(capacity_bytes, downwards=downwards, expandable=expandable, streams=self._streams)
-        before = None
+        if self._first:
+            state.play(self._blocks, self._codes[: self._first])
+        first, before = state.allocated_peak, None
         for number, ((start, end), rounds) in enumerate(zip(self._stretches, self._rounds, strict=True), 1):
             now, before = state.shape(), before if number > 2 else None  # the first makes what stays
             small, large = now.repeats(before, state.parts) if before else (False, False)
@@ -84,8 +93,9 @@ class Stream:
                 state.allocated_peak = peak  # small storages have what they ask for: it is the same once more
             if not state.survives:
                 break
-        allocated, reserved = (size * MINIMUM_BLOCK_BYTES for size in (state.allocated_peak, state.reserved_peak))
-        return StreamPeaks(allocated, reserved, state.survives, state.retries)
+        peaks = state.allocated_peak, state.reserved_peak, first
+        allocated, reserved, first = (size * MINIMUM_BLOCK_BYTES for size in peaks)
+        return StreamPeaks(allocated, reserved, state.survives, state.retries, first)
 
     def _play(
         self, state: StreamAllocator, start: int, rounds: Sequence[tuple[int, int]], end: int, *, small: bool

@@ -19,8 +19,6 @@ from memplan.step.events.model_passes import WrittenModel, libraries_of
 from memplan.step.events.ranks.step_of_rank import step_player
 from memplan.step.events.step_events import STEPS
 from memplan.step.model_on_tape import model_on_tape
-from memplan.step.pipelines.pipeline_schedules import layers_of_stages
-from memplan.step.ranks.sharded_units import sharded_step
 from memplan.step.regimes import regime_of
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
@@ -65,14 +63,13 @@ class Simulation:
         placements: Whether new segments are below those before: each way that it is played.
     """
 
-    __slots__ = ("_before", "_expandable", "_peaks", "_stream", "_ways")
+    __slots__ = ("_expandable", "_peaks", "_stream", "_ways")
 
     def __init__(self, events: RunEvents, *, expandable: bool, placements: Sequence[bool] = PLACEMENTS) -> None:
         self._expandable = expandable
         self._ways = placements[:1] if expandable else placements
-        streams = events.stream.streams
-        self._stream = Stream(events.sizes, events.codes, events.steps[1:], events.passes, streams)
-        self._before = Stream(events.sizes, events.codes[: events.steps[0]], streams=streams)
+        first, *alike = events.steps
+        self._stream = Stream(events.sizes, events.codes, alike, events.passes, events.stream.streams, first=first)
         self._peaks = [self._played(downwards=downwards) for downwards in self._ways]
 
     def runs_in(self, capacity_bytes: int) -> bool:
@@ -86,7 +83,7 @@ class Simulation:
     @property
     def before_steps_bytes(self) -> int:
         """Most bytes in blocks before the first step, as weights are put together or sent."""
-        return self._before.peaks().allocated_bytes
+        return self._peaks[0].first_bytes
 
     def result(self, *, least: bool = True) -> Simulated:
         """Return its figures; the least that it needs is looked for half-way between blocks and segments.
@@ -190,11 +187,19 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     library_bytes = plan.allowances.library_bytes // HANDLES
     parallel = setup.config.parallel
     own = plan.own if parallel.pipeline == 1 else replace(plan.own, inventory=inventory_of(plan.own.spec))
-    sharded = sharded_step(own, setup, states, regime) if is_sharded(parallel) else None
+    sharded = None
+    if is_sharded(parallel):
+        from memplan.step.ranks.sharded_units import sharded_step
+
+        sharded = sharded_step(own, setup, states, regime)
     taped = sharded.taped if sharded else model_on_tape(inputs)
     whole = sharded.inputs if sharded else inputs
     model = WrittenModel(EventStream(), whole, taped, plan.values, plan.evaluated_values, libraries_of(library_bytes))
-    stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel) if parallel.pipeline > 1 else ()
+    stages: Sequence[int] = ()
+    if parallel.pipeline > 1:
+        from memplan.step.pipelines.pipeline_schedules import layers_of_stages
+
+        stages = layers_of_stages(plan.model.spec.num_hidden_layers, parallel)
     return step_player(model, inputs, sharded, stages).run(plan.forms.buffers, plan.values, steps)
 
 
