@@ -48,7 +48,7 @@ class EntryText:
         """Return the names that the text lists under a key, in one line or one a line."""
         if f"{key}: " not in self.text and f"{key}:\n" not in self.text:
             return []
-        match = re.search(rf"^ *{key}: *(?:\[([^]]+)\]|((?:\n *- .+)+)|([^\s\[].*))", self.text, re.MULTILINE)
+        match = re.search(rf"^ *{key}: *(?:\[([^]]+)\]|((?:\n *- .+)+)|([^\s\[][^#\n]*))", self.text, re.MULTILINE)
         if not match:
             return []
         names = match[1].split(",") if match[1] else match[2].split("\n") if match[2] else [match[3]]
@@ -111,7 +111,7 @@ class BuiltEntries(Mapping[str, T]):
                 yield from ((text, name) for text in part.listed(key))
             else:
                 value = getattr(self._built[name], key)
-                yield from ((text, name) for text in ((value,) if isinstance(value, str) else value))
+                yield from ((text, name) for text in ((value,) if isinstance(value, str) else value or ()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -226,7 +226,7 @@ def _experimental(inputs: JobInputs, model: Model, device: Device) -> Mapping[st
     from memplan.training.learning import records_of
 
     records = records_of(inputs.catalog)
-    learnt = {name: records.verdict(config.evidence or "") for name, config in inputs.catalog.configs.entries.items()}
+    learnt = {name: records.verdict(evidence) for evidence, name in inputs.catalog.configs.listed("evidence")}
     able: dict[str, CompiledPlan] = {}
     for name in (name for name, verdict in learnt.items() if verdict in SOUND and name not in METHODS):
         with suppress(MemplanError):
