@@ -306,10 +306,16 @@ class Player:
 
     # ---------------------------------------------------------------- moments
     def note(self, name: str, operation: str, reduces: Reduction | None = None) -> None:
-        """Note what is alive now, unless that lies between what is at other moments."""
+        """Note what is alive now, unless that lies between what is at other moments; of two where one only adds, the larger."""
         if self.between:
             return
+        if self.marked is None and self.instants and self.instants[-1].name == name:
+            if reduces is None and not self.live.grown:
+                return
+            if self.instants[-1].reduces is None and not self.live.shrunk:
+                self.instants.pop()
         self.instants.append(Instant(name, operation, self.live.form(), 0, reduces))
+        self.live.noted()
 
     def with_scratch(self, instant: str, operation: str, scratch: Sequence[Storage]) -> None:
         """Note the moment at which an operation's scratch memory is there."""

@@ -44,6 +44,8 @@ class EventRecorder:
         "storages",
     )
 
+    grown = shrunk = False  # no bytes are counted
+
     def __init__(self, storages: Iterable[Storage], entry: int, output: int, *, received: bool = False) -> None:
         self.storages: list[Storage | Reduction] = list(storages)
         self.codes: list[int] = []
@@ -55,6 +57,9 @@ class EventRecorder:
         self._output = output
         self._entry = entry
         self._received, self._arrived = received, NO_STORAGE
+
+    def noted(self) -> None:
+        """Note no moment: no bytes are counted."""
 
     def form(self) -> Form:
         """Return nothing: no bytes are counted."""

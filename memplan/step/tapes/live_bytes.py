@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from memplan.step.tapes.linear_forms import NOTHING, Coefficients, Form, Part, Quantity, Storage
+from memplan.step.tapes.linear_forms import NOTHING, ZERO, Coefficients, Form, Part, Quantity, Storage
 from memplan.step.tapes.taped_operations import Reduction
 
 
@@ -11,15 +11,23 @@ class LiveBytes:
 
     Args:
         storages: Those of a tape; an index stands for each.
+
+    Attributes:
+        grown, shrunk: Whether something has come, or gone, since the moment that was noted last.
     """
 
-    __slots__ = ("_coefficients", "_references", "_snapshots", "storages")
+    __slots__ = ("_coefficients", "_references", "_snapshots", "grown", "shrunk", "storages")
 
     def __init__(self, storages: Iterable[Storage]) -> None:
         self.storages = list(storages)
         self._references: dict[int, int] = {}
-        self._coefficients = [[0] * len(Quantity) for _ in Part]
-        self._snapshots: list[Coefficients | None] = [NOTHING] * len(Part)  # None where it has changed since
+        self._coefficients = [[*NOTHING] for _ in ZERO.parts]
+        self._snapshots: list[Coefficients | None] = [*ZERO.parts]  # None where it has changed since
+        self.noted()
+
+    def noted(self) -> None:
+        """Take what is alive now as noted."""
+        self.grown = self.shrunk = False
 
     def form(self) -> Form:
         """Return the bytes alive now."""
@@ -34,6 +42,10 @@ class LiveBytes:
         """Count bytes that are no storage."""
         self._coefficients[part][quantity] += coefficient
         self._snapshots[part] = None
+        if coefficient > 0:
+            self.grown = True
+        elif coefficient < 0:
+            self.shrunk = True
 
     def new(self, part: Part, quantity: Quantity, coefficient: int) -> int:
         """Allocate a storage and return its index."""
@@ -51,9 +63,7 @@ class LiveBytes:
         """Refer to a storage once more; the first time allocates it."""
         count = self._references.get(storage, 0)
         if count == 0:
-            part, quantity, coefficient = self.storages[storage]
-            self._coefficients[part][quantity] += coefficient
-            self._snapshots[part] = None
+            self.add(*self.storages[storage])
         self._references[storage] = count + 1
 
     def release(self, storage: int) -> None:
@@ -62,8 +72,7 @@ class LiveBytes:
         self._references[storage] = count
         if count == 0:
             part, quantity, coefficient = self.storages[storage]
-            self._coefficients[part][quantity] -= coefficient
-            self._snapshots[part] = None
+            self.add(part, quantity, -coefficient)
 
     def retain_all(self, storages: Iterable[int]) -> None:
         """Refer to each of several storages once more."""
