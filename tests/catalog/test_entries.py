@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 from memplan.catalog.catalog import SECTIONS, Catalog, data_directory
 from memplan.catalog.entries import Gpu, GradientDtype, ModelEntry, Optimizer, StorageFormat
@@ -24,6 +23,7 @@ from memplan.errors import InvalidFileError, MemplanError, UnknownNameError, nor
 from memplan.model.inventory import ROLES
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import GIB
+from tests.jobs import yaml_data
 
 CLASSES = {
     "gpus": Gpu,
@@ -44,7 +44,7 @@ def files(section: str) -> list[Path]:
 
 
 def named(path: Path, section: str) -> dict[str, object]:
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = yaml_data(path)
     return data if SECTIONS[section][0].endswith(".yaml") else {path.stem: data}
 
 

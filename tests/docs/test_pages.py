@@ -22,8 +22,14 @@ ALL = "\n".join(TEXTS.values())
 README_LINES = 200
 PYTHON_PAGES = ("docs/library.md", "docs/muon.md")
 """Whose examples are code, with tests of their own."""
-TRAINING = ("memplan lab train ", "memplan validate --")
-"""Commands that train for seconds: .ci/run runs them with the tests of many jobs."""
+LONG = (
+    "memplan lab train ",
+    "memplan lab largest ",
+    "memplan validate --",
+    "memplan where ",
+    "memplan max llama-8b --for ",
+)
+"""Commands that train or simulate for seconds: .ci/run runs them with the tests of many jobs."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,7 @@ OUTPUTS = [Shown(page, block) for page, text in TEXTS.items() for block in block
 SHOWN = {bare(shown.what.markers["output"]) for shown in OUTPUTS}
 """Commands that run where their output is compared."""
 RUN = [
-    pytest.param(
-        shown, marks=[pytest.mark.thorough] if shown.what.text.startswith(TRAINING) else [], id=shown.what.text
-    )
+    pytest.param(shown, marks=[pytest.mark.thorough] if shown.what.text.startswith(LONG) else [], id=shown.what.text)
     for shown in COMMANDS
     if shown.what.text not in SHOWN
 ]

@@ -4,16 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from memplan.errors import normalised_name
 from memplan.model.families import families, read_config
 from memplan.model.inventory import active_parameter_count, parameter_count
 from memplan.model.parameter_tensors import inventory_of
+from tests.jobs import yaml_data
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 FILES = sorted(FOLDER.glob("*.yaml"))
-ENTRIES = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in FILES}
+ENTRIES = {path.stem: yaml_data(path) for path in FILES}
 KEYS = {
     "title",
     "architecture",

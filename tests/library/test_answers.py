@@ -66,7 +66,7 @@ QUESTIONS = {
         lambda: memplan.largest("gpt2", of="lora-rank", gpus=2, **ON),
         ("max", "gpt2", "--for", "lora-rank", "--gpu", "rtx4090", "--gpus", 2),
     ),
-    "where": (lambda: memplan.where("llama-3.1-8b", config="lora"), ("where", "llama-3.1-8b", "--config", "lora")),
+    "where": (lambda: memplan.where("llama-3.2-3b", config="lora"), ("where", "llama-3.2-3b", "--config", "lora")),
     "frontier": (
         lambda: memplan.frontier("gpt2", batches=[4, 1], lengths=[512, 1024], config="lora", **ON),
         ("frontier", "gpt2", "--batches", "1,4", "--lengths", "512,1024", "-c", "lora", "-g", "rtx4090"),

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 import memplan
+from tests.jobs import yaml_data
 
 FOLDER = Path(__file__).parent
-RUNS = yaml.safe_load((FOLDER / "reported_runs.yaml").read_text())
-OUT_OF_MEMORY = yaml.safe_load((FOLDER / "out_of_memory_runs.yaml").read_text())
+RUNS = yaml_data(FOLDER / "reported_runs.yaml")
+OUT_OF_MEMORY = yaml_data(FOLDER / "out_of_memory_runs.yaml")
 ENDED = [(name, job) for name, table in OUT_OF_MEMORY.items() for job in table["jobs"]]
 
 
@@ -33,6 +33,7 @@ def test_a_peak_that_others_measured_is_the_one_that_is_planned(name, tmp_path):
     assert plan.verdict != "no"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "job"), ENDED, ids=[f"{name}-{n}" for n, (name, _) in enumerate(ENDED)])
 def test_a_run_that_others_saw_out_of_memory_is_not_told_to_fit(name, job):
     table, job = OUT_OF_MEMORY[name], dict(job)

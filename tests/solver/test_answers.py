@@ -166,6 +166,7 @@ def test_a_bad_price_file_is_refused(cli, write, text):
     assert "p.yaml:" in ran.err
 
 
+@pytest.mark.thorough
 def test_every_answer_counts_what_a_host_has():
     job = {"config": "bf16-adamw", "set": {"offload.optimizer_states": "cpu"}}
     needs = memplan.plan("llama-3.2-1b", gpu="h100", **job).host_bytes

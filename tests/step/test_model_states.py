@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import memplan
 from memplan.catalog.catalog import data_directory
@@ -18,12 +17,13 @@ from memplan.plan.planner import CompiledPlan
 from memplan.step.states.model_states import model_states
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.update_algorithms import depends_on_kernel
+from tests.jobs import yaml_data
 
 DATA = data_directory()
 
 
 def read(name: str) -> Any:
-    return yaml.safe_load((DATA / "configs" / name).read_text(encoding="utf-8"))
+    return yaml_data(DATA / "configs" / name)
 
 
 FORMATS, GRADIENTS, OPTIMIZERS = (read(f"{name}.yaml") for name in ("weight_formats", "gradient_dtypes", "optimizers"))

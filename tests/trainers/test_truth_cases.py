@@ -10,14 +10,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 import memplan
 from memplan.documents.escaping import json_text
 from tests.golden.test_golden import settled
 from tests.golden.test_recorded_jobs import digest
+from tests.jobs import yaml_data
 
-CASES = yaml.safe_load((Path(__file__).parent / "truth_cases.yaml").read_text())
+CASES = yaml_data(Path(__file__).parent / "truth_cases.yaml")
 DIGESTS = Path(__file__).with_name("truth_digests.json")
 TOP = ("trainer", "role", "model", "method", "packing", "keys")
 """Parts of an answer; other fields are those of its training config."""
