@@ -69,7 +69,7 @@ def _refuse_own_script(job: ImportedJob) -> None:
     """
     main = job.sources[-1]
     own = [one for one in job.keys.unknown if one.source == main.name]
-    script = next((word for word in main.words if word.endswith(".py")), "")
+    script = next((word for word in main.words if word.endswith((".py", ".sh"))), "")
     if main.form == "argv" and is_program_of(main, job.head):  # many scripts have names such as sft.py and finetune.py
         own = [one for one in own if script and not one.nearest]
     if main.form != "argv" or not main.words or not own:
