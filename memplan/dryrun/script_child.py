@@ -42,9 +42,8 @@ RECURRENT_NOTE = "recurrent layers run place by place, as torch's own do: what c
 UNCOUNTED = {
     r"convolution": "the workspaces that cuDNN takes for convolutions are not counted",
     r"_fft_": "the workspaces that cuFFT takes are not counted",
-    r"_?linalg_(?!vector_norm|cross)|cholesky|geqrf|triangular_solve|lu_unpack": (
-        "what cuSOLVER and MAGMA take to decompose and to solve matrices is not counted"
-    ),
+    r"_?linalg_(?!vector_norm|cross)|cholesky|geqrf|triangular_solve|lu_unpack": "what cuSOLVER and MAGMA take is not counted",
+    r"_trilinear": "the products that nn.Bilinear forms inside one operator are not counted",
 }
 """What is said of a step whose operators' names begin so: their libraries' workspaces follow from the card and the version."""
 
@@ -246,7 +245,7 @@ def _failed(error: BaseException, lines: ScriptLines) -> tuple[Ending, str]:
     higher = _HIGHER_ORDER.search(text)
     if higher:
         return "refused", f"{own}: {higher[1]} outside of compiled code is not known here; torch.compile what calls it"
-    if _NESTED in text:
+    if _NESTED.search(text):
         return "refused", f"{own}: rows of unequal lengths in one tensor (torch.nested) are not known here"
     if kind in _OF_THE_COMPILER:
         if "No module named 'triton'" in str(error):
@@ -286,8 +285,8 @@ def _of_cuda(error: BaseException) -> str:
 
 _OF_CUDA = ("not linked with support for cuda devices", "arguments from the 'CUDA' backend")
 """What a build of torch without CUDA says of a tensor that its own C++ takes for one of CUDA's."""
-_NESTED = "self.shape_env must not be None"
-"""What a fake tensor of torch's says where a nested one is made of it (torch/_subclasses/fake_tensor.py)."""
+_NESTED = re.compile(r"self\.shape_env must not be None|nested_int_memo")
+"""What a fake tensor of torch's says where a nested one is made of it, or moved (torch/_subclasses/fake_tensor.py)."""
 _NO_FORM = ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException")
 """What torch's fake tensors raise of operators that they know nothing of (torch/_subclasses/fake_tensor.py)."""
 _OF_THE_COMPILER = ("BackendCompilerFailed", "InternalTorchDynamoError", "FailOnRecompileLimitHit")

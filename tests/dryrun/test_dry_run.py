@@ -133,6 +133,17 @@ FAILURES = {
         3,
         "script.py:2: aten::fake_quantize_per_tensor_affine_cachemask has no form for tensors without memory",
     ),
+    "sparse": (
+        "import torch\ntable = torch.nn.Embedding(9, 4, sparse=True).cuda()\nadam = torch.optim.SparseAdam(table.parameters())\n"
+        "table(torch.tensor([1, 2]).cuda()).sum().backward()\nadam.step()\n",
+        3,
+        "script.py:5: sparse gradients (an embedding's sparse=True) are not known here",
+    ),
+    "unequal": (
+        "import torch\nrows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)\nrows.to('cuda')\n",
+        3,
+        "script.py:3: rows of unequal lengths in one tensor (torch.nested) are not known here",
+    ),
     "higher": (
         "import torch\nfrom torch.nn.attention.flex_attention import flex_attention\n"
         "rows = torch.zeros(1, 2, 128, 16, device='cuda')\nflex_attention(rows, rows, rows)\n",
@@ -332,6 +343,7 @@ UNCOUNTED = {
     "cuDNN": "torch.conv2d(weight[None, None], weight[None, None])",
     "cuFFT": "torch.fft.rfft(weight).abs()",
     "cuSOLVER": "torch.linalg.eigvalsh(weight)",
+    "nn.Bilinear": "torch.nn.functional.bilinear(weight, weight, weight[None])",
     "no library": "torch.linalg.vector_norm(weight)",
 }
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memplan.dryrun.terms.outcome import StepsDoneError
+from memplan.dryrun.terms.outcome import RefusedError, StepsDoneError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
@@ -267,6 +267,8 @@ class WatchedSteps:
         if begins:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 if parameter.grad is not None:
+                    if parameter.grad.is_sparse:  # torch keeps no rows of one that has no memory
+                        raise RefusedError("sparse gradients (an embedding's sparse=True) are not known here")
                     self.recorder.mark(parameter.grad, "gradients")
             if self.recorder.marks[-1][1] != "optimizer step":
                 self.recorder.instant("optimizer step")
