@@ -27,6 +27,7 @@ OWN_TARGETS = {
     **dict.fromkeys(("falcon", "gpt_neox"), ("query_key_value",)),
     "gpt2": ("c_attn",),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
 }
 """Families -> the modules that adapters are put on where none are said; PEFT has no list for others, and stops.
 
