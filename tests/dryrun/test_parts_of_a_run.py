@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import threading
+from inspect import signature
 
 import pytest
 
@@ -345,6 +346,9 @@ def test_flash_attention_keeps_and_takes_what_the_packages_kernels_do():
     allocator = recorder.allocator
     with pretended_machine(recorder, KnownValues(LINES), kernels="cpu"), flash_attn_installed("9.0", notes):
         from flash_attn import flash_attn_qkvpacked_func, flash_attn_varlen_func
+
+        # by which transformers tells what it may give them
+        assert "max_seqlen_q" in signature(flash_attn_varlen_func).parameters
 
         bounds = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
         query = torch.empty(300, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)

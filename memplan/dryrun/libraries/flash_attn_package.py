@@ -10,6 +10,7 @@ Source:
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -224,8 +225,9 @@ class _Finder:
             module.__version__ = VERSION  # type: ignore[attr-defined]
 
     def _checked(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that raises what the kernels raise, and stops what is not modelled."""
+        """Return a function that raises what the kernels raise, stops what is not modelled, and says what arguments it takes."""
 
+        @wraps(function)
         def checked(*args: Any, **options: Any) -> Any:
             if self._major < FIRST_CAPABILITY:
                 raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
