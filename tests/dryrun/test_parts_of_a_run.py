@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import threading
+import weakref
 from inspect import signature
 
 import pytest
@@ -159,6 +160,28 @@ def test_one_operand_that_is_known_may_decide():
         assert values.of((scores > 0.5) | full).tolist() == [[True]] * 4
         assert values.of(unknown & full.all()) is None
         assert values.of(unknown | ~full.all()) is None
+
+
+def test_numbers_that_nobody_knows_are_finite_and_a_single_one_is_positive():
+    values = KnownValues(LINES)
+    with pretended_machine(recorder_of(GIB), values, kernels="cpu"):
+        norm = torch.linalg.vector_norm(torch.nn.Linear(4, 4).cuda().weight)
+        invalid = ~torch.isfinite(norm) | (norm < 0)  # as DeepSpeed asks whether a step is skipped
+        assert values.of(invalid.any()).tolist() is False
+        assert values.of(torch.isfinite(norm.log()).logical_not()).tolist() is False
+        assert values.of(norm < 1) is None
+        assert values.of(torch.full((2,), -1.0).cuda() < 0).tolist() == [True, True]
+        assert values.of(torch.isfinite(torch.tensor(float("inf")).cuda())).tolist() is False
+
+
+def test_a_parameter_that_is_held_weakly_moves_and_stays_the_same_object():
+    with pretended_machine(recorder_of(GIB), KnownValues(LINES), kernels="cpu"):
+        layer = torch.nn.Linear(4, 4)
+        weight = layer.weight
+        weak = weakref.ref(weight)  # as DeepSpeed names its parameters
+        layer.cuda()
+        assert weak() is layer.weight is weight
+        assert weight.is_cuda
 
 
 def test_a_sparse_gradient_has_no_storage_to_share_and_closeness_is_asked():

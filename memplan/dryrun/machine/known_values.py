@@ -4,6 +4,7 @@ Integers, masks and single numbers that come from the CPU, or follow from such, 
 positions and loss scales are what they would be. Everything else follows from weights, and is answered by rule.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ Routing = Literal["balanced", "worst"]
 aten = torch.ops.aten
 
 _ALL_FINITE: dict[Any, bool] = {aten.isnan.default: False, aten.isinf.default: False}
+_NOT_INFINITE: dict[Any, bool] = {aten.eq.Scalar: False, aten.ne.Scalar: True}
+"""Comparisons with an infinity, of which ``isfinite`` is made, and one with itself."""
 _AMONG = frozenset({aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor})
 """What asks which elements are one of some, such as tokens that end a sequence: none is where the elements are not known."""
 _DECIDES: dict[Any, bool] = {
@@ -116,10 +119,11 @@ class KnownValues:
         if func in _OVERWRITES and self.of(args[0]) is None and not args[0]._is_view():
             self.note(args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu"))
         results = [one for one in _tensors(result) if isinstance(one, FakeTensor)]
-        if func in _ALL_FINITE and results:
-            results[0]._known = Known(torch.tensor(_ALL_FINITE[func]).expand(results[0].shape))  # type: ignore[attr-defined]
-            return
         real = [self.of(tensor) for tensor in given]
+        holds = _of_the_finite(func, args) if results and real[:1] == [None] else None
+        if holds is not None:
+            results[0]._known = Known(torch.tensor(holds).expand(results[0].shape))  # type: ignore[attr-defined]
+            return
         if func in _AMONG and results and any(one is None for one in real):
             results[0]._known = Known(torch.tensor(False).expand(results[0].shape))  # type: ignore[attr-defined]
             return
@@ -222,6 +226,17 @@ class KnownValues:
 def _known(tensor: Tensor) -> Known | None:
     known: Known | None = getattr(tensor, "_known", None)
     return known
+
+
+def _of_the_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
+    """Return what holds of numbers that nobody knows: all are finite, and a single one is positive."""
+    if func in _ALL_FINITE:
+        return _ALL_FINITE[func]
+    if func is aten.eq.Tensor and args[0] is args[1]:
+        return True
+    if func in _NOT_INFINITE and isinstance(args[1], float) and math.isinf(args[1]):
+        return _NOT_INFINITE[func]
+    return False if func is aten.lt.Scalar and args[0].numel() == 1 and args[1] <= 0 else None
 
 
 def _is_everywhere(value: bool, operands: list[Tensor | None], result: Tensor) -> bool:

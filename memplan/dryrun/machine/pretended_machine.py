@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -265,7 +266,13 @@ def _moved_modules() -> Iterator[None]:
         if "_moves_later" in vars(module):  # its parameters have a shape now
             module._apply(vars(module).pop("_moves_later"))
 
-    with replaced(torch.nn.Module, {"_apply": applied}), replaced(LazyModuleMixin, {"_infer_parameters": inferred}):
+    # A parameter stays the object that it was, so that those who hold it weakly hold it still: DeepSpeed names them so.
+    weakly = SimpleNamespace(getweakrefs=lambda _: [])
+    with (
+        replaced(torch.nn.Module, {"_apply": applied}),
+        replaced(LazyModuleMixin, {"_infer_parameters": inferred}),
+        replaced(torch.utils, {"weakref": weakly}),
+    ):
         yield
 
 
