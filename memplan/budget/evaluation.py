@@ -23,16 +23,24 @@ class Figures:
 
     device: str  # Catalog name of the GPU
     verdict: Verdict  # Whether it fits there
-    device_bytes: int
+    device_bytes: int  # With memory to spare; likewise the next
     upper_bytes: int
+    needed_bytes: int  # Less, where the job runs in what little there is
     usable_bytes: int
+    by_share: bool  # Whether the allocator's reserve is a share and not simulated
     components: Mapping[str, int]
     asked: str  # Hash of what the user wrote: model, config and GPU
     inputs: str  # Hash of what that resolved to
 
     def on(self, basis: Basis) -> int:
-        """Return the device total that limits are compared with."""
+        """Return the device total that a baseline is compared with."""
         return self.device_bytes if basis == "expected" else self.upper_bytes
+
+    def needed(self, basis: Basis) -> int:
+        """Return the device total that limits are compared with: of a job that fits, no more than the device has."""
+        if basis == "expected":
+            return self.needed_bytes
+        return min(self.upper_bytes, self.usable_bytes) if self.verdict == "fits" else self.upper_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class Result:
         if self.figures is None:
             return Fraction(0)
         pairs = [(f.bytes, f.limit_bytes) for f in self.findings]
-        pairs.append((self.figures.on(self.job.basis), self.limit_bytes))
+        pairs.append((self.figures.needed(self.job.basis), self.limit_bytes))
         return max(Fraction(size, max(1, limit)) for size, limit in pairs)
 
 
@@ -101,7 +109,7 @@ def not_evaluated(job: Job, gpu: str, reason: str) -> Result:
 
 
 def _over_limit(job: Job, figures: Figures, limit: int) -> Iterator[Finding]:
-    needed = figures.on(job.basis)
+    needed = figures.needed(job.basis)
     if needed <= limit:
         return
     largest = max(figures.components, key=lambda name: figures.components[name])

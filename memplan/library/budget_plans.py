@@ -18,6 +18,7 @@ from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
+from memplan.plan.reserve.simulation import Runs, simulated
 from memplan.training.resolved import TrainingSetup
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Workshop:
     _plans: dict[tuple[str, str], CompiledPlan] = field(default_factory=dict)
     _figures: dict[tuple[str, str, str, str], Figures | MemplanError] = field(default_factory=dict)
     _keys: dict[int, str] = field(default_factory=dict)
+    _runs: Runs = field(default_factory=Runs)
 
     def results(self, budget: BudgetFile, baseline: Baseline | None) -> list[Result]:
         """Return a result for every job on every GPU of it.
@@ -133,7 +135,7 @@ class Workshop:
             try:
                 if keys not in self._plans:
                     self._plans[keys] = CompiledPlan(model.value, setup.value)
-                plan = self._plans[keys].evaluate(device)
+                plan = simulated(self._plans[keys].evaluate(device), least=None, runs=self._runs)
                 self._figures[known] = figures(plan, written, keys[0])
             except MemplanError as error:
                 self._figures[known] = error
@@ -165,7 +167,9 @@ def figures(plan: MemoryPlan, written: str, shapes: str) -> Figures:
         verdict=plan.verdict,
         device_bytes=plan.device_bytes,
         upper_bytes=plan.upper_bytes,
+        needed_bytes=plan.needed_bytes,
         usable_bytes=plan.usable_bytes,
+        by_share=bool(plan.reserve_by_share),
         components={component.name: component.bytes for component in plan.components},
         asked=written,
         inputs=_hash([shapes, training, plan.device.name]),

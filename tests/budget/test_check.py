@@ -129,7 +129,7 @@ def test_a_matrix_of_gpus_gives_one_result_each(cli, budget):
 
 
 def test_limits_are_those_of_a_plan(cli, budget):
-    plan = memplan.job("llama-8b", config="qlora").plan("rtx4090")
+    plan = memplan.job("llama-8b", config="qlora").plan("rtx4090", simulated=True)
     for basis, size in (("expected", plan.expected_bytes), ("upper", plan.upper_bytes)):
         for limit, code in ((size, 0), (size - 1, 1)):
             budget(
@@ -153,7 +153,8 @@ def test_without_a_limit_the_gpu_is_the_limit(cli, budget):
 def test_a_job_that_does_not_fit_its_gpu_is_within_no_limit(cli, budget, basis):
     budget(
         f"version: 1\ndefaults: {{model: llama-8b, limit: 100 GiB, basis: {basis}}}\nbudgets:\n"
-        "  - {name: full, config: bf16-adamw, gpus: [rtx4090, h100]}\n  - {name: warned, config: tier1, gpu: rtx4090, level: warn}\n"
+        "  - {name: full, config: bf16-adamw, gpu: rtx4090}\n  - {name: warned, config: tier1, gpu: rtx4090, level: warn}\n"
+        "  - {name: tight, config: bf16-adamw, gpu: h100, set: {sequence_length: 2304}}\n"
     )
     ran = cli("check", "--json")
     rows = {(row["name"], row["gpu"]): row for row in ran.data["rows"]}
@@ -161,8 +162,8 @@ def test_a_job_that_does_not_fit_its_gpu_is_within_no_limit(cli, budget, basis):
     assert ran.exit_code == 1
     assert {key: row["status"] for key, row in rows.items()} == {
         ("full", "rtx4090"): "over",
-        ("full", "h100-sxm-80gb"): fits,
         ("warned", "rtx4090"): "warn",
+        ("tight", "h100-sxm-80gb"): fits,
     }
     assert rows["full", "rtx4090"]["limit_bytes"] == rows["full", "rtx4090"]["usable_bytes"] < 100 * 2**30
     assert "over the 23.65 GiB usable on rtx4090" in rows["full", "rtx4090"]["findings"][0]["message"]
@@ -216,7 +217,7 @@ def test_a_short_model_takes_a_shipped_config(cli, budget):
     ran = cli("check", "--json")
     needed = {row["name"]: row["device_bytes"] for row in ran.data["rows"]}
     for name, model, gpu in (("a", "gpt2", "t4"), ("b", "llama-8b", "h100")):
-        assert memplan.job(model, config="lora").plan(gpu).expected_bytes == needed[name]
+        assert memplan.job(model, config="lora").plan(gpu, simulated=True).expected_bytes == needed[name]
 
 
 def test_keys_of_the_config_can_be_set(cli, budget):
@@ -225,7 +226,7 @@ def test_keys_of_the_config_can_be_set(cli, budget):
         "  - {name: a, config: qlora, set: {sequence_length: 1024, kernels.optimizer: fused}}\n"
     )
     job = memplan.job("llama-8b", config="qlora", set={"kernels.optimizer": "fused"})
-    plan = job.plan("rtx4090", micro_batch_size=2, sequence_length=1024)
+    plan = job.plan("rtx4090", micro_batch_size=2, sequence_length=1024, simulated=True)
     assert [row["device_bytes"] for row in cli("check", "--json").data["rows"]] == [plan.expected_bytes]
 
 

@@ -22,7 +22,8 @@ def check_document(results: Sequence[Result], file: str, catalog_hash: str, unit
         results: Worst first.
     """
     reasons = tuple(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
-    blocks = (results_table(results, unit), reasons, BY_SHARE, answer(results))
+    by_share = any(result.figures is not None and result.figures.by_share for result in results)
+    blocks = (results_table(results, unit), reasons, *([BY_SHARE] if by_share else []), answer(results))
     return Document(check_data(results, file, catalog_hash), blocks, exit_code(results))
 
 
@@ -62,7 +63,7 @@ def _row(result: Result) -> dict[str, Any]:
             "upper_bytes": figures.upper_bytes,
             "usable_bytes": figures.usable_bytes,
             "limit_bytes": result.limit_bytes,
-            "headroom_bytes": result.limit_bytes - figures.on(job.basis),
+            "headroom_bytes": result.limit_bytes - figures.needed(job.basis),
             "asked": figures.asked,
             "inputs": figures.inputs,
             "components": dict(figures.components),
@@ -143,6 +144,6 @@ def cells(result: Result, unit: str = "") -> tuple[str, ...]:
     first = (WORDS[result.status], job.name, result.gpu)
     if figures is None:
         return (*first, "?", "?", "?", job.basis, "?")
-    needed = figures.on(job.basis)
+    needed = figures.needed(job.basis)
     sizes = (needed, result.limit_bytes, result.limit_bytes - needed)
     return (*first, *(format_bytes(size, unit) for size in sizes), job.basis, figures.verdict)
