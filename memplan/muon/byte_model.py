@@ -146,7 +146,8 @@ def predict_bytes(
         device: Type of the device of the parameter, which decides how offloaded state passes through it.
 
     Raises:
-        OptimizerError: If the group splits momentum or quantises products, whose temporaries are not modelled.
+        OptimizerError: If the group projects gradients, splits momentum or quantises products, whose
+            temporaries are not modelled.
     """
     full = _full(group or {})
     size = torch.Size(shape)
@@ -187,8 +188,8 @@ def step_temporary_bytes(
         moments = adamw_options(full, coded_elements(handle))
         staged = staged_bytes(handle, full, moments.codecs, adamw_chunk_length(handle, moments), device)
         return adamw_bytes(handle, moments) + staged
-    if full["low_rank"] or full["ns_gram_format"]:
-        raise OptimizerError("temporaries of low-rank momentum and quantised products are not modelled")
+    if full["projection_rank"] or full["low_rank"] or full["ns_gram_format"]:
+        raise OptimizerError("temporaries of projections, low-rank momentum and quantised products are not modelled")
     options = muon_options(full)
     elements = handle.shape.numel()
     reused = options.reuse_gradient and gradient_dtype == options.dtype

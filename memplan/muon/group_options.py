@@ -60,9 +60,20 @@ DEFAULTS: dict[str, Any] = {
     "batch_bytes": 0,
     "offload": False,
     "share_replicas": False,
+    "projection_rank": 0,
+    "projection_interval": 200,
     "low_rank": 0,
 }
-LAYOUT_KEYS = ("algorithm", "momentum_format", "block_elements", "scale_dtype", "adamw_format", "master", "low_rank")
+LAYOUT_KEYS = (
+    "algorithm",
+    "momentum_format",
+    "block_elements",
+    "scale_dtype",
+    "adamw_format",
+    "master",
+    "projection_rank",
+    "low_rank",
+)
 """Keys that decide which state tensors there are: a checkpoint must agree in them."""
 
 _TORCH_KEYS = {"params", "name", "param_names", "initial_lr", "role"}
@@ -77,7 +88,7 @@ NOT_OFFERED = {
 }
 """Options of ``torch.optim`` that are refused in words where they are asked for, and accepted where they are off."""
 
-_POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements")
+_POSITIVE = ("ns_chunk_columns", "ns_batch", "chunk_elements", "projection_interval")
 _CHOICES = {
     "algorithm": ALGORITHMS,
     "momentum_rounding": ROUNDINGS,

@@ -26,6 +26,7 @@ from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.muon.updates.handles import FloatHandle, Handle, SplitHandle, coded_elements
 from memplan.muon.updates.low_rank import low_rank_state
 from memplan.muon.updates.offload import home_of, pinned
+from memplan.muon.updates.projection import projection_state
 from memplan.muon.updates.steps import FIRST, MOMENTUM, SECOND
 
 Group = dict[str, Any]
@@ -101,9 +102,14 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(f"{label} of dtype {handle.key.dtype}: master 'split' takes bf16 parameters")
     if group["algorithm"] == "muon" and group["codec_kernels"] == "triton" and not handle.key.is_meta:
         _refuse_device(label, handle.key.device)
-    rank = group["low_rank"] if group["algorithm"] == "muon" else 0
-    if rank and (len(shape) != 2 or rank > min(shape) or group["offload"]):
-        raise OptimizerError(f"{label} of shape {shape}: its momentum cannot be split at rank {rank}")
+    for key, done in {
+        "low_rank": "its momentum cannot be split at",
+        "projection_rank": "cannot be projected to",
+    }.items():
+        rank = group[key] if group["algorithm"] == "muon" else 0
+        both = group["low_rank"] and group["projection_rank"]
+        if rank and (len(shape) != 2 or rank > min(shape) or group["offload"] or both):
+            raise OptimizerError(f"{label} of shape {shape}: {done} rank {rank}")
 
 
 def memory_problem(handle: Handle) -> str:
@@ -120,9 +126,10 @@ def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | No
     refuse_placements(handle.key, label)
     if group["share_replicas"]:
         raise OptimizerError(f"{label} is a DTensor, which ranks share already: leave share_replicas out")
-    given = {"low_rank": group["low_rank"], "gradient_format": gradient_format}
-    options = ", ".join(f"{key} {value!r}" for key, value in given.items() if value)
-    if options:
+    given = {key: group[key] for key in ("projection_rank", "low_rank") if group[key]}
+    given |= {"gradient_format": gradient_format} if gradient_format else {}
+    if given:
+        options = ", ".join(f"{key} {value!r}" for key, value in given.items())
         raise OptimizerError(f"{label} is a DTensor: {options} takes whole matrices, which no rank has")
     block = muon_options(group).codec.block_elements if group["algorithm"] == "muon" else 1
     if not shards_have_whole_blocks(handle.key, block):
@@ -135,7 +142,7 @@ def refuse_beside_shards(handle: Handle, group: Group, gradient_format: str | No
 
 def refuse_beside_replicas(handle: Handle, group: Group, gradient_format: str | None, label: str) -> None:
     """Raise ``OptimizerError`` if ranks that all have a matrix cannot share the work on it as a group asks for."""
-    given = ["low_rank"] * bool(group["low_rank"]) + ["gradient_format"] * bool(gradient_format)
+    given = [key for key in ("projection_rank", "low_rank") if group[key]] + ["gradient_format"] * bool(gradient_format)
     if given:
         raise OptimizerError(f"{label}: {', '.join(given)} with share_replicas is not offered; leave one of them out")
     if not isinstance(handle, FloatHandle):
@@ -187,6 +194,8 @@ def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
         state = {**first.empty(FIRST, elements, device), **second.empty(SECOND, elements, device)}
     elif group["low_rank"]:
         state = low_rank_state(handle.shape, group["low_rank"], muon_options(group).codec, device)
+    elif group["projection_rank"]:
+        state = projection_state(handle.shape, group, muon_options(group).codec, device)
     else:
         state = muon_options(group).codec.empty(MOMENTUM, elements, device)
     if group["offload"]:
@@ -284,8 +293,7 @@ def _checked_tensors(index: Any, theirs: Any, ours: dict[str, Tensor]) -> None:
 
 def _live_options(saved: Group) -> Group:
     """Return the options of a saved group, which replace those of the live one; parameters and states stay."""
-    left = ("params", "offload", "projection_rank", "projection_interval")  # the last two are of checkpoints of 0.1
-    options = {key: copy.deepcopy(value) for key, value in saved.items() if key not in left}
+    options = {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "offload")}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
     return options

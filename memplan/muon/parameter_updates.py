@@ -15,6 +15,7 @@ from memplan.muon.sharded.divisions import is_divided, matrix_divisions, world_s
 from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
 from memplan.muon.updates.handles import FloatHandle, coded_elements
 from memplan.muon.updates.offload import staged_bytes, stager_of
+from memplan.muon.updates.projection import projected_step_
 from memplan.muon.updates.rounds import replicas_bytes, round_bytes, whole_bytes
 from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from memplan.muon.updates.steps import State
 
 Group = dict[str, Any]
-_ALONE = ("offload", "low_rank", "ns_gram_format")
+_ALONE = ("offload", "projection_rank", "low_rank", "ns_gram_format")
 """Options with which every matrix is updated by itself."""
 
 
@@ -59,7 +60,10 @@ def update_parameter_(
     options = replace(muon_options(group), phases=phases)
     length = chunk_length(elements, options.chunk_elements, options.codec.block_elements)
     stager = stager_of(handle, state, options.codec, length, buffers)
-    muon_step_(handle, gradient, state, options, generator, stager)
+    if group["projection_rank"]:
+        projected_step_(handle, gradient, state, options, generator, stager, group)
+    else:
+        muon_step_(handle, gradient, state, options, generator, stager)
     state["step"] += 1
 
 

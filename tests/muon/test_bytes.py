@@ -179,7 +179,7 @@ def test_the_allocator_sees_nothing_else_in_fp32(name):
     assert expected <= allocator_peak(optimizer.step) <= expected + 256
 
 
-@pytest.mark.parametrize("options", [{"low_rank": 2}, {"ns_gram_format": "int8"}], ids=str)
+@pytest.mark.parametrize("options", [{"projection_rank": 2}, {"low_rank": 2}, {"ns_gram_format": "int8"}], ids=str)
 def test_what_is_not_modelled_is_refused(options):
     with pytest.raises(OptimizerError, match="not modelled"):
         predict_bytes((8, 8), options)

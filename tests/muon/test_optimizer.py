@@ -249,6 +249,20 @@ def test_offloaded_states_on_a_device_take_two_stretches_however_far_the_host_ru
     assert torch.equal(*places)
 
 
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40)], ids=str)
+def test_projected_gradients_find_a_low_rank_goal(shape):
+    torch.manual_seed(0)
+    goal = torch.randn(shape[0], 3) @ torch.randn(3, shape[1])
+    p = nn.Parameter(torch.zeros(shape))
+    optimizer = Muon([p], lr=2.0, weight_decay=0.0, projection_rank=4, projection_interval=10, chunk_elements=300)
+    assert optimizer.state[p]["momentum_buffer"].numel() == 4 * max(shape)
+    for step in range(60):
+        optimizer.param_groups[0]["lr"] = 2.0 * (1 - step / 60)
+        p.grad = (p - goal).detach()
+        optimizer.step()
+    assert (p - goal).norm() < 0.25 * goal.norm()
+
+
 @pytest.mark.parametrize("shape", [(40, 60), (60, 40), (33, 50)], ids=str)
 def test_a_low_rank_part_keeps_what_few_bits_lose(shape):
     """Momentum with leading directions: int4 with rank 4 in int8 is nearer to fp32 than int4 alone."""
@@ -383,6 +397,7 @@ def test_muon_refuses_what_is_no_matrix(shape):
         ({"adamw_format": "int4"}, "adamw_format"),
         ({"rounding": "up"}, "rounding"),
         ({"master": "split"}, "bf16"),
+        ({"projection_rank": 99}, "rank 99"),
         ({"ns_batch": 0}, "ns_batch"),
         ({"low_rank": 9}, "rank 9"),
     ],

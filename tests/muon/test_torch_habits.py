@@ -324,9 +324,10 @@ def test_wrong_assignments_are_refused():
         Muon.from_model(network().parameters())
 
 
-def test_options_of_matrices_leave_vectors_alone():
+@pytest.mark.parametrize("option", ["low_rank", "projection_rank"])
+def test_options_of_matrices_leave_vectors_alone(option):
     model = network()
-    train(model, Muon.from_model(model, lr=0.02, low_rank=4))
+    train(model, Muon.from_model(model, lr=0.02, **{option: 4}))
 
 
 def test_a_model_that_cannot_be_routed_is_refused_by_name():
