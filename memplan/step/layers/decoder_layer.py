@@ -111,19 +111,7 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
     if code.names_parts:
         return (_named_sandwich if layer.placement == "sandwich" else _named_parts)(builder, x, layer)
     if layer.placement == "sandwich":
-        x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
-        with builder.tape.alive(x):
-            fed = feed_forward(builder, normed(x, 2), layer)
-            if layer.experts is not None:
-                from memplan.step.feed_forwards.experts_beside import with_experts
-
-                fed = with_experts(builder, x, fed, layer, layer.experts)
-            out = builder.add(x, builder.dropped(normed(fed, 3)))
-        out = out if own is None else with_own_input(builder, out, own, layer)
-        if code.scales_output:
-            traits = Traits(packs=True)  # the number is a tensor, which hooks of checkpointing are given
-            out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=traits)
-        return out
+        return _sandwich(builder, x, layer, own)
     first = normed(x, 0)
     builder.named_values += [first] if code.names_norm else []
     with builder.tape.alive(*((first,) if code.names_fed else ())):
@@ -134,6 +122,24 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
         second = normed(x, 1)
         with builder.tape.alive(*((second,) if code.names_fed else ())):
             return added(x, builder.dropped(feed_forward(builder, second, layer)))
+
+
+def _sandwich(builder: Builder, x: Value, layer: Layer, own: Value | None) -> Value:
+    """Return the residual stream after a layer with norms before and after each part."""
+    code, normed = builder.settings.code, _norms(builder, layer)
+    x = builder.add(x, builder.dropped(normed(attention_part(builder, normed(x, 0), layer), 1)))
+    with builder.tape.alive(x):
+        fed = feed_forward(builder, normed(x, 2), layer)
+        if layer.experts is not None:
+            from memplan.step.feed_forwards.experts_beside import with_experts
+
+            fed = with_experts(builder, x, fed, layer, layer.experts)
+        out = builder.add(x, builder.dropped(normed(fed, 3)))
+    out = out if own is None else with_own_input(builder, out, own, layer)
+    if code.scales_output:
+        traits = Traits(packs=True)  # the number is a tensor, which hooks of checkpointing are given
+        out = builder.tape.apply("scale in place", [(out, NEW)], builder.tape.view(out), traits=traits)
+    return out
 
 
 def _beside(builder: Builder, x: Value, layer: Layer, beside: StateSpace) -> Value:
