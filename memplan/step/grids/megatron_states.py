@@ -71,7 +71,7 @@ class StageStates:
 
 
 LEAST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""Elements of a bucket where gradients are reduced during backward (``DistributedDataParallel.__init__``)."""
+"""Elements of a bucket where gradients are reduced during backward, and of each data and context rank (``get_model`` in megatron/training/training.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _buffers(
     tensors: Sequence[RankTensor], grid: Grid, settings: MegatronSettings, *, bucketed: bool
 ) -> tuple[FlatBuffer, FlatBuffer]:
     """Return the buffers of what is no expert and of experts; buckets of both are as large."""
-    size = settings.bucket_elements or max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data)
+    size = settings.bucket_elements or max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data * grid.context)
     size *= bucketed and settings.overlap
     sharded, busy = grid.zero_stage == 1, settings.busy
     dense = Bucketing(grid.shards, sharded, size, busy)
