@@ -41,3 +41,10 @@ def test_every_rank_keeps_what_the_table_says(world):
     assert len(answer.rows) > 1
     for row in answer.rows:
         assert kept_by(row.last, world, tensors) == (row.weight_bytes, row.state_bytes), row
+
+
+def test_states_in_host_memory_are_on_no_rank():
+    options = {"gpu": "h100", "config": "fp32-adamw", "gpus": 5, "sequence_length": 64}
+    options["set"] = {"stack": "transformers", "offload.weights": "cpu", "offload.optimizer_states": "cpu"}
+    (row,) = memplan.plan_ranks(shapes=UNEVEN, **options).rows
+    assert (row.ranks, row.persistent_bytes) == (5, 0)

@@ -85,7 +85,8 @@ def rank_rows(compiled: CompiledPlan, plan: MemoryPlan) -> tuple[RankRow, ...]:
             "what is planned is the fullest at each"
         )
     shards = parallel.shards if is_sharded(parallel) else 1
-    trained = [] if flat else _trained(compiled)  # pieces of flat tensors are padded to one size
+    on_host = plan.setup.config.offload.optimizer_states == "cpu"
+    trained = [] if flat or on_host else _trained(compiled)  # pieces of flat tensors are padded to one size
     bounds = {0, shards}
     for tensor, _ in trained:
         size, ranks, each = _division(tensor, parallel, shards)
@@ -122,7 +123,8 @@ def _trained(compiled: CompiledPlan) -> list[tuple[ParameterTensor, int]]:
         widths[entry.tensor.role] = sum(
             entry.element_bytes if slot.as_parameter else slot.block_bytes for slot in slots
         )
-    return [(tensor, widths[tensor.role]) for tensor in (adapters or own.inventory) if tensor.role in widths]
+    stepped = [tensor for tensor in adapters or own.inventory if tensor.used and not tensor.frozen]
+    return [(tensor, widths[tensor.role]) for tensor in stepped if tensor.role in widths]
 
 
 def _row(plan: MemoryPlan, trained: list[tuple[ParameterTensor, int]], first: int, last: int) -> RankRow:

@@ -41,8 +41,14 @@ def divided_job(job: StackJob, seed: int, number: int) -> StackJob:
 def ranked_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job as one of the ranks that share it: the last, or any but the first, which is drawn."""
     rng, parallel = Random(f"memplan rank {seed} {number}"), job.job.training.get("parallel", {})
-    ranks = parallel.get("data", 1) * parallel.get("tensor", 1)
-    return replace(job, rank=rng.choice((ranks - 1, rng.randrange(1, ranks)))) if ranks > 1 else job
+    tensor, ranks = parallel.get("tensor", 1), parallel.get("data", 1) * parallel.get("tensor", 1)
+    if ranks == 1:
+        return job
+    rank = rng.choice((ranks - 1, rng.randrange(1, ranks)))
+    uneven = (
+        "vocab_size" in job.job.model and job.job.model["vocab_size"] % tensor
+    )  # of those that share, the first is planned
+    return replace(job, rank=rank - rank % tensor if uneven else rank)
 
 
 def muon_job(job: StackJob, seed: int, number: int) -> StackJob:
