@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
-from memplan.model.spec import Attention
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
 from memplan.step.kernels.family_code import dropouts
 from memplan.step.states.optimizer_scratch import most_together
@@ -239,13 +238,6 @@ def _model(plan: MemoryPlan) -> Iterator[str]:
     yield from plan.model.notes
 
 
-def _unread_bytes(plan: MemoryPlan) -> int:
-    """Return what keys and values of a layer of each kind take in fp32, the widest that they are."""
-    parts = {run.layer.attention for run in plan.model.spec.runs if isinstance(run.layer.attention, Attention)}
-    widths = sum(2 * part.num_key_value_heads * part.head_dim for part in parts)
-    return 4 * widths * plan.micro_batch_size * plan.sequence_length
-
-
 def _left_out(plan: MemoryPlan) -> Iterator[str]:
     family = plan.model.spec.architecture
     if family in plan.setup.family_gaps:
@@ -266,11 +258,6 @@ def _left_out(plan: MemoryPlan) -> Iterator[str]:
     if parallel.engine == "fsdp1":
         yield "blocks that FullyShardedDataParallel's streams still use when they are let go of (record_stream), which come back later"
     stack = plan.setup.stack
-    if family in stack.models.hands_unread and (is_sharded(parallel) or runs_engine(parallel)):
-        yield (
-            "keys and values that the last layer of each kind leaves, which no other layer reads: on several GPUs up to "
-            f"{format_bytes(_unread_bytes(plan))}"
-        )
     if runs_engine(plan.setup.config.parallel) and stack.name not in ("transformers", "trl"):
         yield f"what {stack.name}'s own loop does around DeepSpeed: its engine was held against transformers' Trainer and TRL's"
     if is_sharded(plan.setup.config.parallel) and not stack.own_models and stack.sharded_units == "root":

@@ -165,10 +165,10 @@ def named_cache(taped: ModelOnTape, kind: int) -> Form:
     """Return keys and values of a layer of a kind that the model returns, and nothing else keeps until its loss is formed."""
     tape = taped.layers[kind].tape
     unsaved = set() if tape.cache_stays else tape.cached - tape.saved_storages().keys()
-    return sum((single_form(*tape.storages[storage]) for storage in unsaved), _stored_keys(taped, kind))
+    return sum((single_form(*tape.storages[storage]) for storage in unsaved), stored_keys(taped, kind))
 
 
-def _stored_keys(taped: ModelOnTape, kind: int) -> Form:
+def stored_keys(taped: ModelOnTape, kind: int) -> Form:
     """Return keys and values of a layer of a kind that stay for later ones, and that its own attention has not saved."""
     tape = taped.layers[kind].tape
     saved = () if taped.handed.keeps else tape.saved_storages()
@@ -176,10 +176,14 @@ def _stored_keys(taped: ModelOnTape, kind: int) -> Form:
     return sum((single_form(Part.ACTIVATIONS, x.quantity, x.coefficient) for x in unsaved), ZERO)
 
 
+def all_stored_keys(taped: ModelOnTape) -> Form:
+    """Return those of all layers."""
+    return sum((stored_keys(taped, kind) * count for kind, count in taped.counts().items()), ZERO)
+
+
 def forgotten_keys(taped: ModelOnTape) -> Form:
     """Return those of all layers where nothing has them when these have run."""
-    kinds = () if taped.handed.keeps else taped.counts().items()
-    return sum((_stored_keys(taped, kind) * count for kind, count in kinds), ZERO)
+    return ZERO if taped.handed.keeps else all_stored_keys(taped)
 
 
 def returned_before(taped: ModelOnTape, kind: int, *, graph: bool = True) -> Form:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
-from memplan.step.alive_around_layers import escaped_form, graph_of_loss
+from memplan.step.alive_around_layers import escaped_form, graph_of_loss, let_go
 from memplan.step.engines.reduced_gradients import Buckets, EngineBytes, Gradients, WholeGradients
 from memplan.step.head_instants import after_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
@@ -126,7 +126,9 @@ class EnginePass:
                 if number == run.first:
                     following.forget()
                 saved -= part.saved
-                around = base + saved + above
+                around = (
+                    base + saved + above + taped.handed.waiting(number + 1) - let_go(self.inputs, taped, number + 1)
+                )
                 own = self.inputs.spec.names.layer
                 for _, moment in following.through(self.layers[kind].backward, around, number, own):
                     yield replace(moment, name=f"layer {number + 1} backward")

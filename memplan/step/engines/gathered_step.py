@@ -10,7 +10,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from memplan.errors import CannotAnswerError
-from memplan.step.alive_around_layers import embedded_leaf, graph_of_loss, leaf_apart, named_embeddings, retained_graph
+from memplan.step.alive_around_layers import (
+    embedded_leaf,
+    forgotten_keys,
+    graph_of_loss,
+    leaf_apart,
+    named_embeddings,
+    retained_graph,
+    stored_keys,
+)
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
 from memplan.step.engines.engine_step import (
     FORMULA,
@@ -279,13 +287,13 @@ def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) 
     for kind, run in zip(taped.kinds, taped.runs, strict=True):
         for number in range(run.first, run.first + run.count):
             walked.append((kind, number, following.walk(walk.layers[kind].forward, number)))
-            around += played.layers[kind].saved
-    head = around + retained_arguments(inputs) - arguments - named
+            around += played.layers[kind].saved + stored_keys(taped, kind)
+    head = around + retained_arguments(inputs) - arguments - named - forgotten_keys(taped)
     for kind in set(taped.kinds):
         below = around
         following.forget()
         for other, _, helds in reversed(walked):
-            below -= played.layers[other].saved
+            below -= played.layers[other].saved + stored_keys(taped, other)
             if other == kind:
                 for _, moment in following.named_moments(walk.layers[kind].forward, helds, below):
                     yield replace(moment, name="forward")

@@ -107,6 +107,7 @@ def stored(builder: Builder, key: Value, value: Value) -> None:
     """Note keys and values that later layers read."""
     if builder.stores_keys:
         builder.tape.stored, builder.tape.stored_at = (key, value), len(builder.tape.operations)
+        builder.named_values += [key, value]
         nodes = builder.tape.nodes_behind(key, value)
         storages = [own for node in nodes for own in (node.retained if builder.keeps_graph else node.attributes)]
         builder.tape.outlives = {key.storage, value.storage, *storages}

@@ -10,12 +10,12 @@ from memplan.step.layers.handed_down import (
     Given,
     Handed,
     HandedDown,
+    Sharing,
     as_given,
     reuses,
     sharings,
 )
 from memplan.step.playing.section import Section
-from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, single_form
 from memplan.step.tapes.taped_operations import Value
 from memplan.training.resolved import TrainingSetup
@@ -30,7 +30,7 @@ class Handing:
 
     def __init__(self, spec: ModelSpec, setup: TrainingSetup, embedded: Value | None) -> None:
         self._spec, self._setup = spec, setup
-        self._sharings, self._stored = sharings(spec, hands_unread(spec, setup)), dict[bool, Section]()
+        self._sharings, self._stored = _sharings(spec, setup), dict[bool, Section]()
         self._layer_inputs = None if embedded is None else as_given(embedded)
 
     def note(self, run: LayerRun, handed: Handed, section: Section) -> None:
@@ -97,15 +97,14 @@ class Handing:
         return tuple([one._replace(needs_gradient=one.needs_gradient and not self._cuts_keys) for one in keys])
 
 
-def hands_unread(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether a model's code hands keys and values on that no layer reads; where GPUs share its weights that is not told."""
-    parallel = setup.config.parallel
-    return spec.architecture in setup.stack.models.hands_unread and not (is_sharded(parallel) or runs_engine(parallel))
+def _sharings(spec: ModelSpec, setup: TrainingSetup) -> dict[bool, Sharing]:
+    """Return the layers that share keys and values, those that no other layer reads too where a model's code hands them on."""
+    return sharings(spec, spec.architecture in setup.stack.models.hands_unread)
 
 
 def alone(spec: ModelSpec, setup: TrainingSetup) -> set[int]:
     """Return the layers, numbered from 0, that are given, or hand on, something else than those like them."""
-    numbers = {number for share in sharings(spec, hands_unread(spec, setup)).values() for number in share}
+    numbers = {number for share in _sharings(spec, setup).values() for number in share}
     return numbers | ({0, spec.num_hidden_layers - 1} if spec.layer_input else set())
 
 

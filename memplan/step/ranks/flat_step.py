@@ -13,6 +13,7 @@ Source:
 
 from collections.abc import Iterator
 
+from memplan.step.alive_around_layers import called_again, let_go
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import head_backward, tied_sum
 from memplan.step.model_on_tape import PlayedModel
@@ -53,10 +54,12 @@ def flat_backward(step: ShardedStep, bare: Form, base: Form, played: PlayedModel
         for position in positions(run):
             gradients = constant_form(Part.GRADIENTS, above + left * (run.count - position))
             around = base + rest + part.saved * (position - 1) + gradients
+            layer = run.first + position
+            around += step.taped.handed.waiting(layer) - let_go(step.inputs, step.taped, layer)
             yield from _layer(step, (index, position), around, part, of)
         above += left * run.count
         saved = rest
-    around = bare + constant_form(Part.GRADIENTS, above)
+    around = bare + constant_form(Part.GRADIENTS, above) + called_again(step.inputs) + step.taped.handed.left
     root += 0 if of.reduces else step.below_head
     for instant in tied_sum(step.inputs, step.taped, around, "first"):
         yield with_gathered(instant.name, instant.operation, instant.form, root)
@@ -121,7 +124,7 @@ def _layer(step: ShardedStep, place: tuple[int, int], around: Form, played: Play
     if step.reentrant:  # its function still holds what it was given and gave, the gradient of that, and the tables
         around += arrived + arrived + arrived
     elif run.first + position == 1:
-        around -= tables_of_graph(step.inputs)
+        around -= tables_of_graph(step.inputs) - let_go(step.inputs, step.taped, 1)
     there = (name, around, step.whole_of(index))
     yield from _put_together(own, there, root + own.gathered_bytes + ahead, root + ahead, of, after)
 

@@ -122,7 +122,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
     yield from forward(step, base + named_labels(step), begins=not of.beside)
     bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
     bare += named_labels(step)
-    base = bare + passed_on(step.inputs)
+    base = bare + passed_on(step.inputs) + step.taped.handed.given
     if step.flat:
         yield from flat_backward(step, bare, base, played, of)
         return
@@ -146,7 +146,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         for i, (u, run) in enumerate(zip(step.units, step.taped.runs, strict=True))
     )
     above = layers + (above if step.apart else 0)
-    bare += escaped_form(step.taped, played) + called_again(step.inputs)
+    bare += escaped_form(step.taped, played) + called_again(step.inputs) + step.taped.handed.left
     yield from _first_unit(step, bare + constant_form(Part.GRADIENTS, above), waiting, played, of)
 
 
@@ -239,7 +239,9 @@ def _layer_units(step: ShardedStep, base: Form, above: int, model: PlayedModel, 
             gradients = constant_form(Part.GRADIENTS, above + each * (run.count - position))
             over = escaped + part.escaped * (run.count - position)
             around = base + rest + over + part.saved * (position - 1) + gradients
-            around -= let_go(step.inputs, step.taped, run.first + position)
+            around += step.taped.handed.waiting(run.first + position) - let_go(
+                step.inputs, step.taped, run.first + position
+            )
             yield from _layer_unit(step, (index, position), around, part, of)
         above += each * run.count
         saved, escaped = rest, escaped + part.escaped * run.count
@@ -274,10 +276,11 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     for instant in played.backward:
         yield instant_with(instant.around(around, name), root + waiting + own.gathered_bytes + next_gathered)
     around += played.escaped
-    whole, last = step.whole_of(index), run.first + position == 1
+    whole, last, handed = step.whole_of(index), run.first + position == 1, step.taped.handed
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and name != step.end_instant:
         gone = passed_on(step.inputs) - called_again(step.inputs) - let_go(step.inputs, step.taped, 1)
+        gone += handed.given + handed.waiting(1) - handed.left
         name, around = step.end_instant, around + leaf_output(step) - gone
         resident = root + waiting + own.gathered_bytes + next_gathered
         yield with_gathered(name, "gradients of the first layer", around + arrived + gradients, resident)

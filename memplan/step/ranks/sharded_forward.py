@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memplan.step.alive_around_layers import embedded_leaf, enters_directly, named_embeddings, saves_leaf
+from memplan.step.alive_around_layers import (
+    all_stored_keys,
+    embedded_leaf,
+    enters_directly,
+    named_embeddings,
+    saves_leaf,
+    stored_keys,
+)
 from memplan.step.chunks_at_once import chunked_logits_forward, logits_of_model
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.divided.shared_ends_and_rows import FORWARD_BYTES
@@ -126,13 +133,14 @@ def _below_head(step: ShardedStep, base: Form) -> Iterator[Instant]:
         for moment in played.embedding.forward:
             yield with_gathered("forward", moment.operation, around + moment.form, step.first.copied_bytes)
     around += entered
+    behind = around + played.saved + all_stored_keys(step.taped)
     if step.apart and not step.head_by_hand:
         ends = step.tail.copied_bytes + step.last.buffer_bytes + step.below_head
-        yield with_gathered("forward", "copy of norm and head", around + played.saved + x, ends)
+        yield with_gathered("forward", "copy of norm and head", behind + x, ends)
     yield from _layers(step, around + played.embedding.saved, given)
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
-        form = around + played.saved - played.layers[step.taped.kinds[-1]].saved + x
+        form = behind - played.layers[step.taped.kinds[-1]].saved - stored_keys(step.taped, step.taped.kinds[-1]) + x
         gathered = resident + step.last.copied_bytes + under.buffer_bytes + step.staying(len(runs) - 1, runs[-1].count)
         yield with_gathered("forward", "copy of the last layer", form, gathered)
 
@@ -143,7 +151,7 @@ def _head(step: ShardedStep, base: Form, waiting: Unit | None = None) -> Iterato
     Args:
         waiting: The unit whose buffer is there, where it is not that of norm and head.
     """
-    saved = step.played.saved
+    saved = step.played.saved + step.taped.handed.kept_keys()
     if step.loss_on_both_sides:
         yield from _loss_on_both_sides(step, base + leaf_of(step) + saved)
     elif step.loss_inside or step.chunked:
@@ -246,7 +254,7 @@ def _layers(step: ShardedStep, around: Form, given: Form) -> Iterator[Instant]:
             for moment in part.forward:
                 resident = gathered + step.staying(index, position + 1)
                 yield with_gathered("forward", moment.operation, below + moment.form, resident)
-        around += part.saved * run.count
+        around += (part.saved + stored_keys(step.taped, kind)) * run.count
 
 
 def _head_inside(step: ShardedStep, around: Form, waiting: Unit | None = None) -> Iterator[Instant]:
