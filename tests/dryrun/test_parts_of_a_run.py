@@ -182,6 +182,9 @@ def test_a_parameter_that_is_held_weakly_moves_and_stays_the_same_object():
         layer.cuda()
         assert weak() is layer.weight is weight
         assert weight.is_cuda
+        back = weight.detach().cpu()
+        back.mul_(2)  # as offloaded gradients are clipped
+        assert back.is_contiguous()
 
 
 def test_a_sparse_gradient_has_no_storage_to_share_and_closeness_is_asked():

@@ -106,7 +106,7 @@ class PretendedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return a copy that comes to the CPU: a real tensor, if it is small or known."""
         if self.values.of(tensor) is None and tensor.numel() * dtype.itemsize > LARGEST_REAL_BYTES:
             return FakeTensor(self, torch.empty(tensor.shape, dtype=dtype, device="meta"), torch.device("cpu"))
-        return self.values.values_of(tensor).to(dtype)
+        return self.values.values_of(tensor).to(dtype).contiguous()
 
 
 def _wrapped(mode: FakeTensorMode, bare: Tensor, device: torch.device, *_: Any, **__: Any) -> FakeTensor:
