@@ -23,7 +23,8 @@ def check_document(results: Sequence[Result], file: str, catalog_hash: str, unit
     """
     reasons = tuple(f"{WORDS[r.status]}: {sentence(r)}" for r in results if r.status != "within")
     by_share = any(result.figures is not None and result.figures.by_share for result in results)
-    blocks = (results_table(results, unit), reasons, *([BY_SHARE] if by_share else []), answer(results))
+    notes = (BY_SHARE,) if by_share else ()
+    blocks = (results_table(results, unit), reasons, *notes, answer(results))
     return Document(check_data(results, file, catalog_hash), blocks, exit_code(results))
 
 
