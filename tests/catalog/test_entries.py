@@ -372,7 +372,7 @@ def test_the_aliases_of_the_design_resolve(section, alias, name):
 def test_a_name_that_two_cards_share_is_not_guessed_between():
     with pytest.raises(UnknownNameError, match=r"may be rtx3080-10gb, .*: say which"):
         CATALOG.gpus.name_of("NVIDIA GeForce RTX 3080")
-    with pytest.raises(UnknownNameError, match=r"say rtx3080-laptop-16gb or rtx3080-laptop-8gb"):
+    with pytest.raises(UnknownNameError, match=r"may be rtx3080-laptop-16gb or rtx3080-laptop-8gb: say which"):
         CATALOG.gpus.name_of("NVIDIA GeForce RTX 3080 Laptop GPU")
 
 

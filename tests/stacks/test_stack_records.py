@@ -224,7 +224,7 @@ ROWS = {
     "transformers.newer": "Trainer, Gemma 4, Mistral Small 4, LLaVA and others",
     "transformers.latest": "Trainer, Llama 4, LFM2 and Gemma 4 12B",
     "transformers.5-24": "Trainer on transformers 5.24, Gemma 4 and GPT-J",
-    "transformers.optimizers": "Trainer 5.24, optimizers (8-bit, paged, Adafactor ...)",
+    "transformers.optimizers": "Trainer 5.24, other optimizers",
     "transformers.earlier": "Trainer, OPT, GPT-Neo, GPT-J, BLOOM, StarCoder, OLMoE",
     "plain-loop": "a plain loop on transformers 5.23 and peft 0.21",
     "plain-loop.latent": "the same, DeepSeek V2, V3 and GLM-4.7 Flash",
