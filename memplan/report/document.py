@@ -121,7 +121,7 @@ def _csv(blocks: Iterable[Table | tuple[str, ...]]) -> str:
 
 def _markdown(block: Table | tuple[str, ...]) -> str:
     if not isinstance(block, Table):
-        return "<br>\n".join(map(markdown, block))
+        return "  \n".join(map(markdown, block))  # two spaces break a line without HTML
     rule = ["---:" if header.startswith(">") else "---" for header in block.headers]
     names, *rows = ([markdown(cell) for cell in line] for line in (block.names, *block.rows))
     text = "\n".join("| " + " | ".join(line) + " |" for line in (names, rule, *rows))

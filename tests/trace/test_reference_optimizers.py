@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.trace.jobs.optimizers import AdamMini, BlockwiseAdamw, Lion  # noqa: E402
+from memplan.trace.jobs.optimizers import AdamMini, Bitsandbytes, Lion  # noqa: E402
 from memplan.trace.recording.recorder import Recorder  # noqa: E402
 
 SHAPES = ((33, 17), (129,), (5, 7), (64, 80), (3,), (80, 64))
@@ -87,7 +87,7 @@ def bitsandbytes(weights):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_states_in_8_bits_are_those_of_bitsandbytes(dtype):
     weights = parameters("cpu", dtype)
-    ours, theirs = BlockwiseAdamw(weights, lr=1e-3), bitsandbytes(weights)
+    ours, theirs = Bitsandbytes(weights, lr=1e-3, bits=8), bitsandbytes(weights)
     ours.step()
     for group, entries in enumerate(theirs.param_groups):
         for index, weight in enumerate(entries["params"]):

@@ -116,8 +116,7 @@ def _beside_tail(step: ShardedStep, instants: Iterator[Instant]) -> Iterator[Ins
 def _below_head(step: ShardedStep, base: Form) -> Iterator[Instant]:
     """Yield the forward of embedding and layers."""
     played, runs = step.played, step.taped.runs
-    resident, stream = step.root_weight_bytes, step.taped.embedding.output
-    x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
+    resident, x = step.root_weight_bytes, entry_of(step)
     around = base + arguments_of(step)
     first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
     entered = leaf_of(step) + named_embeddings(step.inputs, step.taped)
@@ -245,9 +244,8 @@ def _layers(step: ShardedStep, around: Form, given: Form) -> Iterator[Instant]:
         part = step.played.layers[kind]
         gathered = step.root_weight_bytes + (own.gathered_bytes if step.flat else own.copied_bytes)
         for position in dict.fromkeys((0, run.count - 1)):
-            below = around + part.saved * position
-            if run is step.taped.runs[0] and position == 0:
-                below -= given
+            lowest = run is step.taped.runs[0] and position == 0
+            below = around + part.saved * position - (given if lowest else ZERO)
             if step.flat:
                 before = step.root_weight_bytes + step.staying(index, position + 1)
                 yield with_gathered("forward", "gather of a layer", below + entry_of(step), before + own.copied_bytes)
@@ -322,8 +320,7 @@ def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
 
 
 def _evaluated_layers(step: ShardedStep, around: Form) -> Iterator[Instant]:
-    resident, stream = step.root_weight_bytes, step.taped.embedding.output
-    x = single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
+    resident, x = step.root_weight_bytes, entry_of(step)
     if step.apart:
         for moment in step.taped.embedding.evaluated().forward:
             yield with_gathered("evaluation", moment.operation, around + moment.form, step.first.copied_bytes)
