@@ -66,6 +66,7 @@ class Workshop:
         return results
 
     def _job(self, job: Job, baseline: Baseline | None) -> list[Result]:
+        self._runs = Runs()  # of a job on several devices; those of all jobs would take megabytes each
         devices = self._devices(job)
         model = self._named("model", model_path(job, self.catalog), job, self._model)
         known = model.value if isinstance(model, _Named) else None

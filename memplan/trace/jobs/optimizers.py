@@ -135,7 +135,8 @@ class Bitsandbytes(_Plain):
         dtype = torch.uint8 if eight_bit else torch.float32
         device = "cpu" if self._paged and parameter.numel() >= PAGED_FROM else parameter.device
         for number in self._moments:
-            state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype, device=device)
+            # Untouched, so that those on the host take no memory of this machine.
+            state[f"state{number}"] = torch.empty_like(parameter, dtype=dtype, device=device)
             if eight_bit:
                 if number not in self._tables:
                     self._tables[number] = torch.zeros(2**8, device=parameter.device)
