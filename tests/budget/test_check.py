@@ -139,7 +139,7 @@ def test_limits_are_those_of_a_plan(cli, budget):
             assert ran.exit_code == code
             (row,) = ran.data["rows"]
             assert row["components"] == {name: size for name, size in plan.components.items() if size}
-            assert row["headroom_bytes"] == limit - size
+            assert row["headroom_bytes"] == limit - size == row["limit_bytes"] - row["needed_bytes"]
 
 
 def test_without_a_limit_the_gpu_is_the_limit(cli, budget):

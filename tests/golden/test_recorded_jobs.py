@@ -67,9 +67,8 @@ def test_plans_of_recorded_jobs_say_what_they_said(stem, quarter, catalog, reque
         else:
             lines[number] = line_of(plan, number)
             reasons.append(reasons_of(plan))
-        assert updates or lines[number] == expected[stem][number], records[number][
-            "job"
-        ]  # at once: the others take long
+        job = records[number]["job"]
+        assert updates or lines[number] == expected[stem][number], job  # at once: the others take long
     digests[quarter] = digest(reasons)
     lines.append(" ".join(digests))
     if updates:

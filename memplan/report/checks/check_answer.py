@@ -62,6 +62,7 @@ def _row(result: Result) -> dict[str, Any]:
             "verdict": figures.verdict,
             "device_bytes": figures.device_bytes,
             "upper_bytes": figures.upper_bytes,
+            "needed_bytes": figures.needed(job.basis),
             "usable_bytes": figures.usable_bytes,
             "limit_bytes": result.limit_bytes,
             "headroom_bytes": result.limit_bytes - figures.needed(job.basis),
