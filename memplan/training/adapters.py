@@ -6,20 +6,13 @@ from math import prod
 
 from memplan.catalog.training_config import Adapter
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.families import around
 from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention, MixtureOfExperts, Mlp, ModelSpec, TensorNames
 from memplan.model.tower import Tower
 from memplan.training.adapted_ends import VALUE_HEAD, last_part, module_of, refuse_saved, selects, targeted_ends
 from memplan.training.resolved import TrainingSetup
-
-ADAPTED_EXPERTS = ("mixtral", "qwen3_moe")
-"""Families whose stacked experts and routers have adapters where all linear layers have.
-
-Source:
-    ``_convert_peft_config_moe`` in peft/utils/transformers_weight_conversion.py, ``ParamWrapper`` in
-    peft/tuners/lora/layer.py (0.21.2).
-"""
 
 OWN_TARGETS = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral"), ("q_proj", "v_proj")),
@@ -186,8 +179,18 @@ def adapts_experts(model: Model, setup: TrainingSetup) -> bool:
     """Tell whether PEFT puts adapters on a mixture's stacked experts and on its router."""
     adapter = setup.config.adapter
     named = adapter is not None and "all-linear" in adapter.targets
-    stacked = setup.stack.models.experts == "released"
-    return named and stacked and setup.stack.model_code == "transformers" and model.spec.architecture in ADAPTED_EXPERTS
+    return named and adapted_experts(model, setup) == "planned"
+
+
+def adapted_experts(model: Model, setup: TrainingSetup) -> str:
+    """Return what becomes of stacked experts under adapters on projections of their names; empty where there are none.
+
+    Source:
+        ``_convert_peft_config_moe`` in peft/utils/transformers_weight_conversion.py, ``ParamWrapper`` in
+        peft/tuners/lora/layer.py (0.21.2).
+    """
+    stacked = setup.stack.model_code == "transformers" and setup.stack.models.experts == "released"
+    return around(model.spec.architecture).adapted_experts if stacked else ""
 
 
 def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[ParameterTensor]:

@@ -4,10 +4,11 @@ import copy
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from memplan.model.families import around, families, model_spec, read_config, with_towers
+from memplan.model.families import around, families, model_spec, read_config, transformers_rows, with_towers
 from memplan.model.inventory import parameter_count
 from memplan.model.parameter_tensors import inventory_of
 
@@ -87,3 +88,54 @@ def test_every_family_says_what_libraries_do_with_it():
         said = around(name)
         assert said.scored == (name in heads), name
         assert [said.wrapped is not None, said.ahead is not None] == [name in with_towers()] * 2, name
+
+
+def test_a_family_with_experts_says_what_peft_does_with_them():
+    for architecture, config in CASES.values():
+        spec = model_spec({"model_type": architecture} | config, "tiny", "tiny")
+        if any(run.layer.mixture for run in spec.runs):
+            assert around(architecture).adapted_experts, architecture
+
+
+def test_what_peft_does_with_experts_is_what_families_say():
+    weights = pytest.importorskip("peft.utils.transformers_weight_conversion")
+    patterns, mapped = weights._MODEL_TO_CONVERSION_PATTERN, weights._MOE_TARGET_MODULE_MAPPING
+    for name in families():
+        if said := around(name).adapted_experts:
+            assert (said != "left") == (patterns.get(name) in mapped), name
+
+
+def forward_order(architecture, config):
+    """Return the names of the modules of a real model that run and have parameters, and how many axes what is dropped has."""
+    real = transformers.AutoConfig.for_model(architecture, **(copy.deepcopy(config) | IDS))
+    for key in [key for key in vars(real) if key.endswith(("dropout", "pdrop"))]:
+        setattr(real, key, 0.1)
+    model = transformers.AutoModelForCausalLM.from_config(real, attn_implementation="eager").train()
+    order = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda module, given, made: order.append(("dropout", made.dim())))
+        elif list(module.parameters(recurse=False)):
+            module.register_forward_hook(lambda module, given, made, name=name: order.append((name, 0)))
+    model(torch.ones(1, 6, dtype=torch.long))
+    return order
+
+
+TEXTS = {family: case for case, (family, config) in CASES.items() if "vision_config" not in config}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", TEXTS.values())
+def test_modules_of_dropout_stand_where_a_family_says(case):
+    """An activation's or a router's own modules are not asked for: names are those of modules with parameters."""
+    architecture, config = CASES[case]
+    order, said = forward_order(architecture, config), around(architecture)
+    pairs = list(pairwise(order))
+    behind = {first for (first, _), (second, axes) in pairs if (second, axes) == ("dropout", 3)}
+    before = {second for (first, axes), (second, _) in pairs if (first, axes) == ("dropout", 4)}
+    expected = said.dropouts or ()
+    assert all(name.endswith(expected) for name in behind)
+    assert all(any(name.endswith(part) for name in behind) for part in expected)
+    called = transformers_rows()[architecture].get("dropout_modules", "residual") in ("both", "attention")
+    assert before <= {name for name, _ in order if name.endswith(said.scores_dropout)}
+    assert bool(before) == (called and bool(said.scores_dropout))

@@ -30,8 +30,6 @@ class FamilyCode:
     returns_weights: bool = True
     wide_weights: bool = False  # Whether probabilities that autocast has formed in fp32 stay so
     wide_softmax: bool = True  # Whether attention step by step forms probabilities in fp32
-    # Whether adapters on ``all-linear``, or on projections that experts have too, go to stacked experts.
-    adapts_experts: bool = False
     # How many masks a forward makes: of windowed layers and of others; 0 for one of the first where there are any.
     masks: int = 1
     # Whether each forward makes the mask of windowed layers where there are none, which no layer is given.
@@ -181,17 +179,34 @@ class Around(NamedTuple):
     wrapped: bool | None = None
     # Whether ms-swift embeds its tokens ahead of the forward (``_post_encode`` in swift/template/templates/qwen.py, 4.6.0).
     ahead: bool | None = None
+    # Modules that one of dropout stands behind, of what is added to the residual stream; None where no such dropout is a module.
+    dropouts: tuple[str, ...] | None = None
+    # Module that one of attention's probabilities stands before; empty for none.
+    scores_dropout: str = ""
+    # Of families with experts, what becomes of stacked ones under adapters on ``all-linear``, or on projections that experts
+    # have too: PEFT leaves them (``left``), or adapts them, which is ``refused`` or ``planned``.
+    adapted_experts: Literal["", "left", "refused", "planned"] = ""
 
 
 def runs_as(
-    *, scored: bool, wrapped: bool | None = None, ahead: bool | None = None, **fields: Any
+    *,
+    scored: bool,
+    wrapped: bool | None = None,
+    ahead: bool | None = None,
+    dropouts: tuple[str, ...] | None = None,
+    scores_dropout: str = "",
+    adapted_experts: Literal["", "left", "refused", "planned"] = "",
+    **fields: Any,
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that says how transformers' code of a family computes, where it differs from that of Llama.
 
     Args:
-        scored: As in :class:`Around`, like the next two: every family says so.
+        scored: As in :class:`Around`, like the next five: every family says so.
         wrapped: Of families with a tower.
         ahead: Likewise.
+        dropouts: Of families whose dropout of what is added to the residual stream is a module.
+        scores_dropout: Of families in which one of attention's probabilities is called.
+        adapted_experts: Of families with experts.
         fields: Those of :class:`FamilyCode` that differ.
 
     Source:
@@ -203,7 +218,11 @@ def runs_as(
     """
 
     def marked(builder: Builder) -> Builder:
-        vars(builder).update(runs_as=fields, around=Around(scored, wrapped, ahead))
+        if fields.get("drops_residual") and fields.get("dropout_modules", "residual") in ("both", "residual"):
+            assert dropouts, f"{builder.__name__}: which modules does a dropout stand behind?"
+        vars(builder).update(
+            runs_as=fields, around=Around(scored, wrapped, ahead, dropouts, scores_dropout, adapted_experts)
+        )
         return builder
 
     return marked

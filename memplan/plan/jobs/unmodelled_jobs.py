@@ -4,9 +4,8 @@ from memplan.errors import CannotAnswerError
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import MixtureOfExperts
-from memplan.step.kernels.family_code import family_code
 from memplan.step.states.parallel_shards import gathered_setup, is_partitioned, is_sharded, shards_codes
-from memplan.training.adapters import adapts_experts
+from memplan.training.adapters import adapted_experts, adapts_experts
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import format_bytes
 
@@ -72,7 +71,7 @@ EXPERT_PROJECTIONS = frozenset(("all-linear", "gate_proj", "up_proj", "down_proj
 
 def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
     """Raise for adapters that a library puts on stacked experts, where no tape has them or PEFT itself refuses."""
-    adapter, code = setup.config.adapter, family_code(setup.stack, model.spec.architecture)
+    adapter, experts = setup.config.adapter, adapted_experts(model, setup)
     every = any(getattr(run.layer.feed_forward, "every_expert", False) for run in model.spec.runs)
     if adapter is not None and every and "all-linear" in adapter.targets:
         raise CannotAnswerError(
@@ -80,7 +79,7 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
             "PEFT stops with \"'tuple' object has no attribute 'dtype'\" (Linear.forward in peft/tuners/lora/layer.py, 0.21.2); name "
             "the projections, such as q_proj"
         )
-    if adapter is None or not code.adapts_experts or EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
+    if adapter is None or experts in ("", "left") or EXPERT_PROJECTIONS.isdisjoint(adapter.targets):
         return
     what, last = (
         f"{setup.stack.name} puts adapters on the stacked experts of {model.spec.name}",

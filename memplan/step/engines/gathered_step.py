@@ -35,7 +35,7 @@ from memplan.step.engines.module_visits import Modules
 from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.head_instants import TIED_SUM, after_backward
 from memplan.step.instants import StepForms, saved_by_layers
-from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.family_code import family_code, module_dropouts
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.token_chunk_loss import TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
@@ -221,9 +221,9 @@ class GatheredStep:
         outside = setup.profile.loss in (*TOKEN_CHUNKS, *FUSED_LOSSES)
         head = f"{spec.names.embedding if spec.tie_word_embeddings else spec.names.head}.weight" if outside else ""
         tied = spec.tie_word_embeddings
-        return Modules(
-            tuple(self.elements), spec.names, head, spec.architecture, tied=tied, wrapped=wrapped, tables=tables
-        )
+        dropouts = module_dropouts(setup.stack, spec.architecture)
+        names = tuple(self.elements)
+        return Modules(names, spec.names, head, *dropouts, tied=tied, wrapped=wrapped, tables=tables)
 
     def listed(self) -> Sequence[Visit]:
         """Return all modules that run in a forward and backward, in order."""

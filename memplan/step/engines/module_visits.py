@@ -15,21 +15,6 @@ from memplan.model.spec import TensorNames
 from memplan.step.engines.gathered_parameters import Visit
 from memplan.step.playing.recomputation import ACTIVATION
 
-DROPOUTS = {
-    "gpt2": ("wpe", "attn.c_proj", "mlp.c_proj"),
-    "gpt_neox": ("embed_in", "attention.dense", "mlp.dense_4h_to_h"),
-    "stablelm": ("mlp.down_proj",),
-    "phi": ("embed_tokens", "self_attn.dense", "mlp.fc2"),
-    "phi3": ("self_attn.o_proj", "mlp.down_proj"),
-    "gptj": ("wte", "attn.out_proj", "mlp.fc_out"),
-    "gpt_neo": ("wpe", "attn.attention.out_proj", "mlp.c_proj"),
-    "gpt_bigcode": ("wpe", "attn.c_proj", "mlp.c_proj"),
-}
-"""Families whose dropout is a module -> the modules that one stands behind (modeling files of transformers 5.23.0)."""
-
-SCORES_DROPOUTS = {"gptj": "attn.out_proj", "gpt_neo": "attn.attention.out_proj", "bloom": "self_attention.dense"}
-"""Families whose dropout of attention's probabilities is one -> the module that it stands before."""
-
 HEAD = "head"
 """Stands for a head whose parameter is the embedding's."""
 
@@ -44,7 +29,8 @@ class Modules:
         parameters: Names of all parameters, with the numbers of layers, in the order in which the model has them.
         names: What a layer and the embedding are called; a list of layers is no module that runs.
         head: The head's parameter where no module reads it, but the whole model's code.
-        family: What the model's architecture is called.
+        dropouts: Modules that one of dropout stands behind.
+        scored: Module that one of attention's probabilities stands before; empty for none.
         tied: Whether the head's parameter is the embedding's.
         wrapped: Whether PEFT stands around the model.
         tables: How often rotary tables are formed, by a module of their own.
@@ -55,7 +41,8 @@ class Modules:
         parameters: Sequence[str],
         names: TensorNames,
         head: str,
-        family: str,
+        dropouts: tuple[str, ...],
+        scored: str,
         *,
         tied: bool,
         wrapped: bool,
@@ -71,8 +58,7 @@ class Modules:
         self._tables = tables
         self._open: dict[str, set[str]] = {}
         self._way = self._last = ""
-        self._tied, self._dropouts = tied, DROPOUTS.get(family, ())
-        self._scored = SCORES_DROPOUTS.get(family, "")
+        self._tied, self._dropouts, self._scored = tied, dropouts, scored
         self._embedded = False
         self._was_head = False
 

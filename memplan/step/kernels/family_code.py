@@ -9,7 +9,7 @@ from typing import Any
 
 from memplan.catalog.stacks import ModelCode, Stack, StackModels
 from memplan.errors import CannotAnswerError
-from memplan.model.families import transformers_rows
+from memplan.model.families import around, transformers_rows
 from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import ModelSpec
 from memplan.training.resolved import TrainingSetup
@@ -99,7 +99,7 @@ def _code_at(model_code: ModelCode, models: StackModels, architecture: str) -> F
     code = _newest_code(model_code, architecture)
     if models.experts == "modules":
         masks = 1 if code.idle_mask else code.masks  # Qwen2-MoE's of windowed layers came with stacked experts
-        code = replace(code, shared_first=False, adapts_experts=False, masks=masks, idle_mask=False)
+        code = replace(code, shared_first=False, masks=masks, idle_mask=False)
         code = replace(code, loops_over_hit=architecture in models.hit_experts)
     if architecture in models.own_positions:
         own: dict[str, Any] = {"steps_alone": True, "wide_scores": "divided", "interleaved": "looked-up"}
@@ -137,6 +137,12 @@ def _newest_code(code: ModelCode, architecture: str) -> FamilyCode:
         )
     row = described[architecture]
     return row if isinstance(row, FamilyCode) else replace(TRANSFORMERS, **row)
+
+
+def module_dropouts(stack: Stack, architecture: str) -> tuple[tuple[str, ...], str]:
+    """Return the modules that one of dropout stands behind, and the one that dropout of attention's probabilities stands before."""
+    said, called = around(architecture), family_code(stack, architecture).dropout_modules in ("both", "attention")
+    return said.dropouts or (), said.scores_dropout if called else ""
 
 
 def dropouts(spec: ModelSpec, setup: TrainingSetup) -> tuple[float, float]:

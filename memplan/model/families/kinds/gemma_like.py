@@ -106,7 +106,7 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(scored=False, **GEMMA4)
+@runs_as(scored=False, **GEMMA4, adapted_experts="left")
 def gemma4_text(config: ConfigValues) -> ModelSpec:
     """Gemma 4, text: values normalised beside queries and keys; full layers have wider heads, and may have keys for values.
 

@@ -35,6 +35,7 @@ GPT2_NAMES = GPT_NAMES._replace(
     grouped_uncast=False,
     drops_residual=True,
     dropout_modules="both",
+    dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
 )
 def gpt2(config: ConfigValues) -> ModelSpec:
     """GPT-2: learned positions, one fused projection, weights stored (in, out), dropout of 0.1.
@@ -126,6 +127,8 @@ GPT_NEO_NAMES = GPT2_NAMES._replace(attention="attn.attention", output="out_proj
     passes_positions=False,
     drops_residual=True,
     dropout_modules="both",
+    dropouts=("wpe", "attn.attention.out_proj", "mlp.c_proj"),
+    scores_dropout="attn.attention.out_proj",
 )
 def gpt_neo(config: ConfigValues) -> ModelSpec:
     """GPT-Neo: GPT-2's layers, whose scores are in fp32 and not scaled; each keeps a mask of all positions, every other within a window.
@@ -158,7 +161,14 @@ GPTJ_NAMES = GPT2_NAMES._replace(output="out_proj", up="fc_in", down="fc_out")
 
 
 @runs_as(
-    scored=True, wide_scores="unnamed", interleaved="in-turn", half_tables=True, sums="parts-first", drops_residual=True
+    scored=True,
+    wide_scores="unnamed",
+    interleaved="in-turn",
+    half_tables=True,
+    sums="parts-first",
+    drops_residual=True,
+    dropouts=("wte", "attn.out_proj", "mlp.fc_out"),
+    scores_dropout="attn.out_proj",
 )
 def gptj(config: ConfigValues) -> ModelSpec:
     """GPT-J: attention and feed-forward in parallel behind one norm, neighbours rotated, scores in fp32, a head with a bias.
@@ -196,6 +206,7 @@ def gptj(config: ConfigValues) -> ModelSpec:
     drops_embedding=False,
     drops_residual=True,
     dropout_modules="attention",
+    scores_dropout="self_attention.dense",
 )
 def bloom(config: ConfigValues) -> ModelSpec:
     """BLOOM, BLOOMZ: ALiBi in place of positions, a norm behind the embedding, a GELU that backward forms again.
@@ -223,7 +234,13 @@ def bloom(config: ConfigValues) -> ModelSpec:
     )
 
 
-@runs_as(scored=True, names_fed=True, names_attention=True, drops_residual=True)
+@runs_as(
+    scored=True,
+    names_fed=True,
+    names_attention=True,
+    drops_residual=True,
+    dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
+)
 def gpt_bigcode(config: ConfigValues) -> ModelSpec:
     """StarCoder, SantaCoder: GPT-2's layers with one head of keys and values for all; the model keeps a causal mask of all positions.
 

@@ -66,7 +66,13 @@ def falcon_h1(config: ConfigValues) -> ModelSpec:
 
 
 @runs_as(
-    scored=False, balances=True, scales_embedded=True, unfused="num_experts", names_routed=True, passes_positions=False
+    scored=False,
+    balances=True,
+    scales_embedded=True,
+    unfused="num_experts",
+    names_routed=True,
+    passes_positions=False,
+    adapted_experts="left",
 )
 def granitemoehybrid(config: ConfigValues) -> ModelSpec:
     """Granite 4: state space layers, attention without positions in some of their places, and routed experts beside a dense part or not.
@@ -182,7 +188,7 @@ NEMOTRON_UNREAD = (
 """Keys that change no byte, or that transformers' code of Nemotron-H does not read."""
 
 
-@runs_as(scored=False, wide_scale=True, widens_scale=True, wide_logits=True)
+@runs_as(scored=False, wide_scale=True, widens_scale=True, wide_logits=True, adapted_experts="left")
 def nemotron_h(config: ConfigValues) -> ModelSpec:
     """Nemotron-H, Nemotron Nano 2, Nemotron 3: each layer is a state space part, attention without positions, an MLP or routed experts.
 

@@ -118,6 +118,7 @@ def glm4(config: ConfigValues) -> ModelSpec:
     wide_factors=True,
     unfused="last_hidden_state",
     takes_flash_attn=False,
+    adapted_experts="left",
 )
 def llama4_text(config: ConfigValues) -> ModelSpec:
     """Llama 4, text: layers that rotate and attend within chunks beside some that do neither, experts beside a shared one in some or all.

@@ -24,7 +24,7 @@ ROTATED = 0.25
 """Share of a head's dimensions that is rotated where a config says nothing."""
 
 
-@runs_as(scored=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
+@runs_as(scored=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True, adapted_experts="refused")
 def qwen3_next(config: ConfigValues) -> ModelSpec:
     """Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
 
@@ -113,7 +113,15 @@ def qwen3_5_text(config: ConfigValues) -> ModelSpec:
     return _hybrid(config, common, [gated_mlp(config)] * common.num_hidden_layers, joined=False)
 
 
-@runs_as(scored=False, sequence_tables=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True)
+@runs_as(
+    scored=False,
+    sequence_tables=True,
+    joins_none=True,
+    shared_first=True,
+    balances=True,
+    norms_at_once=True,
+    adapted_experts="left",
+)
 def qwen3_5_moe_text(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts, text: Qwen3.5's layers with routed experts beside a shared one in each.
 
@@ -170,7 +178,7 @@ def _lfm2_width(config: ConfigValues) -> int:
     return -(-int(factor * int(2 * width / 3)) // multiple) * multiple
 
 
-@runs_as(scored=False, norms_at_once=True)
+@runs_as(scored=False, norms_at_once=True, adapted_experts="left")
 def lfm2_moe(config: ConfigValues) -> ModelSpec:
     """LFM2 and LFM2.5 with experts: LFM2's layers, of which all but the first few have routed experts, chosen by sigmoids and an offset.
 

@@ -95,7 +95,7 @@ def qwen3(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
-@runs_as(scored=True, joins_rotated=True, drops_residual=True)
+@runs_as(scored=True, joins_rotated=True, drops_residual=True, dropouts=("self_attn.o_proj", "mlp.down_proj"))
 def phi3(config: ConfigValues) -> ModelSpec:
     """Phi-3, Phi-3.5 and Phi-4: Llama's layers with query, key, value and with gate, up in one matrix each.
 
@@ -135,7 +135,13 @@ def _rotating(config: ConfigValues, count: int) -> list[bool]:
 
 
 @runs_as(
-    scored=True, names_norm=True, names_attention=True, names_passed=True, sums="residual-first", drops_residual=True
+    scored=True,
+    names_norm=True,
+    names_attention=True,
+    names_passed=True,
+    sums="residual-first",
+    drops_residual=True,
+    dropouts=("mlp.down_proj",),
 )
 def stablelm(config: ConfigValues) -> ModelSpec:
     """StableLM 2 and StableLM-3B-4E1T: Llama's layers with LayerNorm and partly rotated heads.

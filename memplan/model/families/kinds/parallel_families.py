@@ -28,7 +28,7 @@ NEOX_NAMES = TensorNames(
 )
 
 
-@runs_as(scored=True, sums="late", drops_residual=True)
+@runs_as(scored=True, sums="late", drops_residual=True, dropouts=("embed_in", "attention.dense", "mlp.dense_4h_to_h"))
 def gpt_neox(config: ConfigValues) -> ModelSpec:
     """GPT-NeoX and Pythia: attention and feed-forward in parallel, each behind a norm of its own.
 
@@ -55,7 +55,14 @@ PHI_NAMES = TensorNames(
 )
 
 
-@runs_as(scored=True, names_passed=True, sums="parts-first", drops_embedding=False, drops_residual=True)
+@runs_as(
+    scored=True,
+    names_passed=True,
+    sums="parts-first",
+    drops_embedding=False,
+    drops_residual=True,
+    dropouts=("embed_tokens", "self_attn.dense", "mlp.fc2"),
+)
 def phi(config: ConfigValues) -> ModelSpec:
     """Phi-1, Phi-1.5 and Phi-2: attention and feed-forward in parallel behind one norm, biases everywhere.
 

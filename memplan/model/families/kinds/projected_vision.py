@@ -91,7 +91,7 @@ def _mistral4(config: ConfigValues) -> ModelSpec:
 PIXTRAL_TEXTS = {"mistral": mistral, "ministral3": ministral3, "mistral4": _mistral4}
 
 
-@runs_as(scored=False, wrapped=True, ahead=False)
+@runs_as(scored=False, wrapped=True, ahead=False, adapted_experts="left")
 def mistral3(config: ConfigValues) -> ModelSpec:
     """Mistral Small 3.1 on, Magistral, Ministral 3, Mistral Small 4: Mistral's layers behind a Pixtral tower and a projector that merges patches.
 
@@ -234,7 +234,7 @@ SOUND_ARITHMETIC = (
 """Keys of that tower that no parameter depends on."""
 
 
-@runs_as(scored=False, wrapped=True, ahead=False, **GEMMA4)
+@runs_as(scored=False, wrapped=True, ahead=False, **GEMMA4, adapted_experts="left")
 def gemma4(config: ConfigValues) -> ModelSpec:
     """Gemma 4 with images, and small ones with sound: its text model behind towers, whose features one matrix each projects.
 

@@ -102,7 +102,15 @@ def qwen3_vl(config: ConfigValues) -> ModelSpec:
     return _behind_deep_tower(config, "qwen3", qwen3)
 
 
-@runs_as(scored=False, wrapped=True, ahead=False, balances=True, sequence_tables=True, norms_at_once=True)
+@runs_as(
+    scored=False,
+    wrapped=True,
+    ahead=False,
+    balances=True,
+    sequence_tables=True,
+    norms_at_once=True,
+    adapted_experts="left",
+)
 def qwen3_vl_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3-VL with experts: Qwen3-MoE's layers, whose chosen scores always add up to one, behind Qwen3-VL's tower.
 
@@ -198,6 +206,7 @@ def _behind_tower(config: ConfigValues, text: Callable[[ConfigValues], ModelSpec
     shared_first=True,
     balances=True,
     norms_at_once=True,
+    adapted_experts="left",
 )
 def qwen3_5_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts: its text model behind Qwen3-VL's tower, without mergers for early layers.
