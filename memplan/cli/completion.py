@@ -4,6 +4,7 @@ Shells ask at every press of a key, so that nothing is imported here but the sta
 (``memplan --install-completion``; typer/_completion_classes.py, 0.29); what is no name is left to it.
 """
 
+import gc
 import os
 import re
 import shlex
@@ -30,8 +31,10 @@ def run() -> None:
         sys.exit(2)
     result = None if line is None else completed(*line)
     if result is None:
+        gc.disable()  # what is imported stays, so that looking through it frees nothing
         from memplan.cli.main import run as run_command
 
+        gc.enable()
         words = os.environ.get("_TYPER_COMPLETE_ARGS", "").split()[1:] if line is None else line[0]
         run_command(words if shell else None)
         return

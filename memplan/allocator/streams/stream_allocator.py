@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 from memplan.allocator.settings import (
@@ -104,7 +105,9 @@ class StreamAllocator:
         pools: For small requests, and for large ones, of each stream: ``blocks << BITS | address`` of all that is free, ascending; where
             each of them ends, by where it begins; where it begins, by where it ends; and the least worth splitting off.
         holes: For each pool, where each range of expandable segments without memory ends, by where it begins; empty
-            where segments are no such ones.
+            where segments are no such ones, or the card has no end: a pool's only segment then begins with what is mapped, and
+            all behind that is one free block, the last that is tried, as ``expandable_size`` has it.
+        tops: For each pool on a card without end, the highest block of expandable segments that was ever in use.
         parts: What was taken by each sequence of codes that was played.
     """
 
@@ -126,6 +129,7 @@ class StreamAllocator:
         "reserved_peak",
         "retries",
         "survives",
+        "tops",
     )
 
     def __init__(
@@ -136,7 +140,8 @@ class StreamAllocator:
         several = range(1 + max((streams or {}).values(), default=0))
         least = 1, 1 if expandable else SMALL + 1
         self.pools: Sequence[_Pool] = [([], {}, {}, least[large]) for _ in several for large in (0, 1)]
-        self.holes: Sequence[dict[int, int]] = [{} for _ in self.pools] if expandable else ()
+        endless = expandable and capacity_bytes is None
+        self.holes: Sequence[dict[int, int]] = [{} for _ in self.pools] if expandable and not endless else ()
         self.parts: list[Part] = []
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
         self.survives = True
@@ -144,6 +149,9 @@ class StreamAllocator:
         self._downwards, self._address = downwards, ADDRESS if downwards else 1
         self._segments: dict[int, tuple[int, int]] = {}
         self._bases = [*_BASES] * len(several)
+        self.tops = self._bases[:] if endless else []
+        for start, (keys, ends, starts, _) in zip(self.tops, self.pools, strict=False):
+            _give_back(start, start + _UNLIMITED, keys, ends, starts)
         wanted = _UNLIMITED * MINIMUM_BLOCK_BYTES if capacity_bytes is None else capacity_bytes + capacity_bytes // 8
         self._virtual = [
             max(ceil_div(wanted, page * MINIMUM_BLOCK_BYTES), 1) * page for page in _PAGES
@@ -151,7 +159,7 @@ class StreamAllocator:
 
     def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
         """Play codes, until a request is not satisfied; none after that."""
-        live, pools, holes, streams = self.live, self.pools, self.holes, self._streams
+        live, pools, holes, streams, tops = self.live, self.pools, self.holes, self._streams, self.tops
         allocated, peak = self.allocated, self.allocated_peak
         highest, new = 0, list[tuple[int, int, int]]()
         for code in codes if self.survives else ():
@@ -189,6 +197,8 @@ class StreamAllocator:
             if key > highest:
                 highest = key
             stop = start + size
+            if tops and stop > tops[number]:
+                tops[number] = stop
             if end - stop >= least:
                 ends[stop], starts[end] = end, stop
                 insort(keys, end - stop << BITS | stop)
@@ -198,6 +208,12 @@ class StreamAllocator:
             if allocated > peak:
                 peak = allocated
         self.allocated, self.allocated_peak = allocated, peak
+        if tops:
+            mapped = (
+                -(-(top - base) // page) * page
+                for top, base, page in zip(tops, self._bases, cycle(_PAGES), strict=False)
+            )
+            self.reserved = self.reserved_peak = sum(mapped)
         self.parts.append(Part(highest, new))
 
     def renumber(self, first: int, by: int) -> None:
