@@ -7,7 +7,7 @@ from typing import Any, Literal
 from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.entries import Source
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile, LossKernel
-from memplan.catalog.training_config import Checkpointing
+from memplan.catalog.training_config import Checkpointing, NamesEnd
 from memplan.documents.frozen_values import dataclass
 
 AutocastRule = Literal["fp32-weights", "always", "never"]
@@ -169,8 +169,7 @@ class StackProjections:
 class Loop:
     """What a training loop has names for, and where its loss is formed."""
 
-    # What it keeps alive through backward, and until the next forward is done: ``logits``, or the ``loss`` alone;
-    # either with what the graph behind it still has.
+    # What it names through backward and ``until`` when: ``logits``, or the ``loss`` alone, either with what its graph still has.
     holds: tuple[Literal["logits", "loss"], ...]
     # ``model`` where the model's own forward forms it and returns logits beside it; ``loop`` where the loop does, and
     # lets go of logits as they are used; ``named`` where the loop does, and has a name for them meanwhile.
@@ -178,6 +177,7 @@ class Loop:
     # ``shifted`` where the loss is given a copy of the labels, shifted by one token; ``cut`` where it is given copies of
     # logits without each row's last token and of labels without the first; ``given`` where neither.
     labels: Literal["given", "shifted", "cut"]
+    until: NamesEnd = "next"  # Until each ``backward`` or the ``step`` ends, or the ``next`` forward takes the names
     # Whether the model's forward casts logits to ``fp32`` before it has a name for them, and returns those; or returns them
     # in the dtype of its products (``compute``), whatever the loss is formed in.
     logits: Literal["compute", "fp32"] = "compute"

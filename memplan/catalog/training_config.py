@@ -15,6 +15,7 @@ MasterWeights = Literal["none", "bf16", "fp32"]
 Checkpointing = Literal["none", "selective", "full"]
 GradientLifetime = Literal["step", "layer"]
 Allocator = Literal["native", "expandable"]
+NamesEnd = Literal["backward", "step", "next"]
 Place = Literal["none", "cpu"]
 """Where something is moved: nowhere, or to host memory."""
 
@@ -177,6 +178,8 @@ class TrainingConfig:
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
         reentrant_checkpointing: Whether layers run again by torch's older checkpointing, ``use_reentrant=True``; None is as the stack does.
+        outputs_until: Until when a loop has a name for what a model returns: its ``forward``, behind which the loss alone is used, a
+            ``backward``, the end of the ``step``, where that is a function, or the ``next`` forward; None is as the stack does.
         method: What a step learns from.
         images: Images in its rows, of a vision-language model.
         adapter: Adapters; the other weights are frozen then.
@@ -211,6 +214,7 @@ class TrainingConfig:
     checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     reentrant_checkpointing: bool | None = None
     kernels: Kernels = Kernels()
+    outputs_until: Literal["forward"] | NamesEnd | None = None
     method: Method = Method()
     images: Images = Images()
     adapter: Adapter | None = None

@@ -16,11 +16,17 @@ from memplan.training.resolved import TrainingSetup
 
 
 def logits_of_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
-    """Return what a loop's own names keep alive from one forward to the end of the next: logits, where it says so."""
+    """Return what a loop's own names keep alive from one forward on, as long as they last: logits, where it says so."""
     logits = taped.head.logits
     if "logits" not in setup.stack.loop.holds or logits is None:
         return ZERO
     return single_form(Part.LOGITS, logits.quantity, logits.coefficient)
+
+
+def outlives(setup: TrainingSetup, *, step: bool) -> bool:
+    """Tell whether names of a forward's outputs are there behind its backward: within the ``step``, or in the next one's forward."""
+    until = setup.stack.loop.until
+    return until == "next" or (step and until == "step")
 
 
 def embedded_leaf(inputs: StepInputs, taped: ModelOnTape) -> Form:

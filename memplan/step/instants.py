@@ -26,6 +26,7 @@ from memplan.step.alive_around_layers import (
     named_input,
     named_output,
     other_features,
+    outlives,
     passed_on,
     retained_graph,
     returned_before,
@@ -107,10 +108,9 @@ def step_on_tape(
 
 def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     """Return the closed forms of a training step."""
-    setup = inputs.setup
-    resident = logits_of_loop(setup, taped)
-    passes = partial(_one_pass, inputs, taped)
-    candidates = tuple(i.around(resident) for i in step_instants(inputs, taped, passes, retained_graph(inputs, taped)))
+    names = logits_of_loop(inputs.setup, taped)
+    left = names + retained_graph(inputs, taped)
+    candidates = tuple(step_instants(inputs, taped, partial(_named_pass, inputs, taped, names), left))
     return StepForms(
         candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula, waiting=_waiting(inputs, taped)
     )
@@ -147,12 +147,12 @@ def saved_by_layers(taped: ModelOnTape) -> SavedByLayers:
 
 
 # -------------------------------------------------------------------- instants
-def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, graph: Form = ZERO) -> Iterator[Instant]:
+def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, left: Form = ZERO) -> Iterator[Instant]:
     """Yield the candidates for the peak.
 
     Args:
         one_pass: Yields those of one forward and backward.
-        graph: What the last graph holds from backward to the end of the next forward.
+        left: What names and the graph of the last forward hold from backward on, as long as they last.
     """
     config = inputs.setup.config
     fills = inputs.setup.leaves_gradients
@@ -164,7 +164,8 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, gra
             yield instant.around(ZERO, "second backward", f"{instant.operation} ({instant.name})")
     validated = logits_of_loop(inputs.setup, taped) if inputs.setup.profile.loss in IN_PIECES else ZERO
     for instant in after_backward(inputs, taped, filled_bytes, validated):
-        yield instant.around(graph)
+        named = outlives(inputs.setup, step=instant.name in ("gradient clipping", "optimizer step"))
+        yield instant.around(left if named else ZERO)
 
 
 def _filled_bytes(inputs: StepInputs) -> int:
@@ -175,10 +176,18 @@ def _filled_bytes(inputs: StepInputs) -> int:
     return inputs.gradient_bytes - sum(stored)
 
 
-def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode) -> Iterator[Instant]:
-    """Yield the instants of one forward and backward; ``base`` is there throughout."""
+def _named_pass(inputs: StepInputs, taped: ModelOnTape, names: Form, base: Form, mode: Mode) -> Iterator[Instant]:
+    """Yield the instants of one forward and backward, with what the loop has ``names`` for: in forward, of the one before."""
+    still = outlives(inputs.setup, step=mode == "again")
+    graph = retained_graph(inputs, taped) if still else ZERO
+    for instant in _one_pass(inputs, taped, base, mode, graph):
+        yield instant.around(names if still or instant.name != "forward" else ZERO)
+
+
+def _one_pass(inputs: StepInputs, taped: ModelOnTape, base: Form, mode: Mode, graph: Form) -> Iterator[Instant]:
+    """Yield the instants of one forward and backward; ``base`` is there throughout, the last ``graph`` in forward."""
     played = taped.played(mode, inputs.recomputation)
-    yield from forward_instants(inputs, taped, played, base)
+    yield from forward_instants(inputs, taped, played, base + graph)
     base, bare_base = backward_base(inputs, taped, base)
     passed = base - bare_base
     compared = ZERO if inputs.setup.compares_pairs else played.head.saved  # its loss is formed of the copy
@@ -232,7 +241,7 @@ def backward_base(inputs: StepInputs, taped: ModelOnTape, base: Form) -> tuple[F
 
 def forward_instants(inputs: StepInputs, taped: ModelOnTape, played: PlayedModel, base: Form) -> Iterator[Instant]:
     """Yield the moments of forward; ``base`` is there throughout."""
-    base += retained_graph(inputs, taped) + joined_ids(inputs.setup, forward=True)
+    base += joined_ids(inputs.setup, forward=True)
     yield from _forward(inputs, taped, played, base, leaf_apart(inputs, taped))
 
 

@@ -331,5 +331,5 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()
-    unsaid = ("adapter", "autocast", "evidence", "reentrant_checkpointing")
+    unsaid = ("adapter", "autocast", "evidence", "outputs_until", "reentrant_checkpointing")
     return {key: value for key, value in data.items() if value is not None or key not in unsaid}

@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.catalog.stack_versions import with_stack
 from memplan.catalog.stacks import Stack
@@ -182,6 +183,25 @@ def test_a_config_says_by_which_checkpointing_layers_run_again():
         setup("torchtitan", reentrant_checkpointing=True)
     with pytest.raises(InvalidFileError, match="computes all of a layer again"):
         setup("trl", reentrant_checkpointing=True, activation_checkpointing="selective")
+
+
+@pytest.mark.parametrize("until", ["forward", "backward", "step", "next", None])
+def test_a_config_says_until_when_a_loop_has_a_name_for_outputs(until):
+    config = TrainingConfig("mine", stack="plain-loop", outputs_until=until)
+    loop = resolve(config, CATALOG, "mine").stack.loop
+    assert (loop.holds, loop.until) == (
+        () if until == "forward" else ("logits",),
+        {"forward": "next"}.get(until, until or "next"),
+    )
+
+
+def test_the_loop_of_a_library_or_of_several_gpus_is_not_told_until_when_it_names_outputs():
+    with pytest.raises(InvalidFileError, match="trl has a loop of its own, which settles that"):
+        resolve(TrainingConfig("mine", stack="trl", outputs_until="step"), CATALOG, "mine")
+    with pytest.raises(InvalidFileError, match="planned on one GPU"):
+        resolve(
+            TrainingConfig("mine", stack="plain-loop", outputs_until="step", parallel=Parallel(data=2)), CATALOG, "mine"
+        )
 
 
 # ------------------------------------------------------------------ kernel presets of before

@@ -32,6 +32,7 @@ def planned(model: str, weights: str, attention: str, rank: int, rows: int, toke
         "compute_dtype": "fp16",
         "kernels.attention": attention,
         "kernels.optimizer": "foreach",
+        "outputs_until": "step",
         "optimizer.default": "adamw-fp32",
         "weights.default": "fp16",
         "weights.hidden_matrix": weights,

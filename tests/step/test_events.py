@@ -84,6 +84,23 @@ def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, 
     assert (mask in in_step) == (attention == "eager")
 
 
+@pytest.mark.parametrize("config", ["lora", "bf16-adamw"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_names_of_outputs_end_where_a_loop_lets_go_of_them(config, checkpointing):
+    steady, peaks, logits = {}, {}, 0
+    for until in ("forward", "backward", "step", "next"):
+        keys = {"gradient_accumulation_steps": 2, "evaluation": True, "outputs_until": until}
+        plan = plan_of(config, stack="plain-loop", activation_checkpointing=checkpointing, **keys)
+        events = events_of(plan)
+        peaks[until] = plan.requested_bytes
+        assert abs(peak_of(events) - peaks[until]) <= peaks[until] // 1000
+        signed = [events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes]
+        steady[until] = sum(signed)
+        logits = 2 * 2 * 300 * plan.model.spec.vocab_size
+    assert steady["forward"] == steady["backward"] == steady["step"] <= steady["next"] - logits
+    assert peaks["forward"] <= peaks["backward"] <= peaks["step"] <= peaks["next"]
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("stack", ["trl@0.11", "trl@0.19", "trl@0.28", "trl@1.4", "trl@1.6"])
 @pytest.mark.parametrize("config", ["lora", "mixed-adamw"])

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
-from memplan.step.alive_around_layers import escaped_form, graph_of_loss, let_go
+from memplan.step.alive_around_layers import escaped_form, graph_of_loss, let_go, retained_graph
 from memplan.step.engines.reduced_gradients import Buckets, EngineBytes, Gradients, WholeGradients
 from memplan.step.head_instants import after_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
@@ -137,7 +137,7 @@ class EnginePass:
 
 def forward_beside(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
     """Yield the moments of forward, beside which nothing changes."""
-    for moment in forward_instants(walk.inputs, walk.taped, played, ZERO):
+    for moment in forward_instants(walk.inputs, walk.taped, played, retained_graph(walk.inputs, walk.taped)):
         yield following.with_resident(moment)
 
 

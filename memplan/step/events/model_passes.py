@@ -143,9 +143,21 @@ class ModelPasses:
         escaped = [storage for _, part in reversed(parts) for storage in part.escaped]
         leaf = parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
         self._graph = [*dict.fromkeys([*escaped, *arguments.left(called_again=self._called_again), *leaf])]
-        if not self.inputs.setup.stack.loop.holds:
-            self._let_go()
+        loop = self.inputs.setup.stack.loop
+        if not loop.holds or loop.until == "backward":
+            self._end_names()
         self.stream.free_all(roots)
+
+    def end_step(self) -> None:
+        """Let go of what a step has names for that is a function."""
+        if self.inputs.setup.stack.loop.until == "step":
+            self._end_names()
+
+    def _end_names(self) -> None:
+        """Let go of logits that the loop has a name for, and of what the graph of the loss has."""
+        self._let_go()
+        self.stream.free_all(self._last_logits)
+        self._last_logits = []
 
     def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
         """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""

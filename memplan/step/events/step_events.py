@@ -29,6 +29,9 @@ class Passes(Protocol):
     def play(self, mode: Mode) -> Sequence[tuple[int, int]]:
         """Play all micro-steps; return where each but the first begins, and where the last ends."""
 
+    def end_step(self) -> None:
+        """Let go of what a step has names for that is a function."""
+
     def verify(self) -> None:
         """Write what a loop evaluates before the first step, if it does."""
 
@@ -101,6 +104,7 @@ class StepPlayer:
             self._around.update(first=first)
         elif config.gradients.lifetime == "step":
             self._update(first=first)
+        self._passes.end_step()
         if config.evaluation:
             self._passes.evaluate()
         return () if self._around.update is not None else tuple(ends)  # an engine's last is like no other

@@ -27,7 +27,13 @@ from memplan.training.resolution.config_problems import (
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.training.rules.flat_rules import steps_beside
 from memplan.training.rules.frozen_rules import freeze_refusals
-from memplan.training.rules.method_rules import method_refusals, with_checkpointing, with_method, with_method_rules
+from memplan.training.rules.method_rules import (
+    method_refusals,
+    with_checkpointing,
+    with_method,
+    with_method_rules,
+    with_outputs,
+)
 from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name
 from memplan.training.rules.stack_rules import (
     activation_refusals,
@@ -107,7 +113,7 @@ def _filled(config: TrainingConfig, catalog: Catalog) -> tuple[TrainingConfig, S
     stack = catalog.stack(config.stack)
     config, profile = filled(config, stack), config.kernels.over(stack.kernels)
     hidden = catalog.formats[format_name(config, "hidden_matrix")]
-    stack = with_checkpointing(config, with_method_rules(config, stack, hidden))
+    stack = with_outputs(config, with_checkpointing(config, with_method_rules(config, stack, hidden)))
     profile = with_adapters(config, with_method(config, stack, profile), stack, hidden)
     if profile.adapters != stack.kernels.adapters:
         config = replace(config, kernels=replace(config.kernels, adapters=profile.adapters))

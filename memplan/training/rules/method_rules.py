@@ -72,6 +72,15 @@ def with_checkpointing(config: TrainingConfig, stack: Stack) -> Stack:
     return replace(stack, checkpointing=replace(rules, reentrant=rules.replicas_reentrant))
 
 
+def with_outputs(config: TrainingConfig, stack: Stack) -> Stack:
+    """Return a stack whose loop has a name for what the model returns for as long as a config says."""
+    until = config.outputs_until
+    if until is None:
+        return stack
+    loop = replace(stack.loop, holds=()) if until == "forward" else replace(stack.loop, holds=("logits",), until=until)
+    return replace(stack, loop=loop)
+
+
 def with_method_rules(config: TrainingConfig, stack: Stack, hidden: StorageFormat) -> Stack:
     """Return a stack as a config's method has it: without a key for the length of a prompt and its completion, its floats cast otherwise.
 

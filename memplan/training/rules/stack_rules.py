@@ -92,6 +92,14 @@ def _checkpointing_problems(config: TrainingConfig, stack: Stack) -> Iterator[tu
         yield ("reentrant_checkpointing",), text
 
 
+def _outputs_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield why a config cannot say how long a loop has a name for what the model returns."""
+    if config.outputs_until is not None and "outputs_until" not in stack.keys:
+        yield ("outputs_until",), f"{stack.name} has a loop of its own, which settles that; leave it out"
+    elif config.outputs_until is not None and config.parallel.gpus > 1:
+        yield ("outputs_until",), "is planned on one GPU; leave it out over several"
+
+
 CODED_HEADS = ("coded-head", "stable-embedding")
 """What is done to weights beside codes where heads are quantised too."""
 
@@ -181,6 +189,7 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
     """Yield what a config says that its stack never does."""
     yield from _autocast_problems(config, stack, hidden)
     yield from _checkpointing_problems(config, stack)
+    yield from _outputs_problems(config, stack)
     alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
     if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
         narrow = config.compute_dtype

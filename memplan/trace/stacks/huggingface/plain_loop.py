@@ -69,8 +69,8 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
 
 
 def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, recorder: Recorder) -> None:
-    """Train; names live as long as they do where this is written, the last step's among them."""
-    config = inputs.setup.config
+    """Train; names live as long as they do where this is written, the last step's among them, unless the config says less."""
+    config, until = inputs.setup.config, inputs.setup.config.outputs_until
     shape, accumulated = (config.micro_batch_size, config.sequence_length), config.gradient_accumulation_steps
     for _ in range(STEPS):
         recorder.next_step()
@@ -84,9 +84,13 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
             }
             with autocast_of(inputs):
                 out = model(**batch)
+            if until == "forward":
+                out = {"loss": out.loss}
             recorder.forward_ends()
             recorder.instant("loss backward", backward=True, later=micro_step > 0)
-            (out.loss / accumulated if accumulated > 1 else out.loss).backward()
+            (out["loss"] / accumulated if accumulated > 1 else out["loss"]).backward()
+            if until in ("forward", "backward"):
+                del out
         if config.clip_gradients:
             recorder.instant("gradient clipping")
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,6 +99,8 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
         watch_states(optimizer, recorder)
         mark_weights(model, recorder)
         optimizer.zero_grad()
+        if until == "step":
+            del out
 
 
 def autocast_of(inputs: StackInputs) -> AbstractContextManager[Any]:
