@@ -68,25 +68,15 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class PredictedBytes:
-    """Bytes of one parameter, or of many together, by the planner's component names.
+    """Bytes of one parameter, or of many together, by the planner's component names."""
 
-    Attributes:
-        weights: The parameter.
-        master_weights: The other 16 bits of split weights.
-        gradients: The gradient between backward and step.
-        optimizer_states: Codes, scales and floats on the device.
-        host_states: The same where they are offloaded.
-        step_counters: ``step``, on the host.
-        temporaries: Most that a step allocates beyond all of these.
-    """
-
-    weights: int = 0
-    master_weights: int = 0
-    gradients: int = 0
-    optimizer_states: int = 0
-    host_states: int = 0
-    step_counters: int = 0
-    temporaries: int = 0
+    weights: int = 0  # The parameter
+    master_weights: int = 0  # The other 16 bits of split weights
+    gradients: int = 0  # The gradient between backward and step
+    optimizer_states: int = 0  # Codes, scales and floats on the device
+    host_states: int = 0  # The same where they are offloaded
+    step_counters: int = 0  # ``step``, on the host
+    temporaries: int = 0  # Most that a step allocates beyond all of these
 
     def __add__(self, other: PredictedBytes) -> PredictedBytes:
         """Add what stays, and take the larger of what does not: parameters are updated one by one."""

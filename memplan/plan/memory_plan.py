@@ -41,23 +41,14 @@ def verdict_of(device_bytes: int, upper_bytes: int, usable_bytes: int) -> Verdic
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a job has to fit on.
+    """What a job has to fit on."""
 
-    Attributes:
-        gpu: Catalog entry, or one made from ``--gpu-memory``.
-        name: Its catalog name.
-        count: Devices whose memory is pooled.
-        profile: The card's own workspaces and context where they were measured.
-        host_memory_bytes: Memory of a node's host that jobs may take; None for any amount.
-        node_gpus: GPUs of a node, which share that.
-    """
-
-    gpu: Gpu
-    name: str
-    count: int = 1
-    profile: MachineProfile | None = None
-    host_memory_bytes: int | None = None
-    node_gpus: int = GPUS_PER_NODE
+    gpu: Gpu  # Catalog entry, or one made from ``--gpu-memory``
+    name: str  # Its catalog name
+    count: int = 1  # Devices whose memory is pooled
+    profile: MachineProfile | None = None  # The card's own workspaces and context where they were measured
+    host_memory_bytes: int | None = None  # Memory of a node's host that jobs may take; None for any amount
+    node_gpus: int = GPUS_PER_NODE  # GPUs of a node, which share that
 
     @property
     def counted_name(self) -> str:
@@ -82,25 +73,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change of the training config, planned.
+    """A change of the training config, planned."""
 
-    Attributes:
-        change: What to do, as settings that ``--set`` takes.
-        saves_bytes: How much less the device needs.
-        flips_verdict: Whether the job fits then.
-        cost: What it costs besides memory.
-        device_bytes: What the device needs then, with memory to spare.
-        needed_bytes: What it is expected to need then: less, where the job runs in what little there is.
-        own: The settings in the words of the job's stack.
-    """
-
-    change: str
-    saves_bytes: int
-    flips_verdict: bool
-    cost: str
-    device_bytes: int
-    needed_bytes: int
-    own: tuple[OwnSetting, ...] = ()
+    change: str  # What to do, as settings that ``--set`` takes
+    saves_bytes: int  # How much less the device needs
+    flips_verdict: bool  # Whether the job fits then
+    cost: str  # What it costs besides memory
+    device_bytes: int  # What the device needs then, with memory to spare
+    needed_bytes: int  # What it is expected to need then: less, where the job runs in what little there is
+    own: tuple[OwnSetting, ...] = ()  # The settings in the words of the job's stack
 
     def verdict_in(self, usable_bytes: int) -> str:
         """Say whether the job fits then, may fit, or needs another change besides."""

@@ -49,19 +49,12 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class NotesRules:
-    """Tables of the notes.
+    """Tables of the notes."""
 
-    Attributes:
-        cards: By the notes' name, in their order.
-        recommended: GPUs of the catalog that they recommend something for.
-        models: Nominal size, such as ``8B``, and the catalog's model.
-        charges: Accounting, and what it charges each config that it knows.
-    """
-
-    cards: Mapping[str, NotesCard]
-    recommended: tuple[str, ...]
-    models: Mapping[str, str]
-    charges: Mapping[str, Mapping[str, Charge]]
+    cards: Mapping[str, NotesCard]  # By the notes' name, in their order
+    recommended: tuple[str, ...]  # GPUs of the catalog that they recommend something for
+    models: Mapping[str, str]  # Nominal size, such as ``8B``, and the catalog's model
+    charges: Mapping[str, Mapping[str, Charge]]  # Accounting, and what it charges each config that it knows
 
     @property
     def gigabytes(self) -> dict[str, int]:

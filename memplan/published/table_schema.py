@@ -25,14 +25,6 @@ class Origin:
     """How a cell comes about; None where nothing is said at this level.
 
     Attributes:
-        rule: Name of the rule that the notes used, or ``none``.
-        truth: Name of the correction: how memplan works out the same quantity.
-        unit: Unit of the printed number where the text does not carry it.
-        reason: Why the cell follows no rule, or not the one named.
-        says: What is so instead, where that is a statement and not a figure to work out.
-        holds: False for a claim that our runs support in the notes' own setting and not beyond it.
-        standing: What a cell without a rule is, where it is not merely out of reach.
-        quantity: Which figure of a rule or correction.
         config, model, gpu, count, dtype, batch, sequence, iteration, column_of: Inputs of rules.
         shape: A model of ``shapes``.
         elements: Numbers that are stored.
@@ -41,14 +33,14 @@ class Origin:
         settled: The record's row that holds for the correction, where it is another than ``select``.
     """
 
-    rule: str | None = None
-    truth: str | None = None
-    unit: str | None = None
-    reason: str | None = None
-    says: str | None = None
-    holds: bool | None = None
-    standing: Standing | None = None
-    quantity: str | None = None
+    rule: str | None = None  # Name of the rule that the notes used, or ``none``
+    truth: str | None = None  # Name of the correction: how memplan works out the same quantity
+    unit: str | None = None  # Unit of the printed number where the text does not carry it
+    reason: str | None = None  # Why the cell follows no rule, or not the one named
+    says: str | None = None  # What is so instead, where that is a statement and not a figure to work out
+    holds: bool | None = None  # False for a claim that our runs support in the notes' own setting and not beyond it
+    standing: Standing | None = None  # What a cell without a rule is, where it is not merely out of reach
+    quantity: str | None = None  # Which figure of a rule or correction
     config: str | None = None
     model: str | None = None
     gpu: str | None = None
@@ -82,16 +74,13 @@ class PublishedTable(Origin):
     """One table of the notes.
 
     Attributes:
-        id: Document and number, such as ``s000.t02``.
-        title: What it shows.
-        section: Heading that it stands under.
         rows, columns: What holds for all cells of a row or column.
         notes: What a reader should know of it.
     """
 
-    id: str
-    title: str
-    section: str
+    id: str  # Document and number, such as ``s000.t02``
+    title: str  # What it shows
+    section: str  # Heading that it stands under
     cells: tuple[Cell, ...]
     rows: Mapping[str, Origin] = field(default_factory=dict)
     columns: Mapping[str, Origin] = field(default_factory=dict)
@@ -113,22 +102,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """One document of the notes.
+    """One document of the notes."""
 
-    Attributes:
-        title: What it is about.
-        source: Where it was read.
-        paper: The paper that it reports on, where it does.
-        shapes: Models that its tables are about.
-        statements: What the paper does say, each with its section.
-    """
-
-    title: str
-    source: Source
+    title: str  # What it is about
+    source: Source  # Where it was read
     tables: tuple[PublishedTable, ...]
-    paper: Source | None = None
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    statements: tuple[str, ...] = ()
+    paper: Source | None = None  # The paper that it reports on, where it does
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # Models that its tables are about
+    statements: tuple[str, ...] = ()  # What the paper does say, each with its section
 
 
 class Library:

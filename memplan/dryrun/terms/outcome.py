@@ -26,15 +26,10 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a job that runs on several GPUs, of which one runs here.
+    """The processes of a job that runs on several GPUs, of which one runs here."""
 
-    Attributes:
-        count: How many there are.
-        rank: Number of the one that runs.
-    """
-
-    count: int
-    rank: int = 0
+    count: int  # How many there are
+    rank: int = 0  # Number of the one that runs
 
     @property
     def per_node(self) -> int:
