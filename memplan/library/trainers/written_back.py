@@ -35,13 +35,9 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Rewrite(Answer):
-    """A trainer's file as it is and as it could be.
+    """A trainer's file as it is and as it could be."""
 
-    Attributes:
-        rewritten: Both texts, both plans, and what was changed.
-    """
-
-    rewritten: Rewritten
+    rewritten: Rewritten  # Both texts, both plans, and what was changed
 
     def document(self, unit: str = "", *, strict: bool = False, full: bool = True) -> Document:  # noqa: ARG002
         """Return the answer of ``memplan suggest`` for a trainer's file."""

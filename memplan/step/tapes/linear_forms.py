@@ -241,19 +241,12 @@ def answered_tokens(batch: int, length: int, answer: int) -> int:
 
 
 class Pieces(NamedTuple):
-    """What a loss is formed in.
+    """What a loss is formed in."""
 
-    Attributes:
-        number: Chunks of all tokens.
-        tokens: Tokens of a chunk; 0 where that follows from their number.
-        row: Tokens of one sequence in a chunk, likewise.
-        next_rows: Rows by which a second piece takes more than the first.
-    """
-
-    number: int
-    tokens: int = 0
-    row: int = 0
-    next_rows: int = 0
+    number: int  # Chunks of all tokens
+    tokens: int = 0  # Tokens of a chunk; 0 where that follows from their number
+    row: int = 0  # Tokens of one sequence in a chunk, likewise
+    next_rows: int = 0  # Rows by which a second piece takes more than the first
 
 
 def quantities(

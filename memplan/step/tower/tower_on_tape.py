@@ -23,23 +23,14 @@ Kinds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TowerCode:
-    """What makes the parts of a tower of one kind, and where their parameters are.
+    """What makes the parts of a tower of one kind, and where their parameters are."""
 
-    Attributes:
-        first: What the names of the parameters before the blocks begin with.
-        block: The same of a block's.
-        last: The same of those behind the blocks.
-        opening: Makes the part before the blocks.
-        inner: Makes a block.
-        closing: Makes the part behind the blocks.
-    """
-
-    first: tuple[str, ...]
-    block: str
-    last: tuple[str, ...]
-    opening: Callable[[TowerSettings, Named], Section]
-    inner: Callable[[TowerSettings, Named, bool, bool, int], Section]
-    closing: Callable[[TowerSettings, Named, bool, int, int], Section]
+    first: tuple[str, ...]  # What the names of the parameters before the blocks begin with
+    block: str  # The same of a block's
+    last: tuple[str, ...]  # The same of those behind the blocks
+    opening: Callable[[TowerSettings, Named], Section]  # Makes the part before the blocks
+    inner: Callable[[TowerSettings, Named, bool, bool, int], Section]  # Makes a block
+    closing: Callable[[TowerSettings, Named, bool, int, int], Section]  # Makes the part behind the blocks
 
 
 CODE: Mapping[TowerKind, TowerCode] = {
@@ -68,27 +59,16 @@ CODE: Mapping[TowerKind, TowerCode] = {
 
 @dataclass(frozen=True, slots=True)
 class TowerOnTape:
-    """The parts of a tower on tape.
+    """The parts of a tower on tape."""
 
-    Attributes:
-        settings: What they depend on.
-        opening: Patches made of pixels.
-        blocks: One block of each kind.
-        runs: Runs of equal blocks, in order.
-        closing: The projector, and what puts its result among tokens.
-        again: Whether checkpointing is of its blocks.
-        deep: What merges patches behind some blocks, for early layers.
-        deep_runs: Runs behind whose last block that stands.
-    """
-
-    settings: TowerSettings
-    opening: Section
-    blocks: tuple[Section, ...]
-    runs: Kinds
-    closing: Section
-    again: bool = False
-    deep: Section | None = None
-    deep_runs: tuple[int, ...] = ()
+    settings: TowerSettings  # What they depend on
+    opening: Section  # Patches made of pixels
+    blocks: tuple[Section, ...]  # One block of each kind
+    runs: Kinds  # Runs of equal blocks, in order
+    closing: Section  # The projector, and what puts its result among tokens
+    again: bool = False  # Whether checkpointing is of its blocks
+    deep: Section | None = None  # What merges patches behind some blocks, for early layers
+    deep_runs: tuple[int, ...] = ()  # Runs behind whose last block that stands
 
     @property
     def graph(self) -> bool:
