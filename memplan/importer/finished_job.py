@@ -10,7 +10,8 @@ from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
 from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
-from memplan.importer.sources.python_literals import PARSED, VARIABLES
+from memplan.importer.sources.python_literals import VARIABLES
+from memplan.importer.sources.python_settings import PARSED
 from memplan.importer.trainer_detection import is_program_of
 
 DEGREES = ("tensor", "pipeline", "context")
@@ -62,6 +63,10 @@ def finish(job: ImportedJob) -> ImportedJob:
     return job
 
 
+MISSPELT = 1
+"""Flags that a trainer does not have, and that may be misspelt ones of its own; more are another program's."""
+
+
 def _refuse_own_script(job: ImportedJob) -> None:
     """Refuse a program of one's own that is given flags which its trainer does not have: they may change anything.
 
@@ -71,7 +76,7 @@ def _refuse_own_script(job: ImportedJob) -> None:
     own = [one for one in job.keys.unknown if one.source == main.name]
     script = next((word for word in main.words if word.endswith((".py", ".sh"))), "")
     if main.form == "argv" and is_program_of(main, job.head):  # many scripts have names such as sft.py and finetune.py
-        own = [one for one in own if script and not one.nearest]
+        own = own if script and len(own) > MISSPELT else [one for one in own if script and not one.nearest]
     if main.form != "argv" or not main.words or not own:
         return
     script = script or main.words[-1]

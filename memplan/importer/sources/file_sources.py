@@ -13,8 +13,7 @@ from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text, shown_path
 from memplan.errors import InvalidFileError
 from memplan.importer.sources.argument_vectors import CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
-from memplan.importer.sources.included_files import with_includes
-from memplan.importer.sources.interpolation import interpolated
+from memplan.importer.sources.included_files import interpolated, with_includes
 
 if TYPE_CHECKING:
     from memplan.importer.shell.shell_commands import ShellCommand
@@ -30,6 +29,7 @@ MAXIMUM_NOTEBOOK_BYTES = 2**25
 """Of notebooks, which hold the pictures that their cells have drawn."""
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 """Ends of the names of files that a shell reads."""
+DOCUMENTS = (".yaml", ".yml", ".json")
 PARSED = (".toml", ".py", *SCRIPTS)
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file, a launch script or notebook"
 
@@ -59,6 +59,8 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
         from memplan.importer.sources.trl_calls import trl_keys
 
         return trl_keys(python_keys(text, name))
+    if path.suffix not in DOCUMENTS and (script := _launcher(path, text)) is not None:
+        return _script(script, name)
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
     if isinstance(keys.data.get(MEGATRON), Mapping):
@@ -72,6 +74,12 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
             command_line([str(word) for word in words], name) for words in commands if isinstance(words, list) and words
         )
     return keys
+
+
+def _launcher(path: Path, text: str) -> str | None:
+    from memplan.importer.shell.other_launchers import shell_text
+
+    return shell_text(path, text)
 
 
 def _script(text: str, name: str) -> tuple[CommandLine, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memplan.errors import InvalidFileError
 from memplan.importer.sources.given_keys import Expression, GivenKeys
+from memplan.importer.sources.python_settings import LONGEST, called_name, parameters, settings, shown
 
 
 def python_keys(text: str, name: str) -> GivenKeys:
@@ -36,11 +37,18 @@ def _keys(tree: ast.Module, name: str) -> GivenKeys:
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     calls, absent = [], []
     for node in sorted(_calls(tree), key=lambda call: (call.lineno, call.col_offset)):
-        called = _called(node.func)
+        called = called_name(node.func)
         if called not in calls:  # a later one loads what was trained, or trains again
             unread = _keywords(called, node, names, data, lines)
             absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
         calls.append(called)
+    for called, key, given, line, inside in names.changed:
+        known = data.get(called)
+        if isinstance(known, dict):
+            value = _literal(given, names, line)
+            either = inside and known.get(key) != value
+            known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
+            lines[called, key] = line
     words = tuple(call for call in calls if call)
     return GivenKeys(name, data, lines, "python", words, environment=_environment(tree), absent=tuple(absent))
 
@@ -75,8 +83,13 @@ class _Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self.given: dict[str, list[tuple[int, Any]]] = {}
-        self.settings = _settings(tree)
+        self.settings, self.defaults = settings(tree), parameters(tree)
+        self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
+        self.made: dict[str, str] = {}
         for node, inside in _statements(tree.body, self, inside=False):
+            self._note_change(node, inside)
+            if isinstance(node, ast.Expr):
+                continue
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 value = _literal(node.value, self, node.lineno)
             else:
@@ -87,6 +100,18 @@ class _Names:
                     if isinstance(named, ast.Name) and isinstance(named.ctx, ast.Store):
                         whole = isinstance(target, ast.Name)
                         self._set(named.id, node.lineno, value if whole else Expression(named.id), inside)
+
+    def _note_change(self, node: ast.stmt, inside: bool) -> None:
+        """Note what is made of a class of settings, and what its instance is given afterwards."""
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Call(function)) if called_name(function).endswith(SETTINGS):
+                self.made[name] = called_name(function)
+            case ast.Assign([ast.Attribute(ast.Name(name), key)], value) if name in self.made:
+                self.changed.append((self.made[name], key, value, node.lineno, inside))
+            case ast.Expr(ast.Call(ast.Name("setattr"), [ast.Name(name), ast.Constant(key), value])) if (
+                name in self.made
+            ):
+                self.changed.append((self.made[name], str(key), value, node.lineno, inside))
 
     def _set(self, name: str, line: int, value: Any, inside: bool) -> None:
         """Note an assignment; of one that may not happen, the value is known where the name has it already, or no other."""
@@ -100,68 +125,14 @@ class _Names:
         values = [value for set_at, value in self.given.get(name, ()) if set_at < line]
         return values[-1] if values else Expression(name)
 
+    def default(self, name: str, line: int) -> Any:
+        """Return what an argument of a function is by default, where no statement gives the name anything."""
+        value = None if name in self.given else self.defaults.get(name)
+        return Expression(name) if value is None else _literal(value, self, line)
+
     def last(self) -> dict[str, tuple[int, Any]]:
         """Return what names are in the end, and where they were given it."""
         return {name: values[-1] for name, values in self.given.items()}
-
-
-def _settings(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return ``args.key`` -> its default, of a program's flags and of classes that hold settings; none of one that has two.
-
-    Flags are arguments of ``add_argument``, whose results ``parse_args`` returns; a class holds what its body assigns, by
-    itself or as the default of a ``field``.
-    """
-    defaults: list[tuple[str, ast.expr]] = []
-    holders: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node.func).endswith("add_argument"):
-            defaults += _flag(node)
-        elif isinstance(node, ast.ClassDef):
-            holders.add(node.name)
-            for part in node.body:
-                name = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
-                value = _default(getattr(part, "value", None))
-                defaults += [(name.id, value)] if isinstance(name, ast.Name) and value is not None else []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and _source(node.value, holders):
-            holders |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    shown = {name: {_shown(value) for other, value in defaults if other == name} for name, _ in defaults}
-    return {f"{holder}.{name}": value for holder in holders for name, value in defaults if len(shown[name]) == 1}
-
-
-def _source(node: ast.expr, classes: Collection[str]) -> bool:
-    """Tell whether a value is a program's flags, or an instance of a class that is made without arguments."""
-    node = node.value if isinstance(node, ast.Subscript) else node
-    if not isinstance(node, ast.Call):
-        return False
-    called = _called(node.func)
-    return called.endswith(PARSED) or (called in classes and not node.args and not node.keywords)
-
-
-PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
-"""Methods that return a program's flags: argparse's, and transformers' ``HfArgumentParser``'s."""
-VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
-"""Functions that return a variable of the environment, or their second argument where it is not set."""
-
-
-def _flag(node: ast.Call) -> list[tuple[str, ast.expr]]:
-    """Return the name under which an argument is stored, and its default."""
-    given = {keyword.arg: keyword.value for keyword in node.keywords}
-    names = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
-    long = next((name for name in names if name.startswith("--")), names[0] if names else "")
-    named = given.get("dest")
-    name = str(named.value) if isinstance(named, ast.Constant) else long.lstrip("-").replace("-", "_")
-    switch = _shown(given["action"]) if "action" in given else ""
-    off = {"'store_true'": ast.Constant(False), "'store_false'": ast.Constant(True)}.get(switch)
-    value = given.get("default", off)
-    return [(name, value)] if value is not None and name else []
-
-
-def _default(node: ast.expr | None) -> ast.expr | None:
-    """Return what a class's body assigns, of a ``field`` its default."""
-    if isinstance(node, ast.Call) and _called(node.func).endswith("field"):
-        return next((keyword.value for keyword in node.keywords if keyword.arg == "default"), None)
-    return node
 
 
 def _statements(body: Sequence[ast.stmt], names: _Names, *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
@@ -170,7 +141,7 @@ def _statements(body: Sequence[ast.stmt], names: _Names, *, inside: bool) -> Ite
     A branch whose condition is known, as those that ask for the GPU's compute capability are, is taken, and the other is not.
     """
     for node in body:
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.Expr):
             yield node, inside
         test = _literal(node.test, names, node.lineno) if isinstance(node, ast.If) else None
         taken = isinstance(test, bool)
@@ -202,8 +173,8 @@ def _tree(text: str) -> ast.Module:
 
 MOST_BITS = 4_096
 """Of a whole number: Python refuses to write one of 4,300 digits out, which those in base 16 and 2 may have."""
-LONGEST = 60
-"""Letters of an expression that a message shows."""
+VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
+"""Functions that return a variable of the environment, or their second argument where it is not set."""
 FIRST = "0"
 """The keyword of what is given first, without one."""
 
@@ -235,70 +206,52 @@ SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_mod
 """Ends of the names of what settings are given to."""
 
 
-def _called(function: ast.expr) -> str:
-    """Return the last two parts of a called function's name, such as ``FastLanguageModel.from_pretrained``."""
-    parts: list[str] = []
-    while isinstance(function, ast.Attribute):
-        parts.append(function.attr)
-        function = function.value
-    if isinstance(function, ast.Name):
-        parts.append(function.id)
-    return "_".join(reversed(parts[:2])) if parts else ""
-
-
 def _literal(node: ast.expr, names: _Names, line: int) -> Any:
     """Return a literal's value, or that of a name that was given one; else the expression."""
     try:
         return _value(node, names, line)
     except (ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError):
-        return Expression(_shown(node))
-
-
-def _shown(node: ast.expr) -> str:
-    try:
-        return ast.unparse(node)[:LONGEST]
-    except (RecursionError, MemoryError):
-        return "an expression"
+        return Expression(shown(node))
 
 
 def _value(node: ast.expr, names: _Names, line: int) -> Any:
     if isinstance(node, ast.Name):
-        return names.at(node.id, line)
+        return names.at(node.id, line) if node.id in names.given else names.default(node.id, line)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
-    if isinstance(node, ast.Attribute) and (default := names.settings.get(_shown(node))) is not None:
+    if isinstance(node, ast.Attribute) and (default := names.settings.get(shown(node))) is not None:
         return _value(default, names, line)
     if isinstance(node, ast.Subscript):
         values, key = _value(node.value, names, line), _value(node.slice, names, line)
-        return values[key] if isinstance(values, dict) and key in values else Expression(_shown(node))
-    if isinstance(node, ast.Call) and len(node.args) == 2 and _called(node.func).endswith(VARIABLES):
+        return values[key] if isinstance(values, dict) and key in values else Expression(shown(node))
+    if isinstance(node, ast.Call) and len(node.args) == 2 and called_name(node.func).endswith(VARIABLES):
         return _value(node.args[1], names, line)
-    if isinstance(node, ast.Call) and len(node.args) == 1 and _called(node.func) in CONVERTED:
+    if isinstance(node, ast.Call) and len(node.args) == 1 and called_name(node.func) in CONVERTED:
         value = _value(node.args[0], names, line)
-        return value if isinstance(value, Expression) else CONVERTED[_called(node.func)](value)
-    if isinstance(node, ast.Call) and _called(node.func).endswith(YES):
+        return value if isinstance(value, Expression) else CONVERTED[called_name(node.func)](value)
+    if isinstance(node, ast.Call) and called_name(node.func).endswith(YES):
         return True
-    if isinstance(node, ast.Call) and _called(node.func) == "getattr" and len(node.args) == 2:  # of torch, a dtype
-        return _value(node.args[1], names, line) if _shown(node.args[0]) == "torch" else Expression(_shown(node))
-    if isinstance(node, ast.Compare) and "get_device_capability" in _shown(node.left):
+    if isinstance(node, ast.Call) and called_name(node.func) == "getattr" and len(node.args) == 2:  # of torch, a dtype
+        return _value(node.args[1], names, line) if shown(node.args[0]) == "torch" else Expression(shown(node))
+    if isinstance(node, ast.Compare) and "get_device_capability" in shown(node.left):
         return _is_capable(node)
     if isinstance(node, ast.BoolOp):
         parts = [_value(part, names, line) for part in node.values]
         known = all(isinstance(part, bool) for part in parts)
-        return (all if isinstance(node.op, ast.And) else any)(parts) if known else Expression(_shown(node))
+        return (all if isinstance(node.op, ast.And) else any)(parts) if known else Expression(shown(node))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = _value(node.operand, names, line)
-        return Expression(_shown(node)) if isinstance(value, Expression) else not value
+        return Expression(shown(node)) if isinstance(value, Expression) else not value
     if isinstance(node, ast.IfExp):
         test = _value(node.test, names, line)
         return (
-            Expression(_shown(node))
+            Expression(shown(node))
             if isinstance(test, Expression)
             else _value(node.body if test else node.orelse, names, line)
         )
     if isinstance(node, ast.List | ast.Tuple):
         items = [_value(item, names, line) for item in node.elts]
-        return Expression(_shown(node)) if any(isinstance(item, Expression) for item in items) else items
+        return Expression(shown(node)) if any(isinstance(item, Expression) for item in items) else items
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         pairs = zip(node.keys, node.values, strict=True)
         return {key.value: _literal(value, names, line) for key, value in pairs if isinstance(key, ast.Constant)}
@@ -316,16 +269,16 @@ YES = ("is_bfloat16_supported", "is_bf16_supported", "cuda_is_available")
 def _is_capable(node: ast.Compare) -> Any:
     """Return whether such a GPU's compute capability is at least what a program compares its first number with."""
     least = node.comparators[0]
-    asks = isinstance(node.ops[0], ast.GtE) and isinstance(least, ast.Constant) and _shown(node.left).endswith("[0]")
-    return True if asks and isinstance(least, ast.Constant) and least.value in (7, 8) else Expression(_shown(node))
+    asks = isinstance(node.ops[0], ast.GtE) and isinstance(least, ast.Constant) and shown(node.left).endswith("[0]")
+    return True if asks and isinstance(least, ast.Constant) and least.value in (7, 8) else Expression(shown(node))
 
 
 def _computed(node: ast.BinOp, left: Any, right: Any) -> Any:
     """Return what whole numbers come to; nothing else is computed."""
     if type(left) is not int or type(right) is not int or max(abs(left), abs(right)) > 2**40:
-        return Expression(_shown(node))
+        return Expression(shown(node))
     if isinstance(node.op, ast.FloorDiv):
-        return left // right if right else Expression(_shown(node))
+        return left // right if right else Expression(shown(node))
     return (
         left * right
         if isinstance(node.op, ast.Mult)
