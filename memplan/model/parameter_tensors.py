@@ -220,6 +220,12 @@ def _mlp(spec: ModelSpec, part: Mlp, prefix: str) -> Iterator[ParameterTensor]:
     else:
         yield from _linear(spec, inside(prefix, names.up), inner, hidden, part.bias)
     yield from _linear(spec, inside(prefix, names.down), hidden, inner, part.bias)
+    if part.activation == "xielu":
+        yield from (ParameterTensor(inside(prefix, name), (1,), "bias") for name in XIELU)
+
+
+XIELU = ("act_fn.alpha_p", "act_fn.alpha_n")
+"""The numbers that xIELU learns."""
 
 
 def _mixture(spec: ModelSpec, part: MixtureOfExperts, prefix: str) -> Iterator[ParameterTensor]:

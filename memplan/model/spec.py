@@ -25,6 +25,7 @@ Activation = Literal[
     "relu",
     "relu-squared",
     "clamped-swiglu",
+    "xielu",  # Of two halves, each of which a learned number scales (Apertus)
     "quick-gelu",
 ]
 Placement = Literal["pre", "post", "sandwich", "parallel", "alone"]

@@ -6,7 +6,7 @@ from typing import Literal
 from memplan.documents.frozen_values import dataclass
 from memplan.units import ceil_div
 
-LANGUAGE = "model.language_model."
+LANGUAGE, TEXT = TEXTS = ("model.language_model.", "model.text_model.")
 """What the names of the text model's modules begin with inside the whole, as transformers names them."""
 
 

@@ -30,7 +30,7 @@ Source:
 
 TOWER_PARTS = (
     "model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.", "model.embed_audio.",
-    "model.image_newline",
+    "model.image_newline", "model.vision_model.", "model.connector.",
 )  # fmt: skip
 """What the names of the parameters of a vision tower and its projector begin with."""
 LAST_PARTS = ("model.embed_vision.", "model.embed_audio.")

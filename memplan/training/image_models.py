@@ -12,7 +12,7 @@ from memplan.model.families import around
 from memplan.model.inventory import ParameterTensor, parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
-from memplan.model.tower import LANGUAGE, Tower
+from memplan.model.tower import TEXTS, Tower
 from memplan.training.adapters import is_adapted
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.image_rules import UNSAID
@@ -76,21 +76,22 @@ def _of_units(spec: ModelSpec, parallel: Parallel) -> str:
     return text
 
 
-def wraps_blocks(spec: ModelSpec, parallel: Parallel) -> bool:
-    """Tell whether the blocks of a tower are units of torch's shards.
+def wraps_blocks(spec: ModelSpec, parallel: Parallel) -> bool | str:
+    """Tell whether the blocks of a tower are units of torch's shards, or which part of a block is one.
 
     Source:
         ``_no_split_modules`` in transformers' modeling files (5.23.0); ``fsdp2_prepare_auto_wrap_policy`` in
         accelerate/utils/fsdp_utils.py (1.15.0).
     """
-    return bool(around(spec.architecture).wrapped) if parallel.tower_blocks is None else parallel.tower_blocks
+    return around(spec.architecture).wrapped or False if parallel.tower_blocks is None else parallel.tower_blocks
 
 
-def is_in_root(tensor: ParameterTensor, tower: Tower | None, *, blocks: bool) -> bool:
-    """Tell whether a tensor, be it an adapter's, is of no unit but the root: of no layer, and of no block where ``blocks`` are units."""
-    if "{}" not in tensor.name or tower is None or tensor.name.startswith(LANGUAGE):
+def is_in_root(tensor: ParameterTensor, tower: Tower | None, *, blocks: bool | str) -> bool:
+    """Tell whether a tensor, be it an adapter's, is of no unit but the root: of no layer, and of no block, or part of one, where ``blocks`` are units."""
+    if "{}" not in tensor.name or tower is None or tensor.name.startswith(TEXTS):
         return "{}" not in tensor.name
-    return not blocks or "merger" in tensor.name
+    outside = f".{blocks}." not in tensor.name if isinstance(blocks, str) else "merger" in tensor.name
+    return not blocks or outside
 
 
 def _as_called(model: Model, stack: Stack) -> Model:

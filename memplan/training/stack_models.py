@@ -11,7 +11,7 @@ from memplan.model.families import around
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, TensorNames, layer_runs
-from memplan.model.tower import LANGUAGE
+from memplan.model.tower import TEXTS
 from memplan.training.adapted_ends import untied, with_saved_cast
 from memplan.training.image_models import multiplies_integers, noted, with_tower
 from memplan.training.resolved import TrainingSetup
@@ -243,7 +243,7 @@ def text_spec(spec: ModelSpec) -> ModelSpec:
     """Return the shapes of the text model of a vision-language model, as it stands alone."""
     if spec.tower is None:
         return spec
-    alone = [name.replace(LANGUAGE, "model.", 1) for name in spec.names]
+    alone = [next((f"model.{n.removeprefix(text)}" for text in TEXTS if n.startswith(text)), n) for n in spec.names]
     return replace(spec, architecture=spec.tower.text_family, names=type(spec.names)(*alone), tower=None)
 
 

@@ -202,6 +202,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "exaone4-listed": ("exaone4", GROUPED | {"layer_types": ["full_attention"] + ["sliding_attention"] * 2} | TIED),
     "arcee": ("arcee", GROUPED),
     "arcee-bias": ("arcee", GROUPED | {"head_dim": 24, "attention_bias": True, "mlp_bias": True} | TIED),
+    "apertus": ("apertus", GROUPED),
+    "apertus-bias": ("apertus", BASE | {"attention_bias": True} | TIED),
     "starcoder2": ("starcoder2", GROUPED),
     "starcoder2-no-bias": ("starcoder2", GROUPED | {"use_bias": False, "sliding_window": 64} | UNTIED),
     "glm": ("glm", GROUPED | {"head_dim": 32}),
@@ -307,6 +309,21 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"text_config": DEEPSEEK | {"model_type": "mistral4", "q_lora_rank": None, "attention_bias": True}}
         | {"vision_config": OTHER_TOWER},
     ),
+    "smolvlm": ("smolvlm", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
+    "idefics3": ("idefics3", TIED | {"text_config": GROUPED, "vision_config": OTHER_TOWER, "scale_factor": 3}),
+    "lfm2-vl": ("lfm2_vl", TIED | {"text_config": LFM2, "vision_config": SIGLIP | {"num_patches": 16}}),
+    "lfm2-vl-no-norm": (
+        "lfm2_vl",
+        UNTIED
+        | {"text_config": LFM2, "vision_config": SIGLIP, "projector_use_layernorm": False, "projector_bias": False},
+    ),
+    "internvl": ("internvl", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
+    "internvl-qwen3": (
+        "internvl",
+        TIED
+        | {"text_config": GROUPED | {"model_type": "qwen3"}, "downsample_ratio": 0.25}
+        | {"vision_config": OTHER_TOWER | {"use_qk_norm": True, "norm_type": "rms_norm", "use_mask_token": True}},
+    ),
     "gpt-oss": ("gpt_oss", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss-no-bias": (
         "gpt_oss",
@@ -315,6 +332,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 THEIRS = (
+    "apertus",
     "bloom",
     "llava",
     "qwen2_vl",
@@ -325,7 +343,10 @@ THEIRS = (
     "nemotron_h",
     "gemma3",
     "gemma4",
+    "idefics3",
+    "internvl",
     "lfm2",
+    "smolvlm",
     "llama4",
     "mistral3",
     "qwen2_5_vl",

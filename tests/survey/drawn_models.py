@@ -25,7 +25,17 @@ LINEAR = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_n
 STATE_SPACE = ("falcon_h1", "granitemoehybrid", "nemotron_h")
 """Families with state space layers, likewise."""
 
-NOT_BUNDLED = (*LINEAR, *STATE_SPACE, "bloom", "gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe", "llama4_text")
+NOT_BUNDLED = (
+    *LINEAR,
+    *STATE_SPACE,
+    "apertus",
+    "bloom",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "lfm2",
+    "lfm2_moe",
+    "llama4_text",
+)
 """Families that memplan's own models do not run, ALiBi's, Gemma 4's, Llama 4's and short convolutions among them."""
 
 OWN_HEAD_WIDTH = frozenset(
@@ -79,6 +89,9 @@ TOWERS = {
     "qwen2_5_vl": ("qwen2",),
     "qwen2_vl": ("qwen2",),
     **dict.fromkeys(("llava", "llava_next"), ("llama", "mistral", "qwen2")),
+    **dict.fromkeys(("idefics3", "smolvlm"), ("llama",)),
+    "lfm2_vl": ("lfm2",),
+    "internvl": ("qwen2", "qwen3"),
     "qwen3_vl": ("qwen3",),
     "qwen3_vl_moe": ("qwen3_moe",),
     "qwen3_5": ("qwen3_5_text",),
@@ -164,9 +177,11 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
     if family == "gemma4_unified":
         width = rng.choice((16, 40, 64))
         vision = {"patch_size": 4, "mm_embed_dim": width, "output_proj_dims": width, "mm_posemb_size": 20}
-    if family == "gemma3":
-        vision |= {"image_size": 56, "vision_use_head": False}
-    if family in ("mistral3", "llava", "llava_next"):
+    if family in ("gemma3", "idefics3", "internvl", "smolvlm"):
+        vision |= {"image_size": 56}
+    if family in ("gemma3", "lfm2_vl"):
+        vision |= {"vision_use_head": False}
+    if len(TOWERS[family]) > 1:
         text["model_type"] = kind
     return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
@@ -361,6 +376,7 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         },
         "seed_oss": {"attention_out_bias": flag, "residual_dropout": rng.choice((0.0, 0.1))},
         "ernie4_5": {"use_bias": flag},
+        "apertus": {"attention_bias": flag},
         "arcee": {"attention_bias": flag, "mlp_bias": rng.random() < 0.3},
         "starcoder2": {
             "use_bias": flag,

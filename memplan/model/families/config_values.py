@@ -169,6 +169,14 @@ class ConfigValues:
         self._read.update(INHERITED_KEYS if "text_config" in self._config else own)
         return text
 
+    def square(self, *keys: str) -> None:
+        """Read a pair of equal numbers under any of ``keys`` as one number."""
+        pairs = {key: self._config.get(key) for key in keys}
+        self._config = {
+            **self._config,
+            **{key: pair[0] for key, pair in pairs.items() if isinstance(pair, list) and pair == pair[:1] * 2},
+        }
+
     def ignore(self, *keys: str) -> None:
         """Count keys as read that change nothing."""
         self._read.update(keys)

@@ -175,8 +175,9 @@ class Around(NamedTuple):
     """What libraries do with a family; of a tower where it has one, None where not."""
 
     scored: bool  # Whether ``AutoModelForSequenceClassification`` has a class for it (models/auto/modeling_auto.py)
-    # Whether accelerate finds all classes of its tower that it is to wrap, where a file names none.
-    wrapped: bool | None = None
+    # Whether accelerate finds all classes of its tower that it is to wrap, where a file names none; the part of a block that
+    # it wraps where that is no block.
+    wrapped: bool | str | None = None
     # Whether ms-swift embeds its tokens ahead of the forward (``_post_encode`` in swift/template/templates/qwen.py, 4.6.0).
     ahead: bool | None = None
     # Modules that one of dropout stands behind, of what is added to the residual stream; None where no such dropout is a module.
@@ -191,7 +192,7 @@ class Around(NamedTuple):
 def runs_as(
     *,
     scored: bool,
-    wrapped: bool | None = None,
+    wrapped: bool | str | None = None,
     ahead: bool | None = None,
     dropouts: tuple[str, ...] | None = None,
     scores_dropout: str = "",

@@ -1,6 +1,6 @@
 """What vision-language families have in common: a tower and a projector in front of a text model of another family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -76,13 +76,51 @@ class TowerParts(Parts):
         )
 
 
-def text_inside(config: ConfigValues, family: str, text_spec: Callable[[ConfigValues], ModelSpec]) -> ModelSpec:
+def add_clip_layers(parts: TowerParts, tower: str) -> None:
+    """Add the layers of CLIP and SigLIP to the tower of this name, and the norm behind them."""
+    hidden, inner, blocks, layer = parts.hidden, parts.inner, parts.blocks, f"{tower}.encoder.layers.{{}}"
+    parts.add(f"{layer}.layer_norm1", hidden, bias=True, role="norm", count=blocks)
+    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+        parts.add(f"{layer}.self_attn.{name}", hidden, hidden, bias=True, count=blocks)
+    parts.add(f"{layer}.layer_norm2", hidden, bias=True, role="norm", count=blocks)
+    parts.add(f"{layer}.mlp.fc1", inner, hidden, bias=True, count=blocks)
+    parts.add(f"{layer}.mlp.fc2", hidden, inner, bias=True, count=blocks)
+    parts.add(f"{tower}.post_layernorm", hidden, bias=True, role="norm")
+
+
+def add_siglip(vision: ConfigValues, parts: TowerParts, tower: str) -> int:
+    """Add SigLIP's tower under this name; return how many patches an image has each way."""
+    hidden, side = parts.hidden, max(vision.integer("image_size", default=224) // parts.patch, 1)
+    patch = (parts.channels, parts.patch, parts.patch)
+    parts.add(f"{tower}.embeddings.patch_embedding", hidden, *patch, bias=True, role="embedding")
+    parts.add(f"{tower}.embeddings.position_embedding", side**2, hidden, role="embedding")
+    add_clip_layers(parts, tower)
+    return side
+
+
+def text_inside(
+    config: ConfigValues, family: str, text_spec: Callable[[ConfigValues], ModelSpec], within: str = LANGUAGE
+) -> ModelSpec:
     """Return the text model of a vision-language model, its parts named as they are inside the whole."""
     text = config.text_part(family)
     spec = text_spec(text)
     config.take(text)
-    inside = [name.replace("model.", LANGUAGE, 1) if name.startswith("model.") else name for name in spec.names]
+    inside = [name.replace("model.", within, 1) if name.startswith("model.") else name for name in spec.names]
     return replace(spec, names=type(spec.names)(*inside))
+
+
+def named_text(
+    config: ConfigValues,
+    texts: Mapping[str, Callable[[ConfigValues], ModelSpec]],
+    missing: str,
+    within: str = LANGUAGE,
+) -> ModelSpec:
+    """Return the text model, whose family its part of the config names; ``missing`` is what no name means."""
+    family = config.mapping("text_config").get("model_type", missing)
+    if family not in tuple(texts):
+        config.refuse("text_config", f"a text model of family {family!r:.40} is not modelled; {', '.join(texts)} are")
+        family = missing
+    return text_inside(config, family, texts[family], within)
 
 
 def with_tower(

@@ -121,6 +121,20 @@ class Builder:
         out = self.fresh(x, element_bytes=wide)
         return self.tape.apply(name, ways, out, saves, traits=Traits(workspace=formed, casts=casts))
 
+    def repeated_product(self, x: Value, factor: Value) -> Value:
+        """Return ``x`` times what one of both repeats, whose gradient is summed from a whole product."""
+        like = factor if x.quantity is ONE else x
+        repeated = x if like is factor else factor
+        out = self.fresh(like, element_bytes=max(x.element_bytes, factor.element_bytes))
+        full = [(out.quantity, out.coefficient)]
+        narrow = like.element_bytes < out.element_bytes  # its gradient is formed wide, and cast
+        traits = Traits(
+            workspace=full * (repeated.needs_gradient + narrow),
+            casts=[(like.quantity, like.coefficient)] if narrow else [],
+        )
+        saves, ways = self.factors(x, factor), [(factor, NEW), (x, NEW)]
+        return self.tape.apply("mul", ways, out, saves, traits=traits)
+
     def factors(self, first: Value, second: Value) -> list[Value]:
         """Return what a product saves: each factor where the other needs a gradient, the second first as torch lets go of them."""
         return [v for v, other in ((second, first), (first, second)) if other.needs_gradient]

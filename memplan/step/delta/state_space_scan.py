@@ -51,7 +51,7 @@ def chunked_scan(builder: Builder, given: ScanInputs, part: StateSpace) -> tuple
     rest = tape.apply("sub", [(total, NEW), (total, NEW)], builder.fresh(total), traits=SAVES_NOTHING)
     left = builder.fresh(total)
     tape.apply("exp", [(rest, NEW)], left, [left])
-    decayed = _scaled(builder, chunked.writes, left)
+    decayed = builder.repeated_product(chunked.writes, left)
     names += [scores, pairs, within, left, decayed]
     own = _product(builder, chunked.heads, decayed, part.inner_size * part.state_size, (several, apart))
     own = _viewed(builder, own, moves=several)
@@ -61,7 +61,7 @@ def chunked_scan(builder: Builder, given: ScanInputs, part: StateSpace) -> tuple
     read = _viewed(
         builder, _product(builder, chunked.reads, states, size * part.inner_size, (apart, several)), moves=apart
     )
-    across = _scaled(builder, read, power)
+    across = builder.repeated_product(read, power)
     summed = builder.add(within, across)
     out = tape.apply("copy", [(summed, SAME)], builder.fresh(summed), traits=SAVES_NOTHING)
     names += [first, states, share, power, read, across, out]
@@ -116,9 +116,9 @@ def _widened(builder: Builder, given: ScanInputs, step: Value, part: StateSpace)
         with tape.alive(writes, reads):
             residual = _residual(builder, heads, part)
             with tape.alive(residual):
-                scaled = _scaled(builder, heads, builder.cast(step, 4))
+                scaled = builder.repeated_product(heads, builder.cast(step, 4))
                 with tape.alive(scaled):
-                    decay = _scaled(builder, given.rate, builder.cast(step, 4))
+                    decay = builder.repeated_product(given.rate, builder.cast(step, 4))
                 tape.touch(heads)  # its name is given to what is scaled
             whole: list[Value] = []
             for x in (scaled, decay, writes, reads):
@@ -157,21 +157,6 @@ def _residual(builder: Builder, heads: Value, part: StateSpace) -> Value:
         saves = [padded] if weight.trainable else []
         traits = Traits(packs=True, workspace=full)
         return tape.apply("mul", [(padded, NEW)], builder.fresh(padded), saves, [weight], traits=traits)
-
-
-def _scaled(builder: Builder, x: Value, factor: Value) -> Value:
-    """Return ``x`` times what one of both repeats, whose gradient is summed from a whole product."""
-    like = factor if x.quantity is Quantity.ONE else x
-    repeated = x if like is factor else factor
-    out = builder.fresh(like, element_bytes=max(x.element_bytes, factor.element_bytes))
-    full = [(out.quantity, out.coefficient)]
-    narrow = like.element_bytes < out.element_bytes  # its gradient is formed wide, and cast
-    traits = Traits(
-        workspace=full * (repeated.needs_gradient + narrow),
-        casts=[(like.quantity, like.coefficient)] if narrow else [],
-    )
-    saves, ways = builder.factors(x, factor), [(factor, NEW), (x, NEW)]
-    return builder.tape.apply("mul", ways, out, saves, traits=traits)
 
 
 def _segments(builder: Builder, x: Value, quantity: Quantity, size: int, mask: Quantity, masked: int) -> Value:

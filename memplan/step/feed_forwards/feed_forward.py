@@ -1,12 +1,13 @@
 """Dense feed-forward parts on a tape, gated and plain."""
 
+from memplan.model.parameter_tensors import XIELU
 from memplan.model.spec import Activation, Mlp, inside
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_mlp, fuses, mlp_names
 from memplan.step.divided.shared_ends_and_rows import row_product
 from memplan.step.playing.recomputation import ACTIVATION
-from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value
+from memplan.step.tapes.taped_operations import NEW, OVER, SAME, SAVES_NOTHING, Traits, Value, Weight
 
 
 def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
@@ -15,7 +16,11 @@ def mlp(builder: Builder, x: Value, part: Mlp, prefix: str) -> Value:
     x.flat = x.flat or builder.settings.code.feeds_inside
     with tape.alive(*(() if x.flat else (x,))):
         if not part.gated:
-            hidden = activated(builder, linear(builder, x, inside(prefix, names.up), inner), part.activation)
+            hidden = linear(builder, x, inside(prefix, names.up), inner)
+            if part.activation == "xielu":
+                hidden = _xielu(builder, hidden, [builder.weight(inside(prefix, name)) for name in XIELU])
+            else:
+                hidden = activated(builder, hidden, part.activation)
             builder.named += [hidden] if builder.settings.code.adds_inside else []
         elif part.fused_gate_up:
             both = linear(builder, x, inside(prefix, names.gate_up), 2 * inner)
@@ -88,6 +93,52 @@ def _relu_squared(builder: Builder, x: Value) -> Value:
         wide = builder.cast(positive, 4) if builder.settings.under_autocast else positive
         traits = Traits(workspace=[(wide.quantity, wide.coefficient)] * 2, forms_last=True)
         return tape.apply("pow", [(wide, NEW)], builder.fresh(wide), [wide], traits=traits)
+
+
+def _xielu(builder: Builder, x: Value, parts: list[Weight]) -> Value:
+    """Return ``a x^2 + x / 2`` above 0 and ``(expm1(min(x, eps)) - x) b + x / 2`` below, of two learned numbers.
+
+    Source:
+        ``XIELUActivation._xielu_python`` in transformers/activations.py (5.24.0), which runs where the package xielu is not installed.
+    """
+    tape = builder.tape
+    tape.entered[len(tape.operations)] = ACTIVATION
+    whole = (x.quantity, x.coefficient)
+    with tape.alive(x):
+        above, below = [_softplus(builder, weight) for weight in parts]
+        shifted = tape.apply("add", [(below, SAME)], builder.fresh(below), traits=SAVES_NOTHING)
+        with tape.alive(above, shifted):
+            positive = tape.make("compare", builder.fresh(x, element_bytes=1), x)
+            with tape.alive(positive):
+                square = builder.product(builder.repeated_product(above, x), x)
+                with tape.alive(square):
+                    line = builder.pointwise("scale", x)
+                upper = builder.add(square, line)
+                with tape.alive(upper):
+                    bounded = tape.apply("minimum", [(x, NEW)], builder.fresh(x), [x], traits=Traits(workspace=[whole]))
+                    wide = builder.cast(bounded, 4) if builder.settings.under_autocast else bounded
+                    power = builder.fresh(wide)
+                    tape.apply(
+                        "expm1",
+                        [(wide, NEW)],
+                        power,
+                        [power],
+                        traits=Traits(workspace=[(power.quantity, power.coefficient)]),
+                    )
+                    bent = builder.fresh(power)
+                    tape.apply("sub", [(power, SAME), (x, NEW)], bent, traits=SAVES_NOTHING)
+                    scaled = builder.repeated_product(bent, shifted)
+                    with tape.alive(scaled):
+                        line = builder.pointwise("scale", x)
+                    lower = builder.add(scaled, line)
+                    out = builder.fresh(upper)
+                    return tape.apply("where", [(upper, NEW), (lower, NEW)], out, [positive])
+
+
+def _softplus(builder: Builder, weight: Weight) -> Value:
+    """Return one learned number made positive."""
+    size = 4 if builder.settings.under_autocast else weight.element_bytes
+    return builder.tape.apply("softplus", [], builder.constant(1, size), weights=[weight], traits=Traits(packs=True))
 
 
 def _gelu_new(builder: Builder, x: Value) -> Value:

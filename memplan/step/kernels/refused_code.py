@@ -177,6 +177,8 @@ def _foreign_parts(spec: ModelSpec) -> Iterator[str]:
         yield "shared experts with one projection up"
     if any(run.layer.placement == "alone" for run in spec.runs):
         yield "layers of one part"
+    if any(getattr(run.layer.feed_forward, "activation", "") == "xielu" for run in spec.runs):
+        yield "an activation with parameters"
     if spec.alibi:
         yield "ALiBi, a bias of its scores"
     if spec.convolves:

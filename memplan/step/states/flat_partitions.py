@@ -35,7 +35,7 @@ ALIGNMENT = 2
 Single = tuple[str, ParameterTensor]
 """A single tensor and its name."""
 
-NORMS_IN_LAYERS = {"model": 1, "model.language_model": 1, "gpt_neox": -1}
+NORMS_IN_LAYERS = {"model": 1, "model.language_model": 1, "model.text_model": 1, "gpt_neox": -1}
 """Where a model's layers register the norms that they have themselves: behind their attention and feed-forward part, or
 before (``LlamaDecoderLayer`` and ``GPTNeoXLayer`` of transformers 5.23.0)."""
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from memplan.documents.frozen_values import dataclass
 from memplan.model.spec import ModelSpec
-from memplan.model.tower import LANGUAGE, ImageGrid, TowerShape
+from memplan.model.tower import TEXTS, ImageGrid, TowerShape
 from memplan.step.blocks.block_settings import BlockSettings, Regime
 from memplan.step.kernels.image_rows import asks_by_layer, image_grid, is_embedded_ahead
 from memplan.step.states.model_states import ModelStates
@@ -71,7 +71,7 @@ class TowerSettings:
 
 def is_of_tower(name: str) -> bool:
     """Tell whether a parameter of a vision-language model, or an adapter on one, belongs to its tower or projector."""
-    return name.startswith("model.") and not name.startswith(LANGUAGE)
+    return name.startswith("model.") and not name.startswith(TEXTS)
 
 
 def tower_settings(

@@ -106,11 +106,15 @@ def _named_classes(model: torch.nn.Module, setup: TrainingSetup) -> list[str] | 
     lists = [
         (name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part)
     ]
-    towers = [part for name, part in lists if name.endswith(("visual.blocks", "encoder.layers", "transformer.layers"))]
+    towers = [
+        part
+        for name, part in lists
+        if name.endswith(("visual.blocks", "encoder.layers", "encoder.layer", "transformer.layers"))
+    ]
     wraps = setup.config.parallel.tower_blocks
-    if not towers or (wraps is None and "SiglipEncoderLayer" not in {type(part[0]).__name__ for part in towers}):
+    if not towers or (wraps is None and not any(type(part[0]).__name__.startswith("Siglip") for part in towers)):
         return None
-    layers = [part for name, part in lists if name.endswith("language_model.layers")]
+    layers = [part for name, part in lists if name.endswith(("language_model.layers", "text_model.layers"))]
     return [type(part[0]).__name__ for part in (*layers, *(towers if wraps else ()))]
 
 

@@ -213,6 +213,23 @@ def arcee(config: ConfigValues) -> ModelSpec:
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)))
 
 
+@runs_as(scored=False, norms_at_once=True)
+def apertus(config: ConfigValues) -> ModelSpec:
+    """Apertus: Llama's layers with normalised heads, and a feed-forward part of two matrices around xIELU, which has parameters.
+
+    Source: ``transformers/models/apertus/modeling_apertus.py`` (v5.24.0).
+    """
+    common, norm = shape(config), rms_norm(config, 1e-5)
+    bias = config.flag("attention_bias")
+    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=norm)
+    config.only("hidden_act", "xielu")
+    mlp = Mlp(config.integer("intermediate_size"), "xielu", gated=False)
+    names = TensorNames(input_norm="attention_layernorm", post_attention_norm="feedforward_layernorm")
+    config.only("qk_norm", True)
+    config.only("post_norm", False)
+    return model(config, common, Layer(heads, mlp, norm), names=names)
+
+
 @runs_as(scored=True, masks=0, masks_from=4)
 def exaone4(config: ConfigValues) -> ModelSpec:
     """EXAONE 4: a norm after each part, as in OLMo 2, normalised heads, and positions in windowed layers alone where there are any.

@@ -1,6 +1,5 @@
 """Vision-language models whose tower attends to whole images by itself: CLIP's, SigLIP's and Pixtral's, behind a projector."""
 
-from collections.abc import Callable, Mapping
 from math import isqrt
 from typing import Any
 
@@ -9,24 +8,19 @@ from memplan.model.families.family_fields import GEMMA4, runs_as
 from memplan.model.families.kinds.gemma_like import gemma3_text, gemma4_text, gemma4_unified_text
 from memplan.model.families.kinds.llama_like import llama, ministral3, mistral, qwen2
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
-from memplan.model.families.vision_towers import Parts, TowerParts, text_inside, with_tower
+from memplan.model.families.vision_towers import (
+    Parts,
+    TowerParts,
+    add_clip_layers,
+    add_siglip,
+    named_text,
+    text_inside,
+    with_tower,
+)
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.model.tower import TowerTensor
 
-SIGLIP_LAYER = "model.vision_tower.encoder.layers.{}"
 PROJECTOR = "model.multi_modal_projector"
-
-
-def _add_layers(parts: TowerParts) -> None:
-    """Add the layers of CLIP and SigLIP, and the norm behind them."""
-    hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
-    parts.add(f"{SIGLIP_LAYER}.layer_norm1", hidden, bias=True, role="norm", count=blocks)
-    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-        parts.add(f"{SIGLIP_LAYER}.self_attn.{name}", hidden, hidden, bias=True, count=blocks)
-    parts.add(f"{SIGLIP_LAYER}.layer_norm2", hidden, bias=True, role="norm", count=blocks)
-    parts.add(f"{SIGLIP_LAYER}.mlp.fc1", inner, hidden, bias=True, count=blocks)
-    parts.add(f"{SIGLIP_LAYER}.mlp.fc2", hidden, inner, bias=True, count=blocks)
-    parts.add("model.vision_tower.post_layernorm", hidden, bias=True, role="norm")
 
 
 @runs_as(scored=True, wrapped=False, ahead=False, masks=2, masks_from=6)
@@ -38,15 +32,8 @@ def gemma3(config: ConfigValues) -> ModelSpec:
     """
     vision = config.part("vision_config", "siglip_vision_model")
     parts = TowerParts(vision, (768, 3072, 12, 12, 16))
-    hidden, blocks = parts.hidden, parts.blocks
-    embeddings = "model.vision_tower.embeddings"
-    parts.add(
-        f"{embeddings}.patch_embedding", hidden, parts.channels, parts.patch, parts.patch, bias=True, role="embedding"
-    )
-    size = vision.integer("image_size", default=224)
-    side = max(size // parts.patch, 1)
-    parts.add(f"{embeddings}.position_embedding", side**2, hidden, role="embedding")
-    _add_layers(parts)
+    hidden, blocks, size = parts.hidden, parts.blocks, vision.integer("image_size", default=224)
+    side = add_siglip(vision, parts, "model.vision_tower")
     if vision.flag("vision_use_head", default=True):
         vision.refuse("vision_use_head", "a head that pools patches is not modelled: Gemma 3 is released with false")
     config.take(vision)
@@ -97,7 +84,7 @@ def mistral3(config: ConfigValues) -> ModelSpec:
 
     Source: ``transformers/models/mistral3/modeling_mistral3.py``, ``transformers/models/pixtral/modeling_pixtral.py``.
     """
-    text = _named_text(config, PIXTRAL_TEXTS, "mistral")
+    text = named_text(config, PIXTRAL_TEXTS, "mistral")
     parts = _pixtral_tower(config)
     _add_projector(config, parts, text.hidden_size)
     return with_tower(config, text, parts, (PROJECTOR,))
@@ -118,17 +105,6 @@ def _pixtral_tower(config: ConfigValues) -> TowerParts:
     vision.ignore("head_dim", "image_size")
     config.take(vision)
     return parts
-
-
-def _named_text(
-    config: ConfigValues, texts: Mapping[str, Callable[[ConfigValues], ModelSpec]], missing: str
-) -> ModelSpec:
-    """Return the text model, whose family its part of the config names; ``missing`` is what no name means."""
-    family = config.mapping("text_config").get("model_type", missing)
-    if family not in tuple(texts):
-        config.refuse("text_config", f"a text model of family {family!r:.40} is not modelled; {', '.join(texts)} are")
-        family = missing
-    return text_inside(config, family, texts[family])
 
 
 def _add_projector(config: ConfigValues, parts: TowerParts, width: int) -> None:
@@ -153,7 +129,7 @@ def llava(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/llava/modeling_llava.py``, ``transformers/models/clip/modeling_clip.py`` (v5.23.0);
     https://arxiv.org/abs/2310.03744.
     """
-    text = _named_text(config, LLAVA_TEXTS, "llama")
+    text = named_text(config, LLAVA_TEXTS, "llama")
     parts = _pixtral_tower(config) if _tower_kind(config) == "pixtral" else _clip_tower(config)
     return _behind_projector(config, text, parts)
 
@@ -164,7 +140,7 @@ def llava_next(config: ConfigValues) -> ModelSpec:
 
     Source: ``transformers/models/llava_next/modeling_llava_next.py`` (v5.23.0).
     """
-    text, parts = _named_text(config, LLAVA_TEXTS, "llama"), _clip_tower(config)
+    text, parts = named_text(config, LLAVA_TEXTS, "llama"), _clip_tower(config)
     parts.tensors.append(TowerTensor("model.image_newline", (text.hidden_size,), "embedding"))
     config.ignore("image_grid_pinpoints", "use_image_newline_parameter")
     return _behind_projector(config, text, parts)
@@ -196,7 +172,7 @@ def _clip_tower(config: ConfigValues) -> TowerParts:
     side = max(vision.integer("image_size", default=224) // parts.patch, 1)
     parts.add(f"{embeddings}.position_embedding", side**2 + 1, hidden, role="embedding")
     parts.add("model.vision_tower.pre_layrnorm", hidden, bias=True, role="norm")
-    _add_layers(parts)
+    add_clip_layers(parts, "model.vision_tower")
     vision.ignore("projection_dim")
     config.take(vision)
     return parts

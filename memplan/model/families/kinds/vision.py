@@ -1,15 +1,23 @@
-"""Qwen's vision-language models: a tower of blocks, a merger of patches, and a text model of another family."""
+"""Vision-language models that make fewer and wider patches before they project them: Qwen's, SmolVLM's and InternVL's."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import runs_as
-from memplan.model.families.kinds.linear_attention import qwen3_5_moe_text, qwen3_5_text
-from memplan.model.families.kinds.llama_like import qwen2, qwen3
+from memplan.model.families.kinds.linear_attention import lfm2, qwen3_5_moe_text, qwen3_5_text
+from memplan.model.families.kinds.llama_like import llama, qwen2, qwen3
 from memplan.model.families.kinds.mixtures import qwen3_moe
-from memplan.model.families.vision_towers import TowerParts, text_inside, with_tower
+from memplan.model.families.vision_towers import (
+    TowerParts,
+    add_clip_layers,
+    add_siglip,
+    named_text,
+    text_inside,
+    with_tower,
+)
 from memplan.model.spec import MixtureOfExperts, ModelSpec
+from memplan.model.tower import TEXT, TowerTensor
 
 BLOCK = "model.visual.blocks.{}"
 
@@ -214,3 +222,116 @@ def qwen3_5_moe(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/qwen3_5_moe/modeling_qwen3_5_moe.py`` (v5.23.0), ``Qwen3_5VisionModel``.
     """
     return _behind_tower(config, qwen3_5_moe_text)
+
+
+@runs_as(scored=False, wrapped="self_attn", ahead=False)
+def idefics3(config: ConfigValues) -> ModelSpec:
+    """Idefics3 and SmolVLM: Llama's layers behind SigLIP's, whose patches one matrix projects, several at once.
+
+    Source: ``transformers/models/idefics3/modeling_idefics3.py`` (v5.24.0), ``Idefics3Model``.
+    """
+    vision = config.part("vision_config", f"{config.family}_vision")
+    vision.square("image_size", "patch_size")
+    parts = TowerParts(vision, (1152, 3072, 12, 16, 32))
+    add_siglip(vision, parts, "model.vision_model")
+    vision.ignore("max_image_size", "size")
+    config.ignore("_pad_token_id")
+    config.take(vision)
+    text = named_text(config, {"llama": llama}, "llama", TEXT)
+    merged = parts.hidden * config.integer("scale_factor", default=2) ** 2
+    parts.add("model.connector.modality_projection.proj", text.hidden_size, merged)
+    return with_tower(config, text, parts, ("model.connector",))
+
+
+@runs_as(scored=False, wrapped="self_attn", ahead=False)
+def smolvlm(config: ConfigValues) -> ModelSpec:
+    """SmolVLM2: Idefics3 itself, which reads videos as images.
+
+    Source: ``transformers/models/smolvlm/modeling_smolvlm.py`` (v5.24.0).
+    """
+    return idefics3(config)
+
+
+@runs_as(scored=False, wrapped=False, ahead=False, norms_at_once=True)
+def lfm2_vl(config: ConfigValues) -> ModelSpec:
+    """LFM2-VL: LFM2's layers behind SigLIP 2's, whose patches a linear layer embeds, and a projector of several patches.
+
+    Source: ``transformers/models/lfm2_vl/modeling_lfm2_vl.py``, ``transformers/models/siglip2/modeling_siglip2.py`` (v5.24.0).
+    """
+    vision = config.part("vision_config", "siglip2_vision_model")
+    parts = TowerParts(vision, (768, 3072, 12, 12, 16))
+    hidden, embeddings = parts.hidden, "model.vision_tower.embeddings"
+    vision.ignore("image_size")
+    parts.add(f"{embeddings}.patch_embedding", hidden, parts.channels * parts.patch**2, bias=True)
+    parts.add(f"{embeddings}.position_embedding", vision.integer("num_patches", default=256), hidden, role="embedding")
+    add_clip_layers(parts, "model.vision_tower")
+    if vision.flag("vision_use_head", default=True):
+        vision.refuse("vision_use_head", "a head that pools patches is not modelled: LFM2-VL is released with false")
+    config.take(vision)
+    text = text_inside(config, "lfm2", lfm2)
+    merged, inner = (
+        hidden * config.integer("downsample_factor", default=2) ** 2,
+        config.integer("projector_hidden_size", default=2560),
+    )
+    biased, projector = config.flag("projector_bias", default=True), "model.multi_modal_projector"
+    if config.flag("projector_use_layernorm", default=True):
+        parts.add(f"{projector}.layer_norm", merged, bias=True, role="norm")
+    parts.add(f"{projector}.linear_1", inner, merged, bias=biased)
+    parts.add(f"{projector}.linear_2", text.hidden_size, inner, bias=biased)
+    config.ignore("projector_hidden_act", "tie_embedding", *LFM2_PROCESSING)
+    return with_tower(config, text, parts, (projector,))
+
+
+LFM2_PROCESSING = (
+    "do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches", "max_pixels_tolerance", "max_tiles",
+    "min_image_tokens", "min_tiles", "tile_size", "use_image_special_tokens", "use_thumbnail",
+)  # fmt: skip
+"""Keys of LFM2-VL's config that its processor reads."""
+
+INTERN = "model.vision_tower.encoder.layer.{}"
+
+
+@runs_as(scored=False, wrapped=True, ahead=False, norms_at_once=True)
+def internvl(config: ConfigValues) -> ModelSpec:
+    """InternVL 3 and 3.5 as transformers has them (``-hf``): a tower that scales what its blocks add, and a projector of several patches.
+
+    Source: ``transformers/models/internvl/modeling_internvl.py`` (v5.24.0).
+    """
+    vision = config.part("vision_config", "internvl_vision")
+    vision.square("image_size", "patch_size")
+    parts = TowerParts(vision, (1024, 4096, 24, 16, 14))
+    hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
+    embeddings, side = "model.vision_tower.embeddings", vision.integer("image_size", default=448) // parts.patch
+    parts.tensors.append(TowerTensor(f"{embeddings}.cls_token", (1, 1, hidden), "embedding"))
+    if vision.flag("use_mask_token"):
+        parts.tensors.append(TowerTensor(f"{embeddings}.mask_token", (1, 1, hidden), "embedding"))
+    if vision.flag("use_absolute_position_embeddings", default=True):
+        table = (1, side**2 + 1, hidden)
+        parts.tensors.append(TowerTensor(f"{embeddings}.position_embeddings", table, "embedding"))
+    patch = (parts.channels, parts.patch, parts.patch)
+    parts.add(f"{embeddings}.patch_embeddings.projection", hidden, *patch, bias=True, role="embedding")
+    for name in ("lambda_1", "lambda_2"):
+        parts.tensors.append(TowerTensor(f"{INTERN}.{name}", (hidden,), "norm", blocks))
+    biased = vision.flag("attention_bias")
+    for name in ("q_proj", "k_proj", "v_proj"):
+        parts.add(f"{INTERN}.attention.{name}", hidden, hidden, bias=biased, count=blocks)
+    parts.add(f"{INTERN}.attention.projection_layer", hidden, hidden, bias=True, count=blocks)
+    for name in ("q_norm", "k_norm") if vision.flag("use_qk_norm") else ():
+        parts.add(f"{INTERN}.attention.{name}", hidden, role="norm", count=blocks)
+    parts.add(f"{INTERN}.mlp.fc1", inner, hidden, bias=True, count=blocks)
+    parts.add(f"{INTERN}.mlp.fc2", hidden, inner, bias=True, count=blocks)
+    shifted = vision.text("norm_type", "layer_norm") == "layer_norm"
+    for name in ("layernorm_before", "layernorm_after"):
+        parts.add(f"{INTERN}.{name}", hidden, bias=shifted, role="norm", count=blocks)
+    if not vision.flag("use_mean_pooling", default=True):
+        parts.add("model.vision_tower.layernorm", hidden, bias=True, role="norm")
+    vision.ignore("hidden_dropout_prob", "projection_dropout", "layer_scale_init_value")
+    config.take(vision)
+    text = named_text(config, {"qwen2": qwen2, "qwen3": qwen3}, "qwen2")
+    merged = hidden * int(1 / config.number("downsample_ratio", default=0.5)) ** 2
+    projector = "model.multi_modal_projector"
+    parts.add(f"{projector}.layer_norm", merged, bias=True, role="norm")
+    parts.add(f"{projector}.linear_1", text.hidden_size, merged, bias=True)
+    parts.add(f"{projector}.linear_2", text.hidden_size, text.hidden_size, bias=True)
+    config.ignore("image_seq_length", "projector_hidden_act", "vision_feature_layer", "vision_feature_select_strategy")
+    return with_tower(config, text, parts, (projector,))

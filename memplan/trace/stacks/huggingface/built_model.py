@@ -175,7 +175,7 @@ def _from_a_checkpoint(auto: Any, config: Any, dtype: torch.dtype, inputs: Stack
 
 
 ALPHA_PER_RANK = 2
-TOWER = r".*\b(visual|vision_tower|multi_modal_projector)\b.*"
+TOWER = r".*\b(visual|vision_tower|multi_modal_projector|vision_model|connector)\b.*"
 """Modules of a vision tower and its projector."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memplan.model.tower import LANGUAGE
+from memplan.model.tower import TEXTS
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.pretended_cuda.chosen_rows import EvenlyRouted
 from memplan.trace.recording.recorder import Recorder
@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the longest list of modules of one class, which are taken for the layers; a vision tower has none of them, nor has a list of experts in a layer."""
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     named = [(name, part) for name, part in lists if not any(word.isdigit() for word in name.split("."))]
-    inside = [list(part) for name, part in named if LANGUAGE.strip(".") in name]
+    inside = [list(part) for name, part in named if any(text.strip(".") in name for text in TEXTS)]
     outer = inside or [list(part) for _, part in named]
     alike = [layers for layers in outer if len({type(layer) for layer in layers}) == 1]
     return max(alike, key=len, default=[])
