@@ -189,8 +189,8 @@ def resolved(job: Job, catalog: Catalog) -> tuple[Model, TrainingSetup]:
 def model_of(values: Mapping[str, Any]) -> Model:
     """Return the model that has these keys in its ``config.json``, or as a script's flags."""
     if "window_pattern" in values:
-        return model_from_flags(values, "drawn at random", "job")
-    spec = model_spec(values, "drawn at random", "job")
+        return model_from_flags(values, "drawn", "job")
+    spec = model_spec(values, "drawn", "job")
     return Model.from_spec(spec, "job")
 
 
