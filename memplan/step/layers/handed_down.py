@@ -180,10 +180,10 @@ class HandedDown:
         """Embeddings of all layers, as long as a forward runs."""
         return ZERO if self.inputs is None else _form(self.inputs, Part.TEMPORARIES)
 
-    @property
-    def read(self) -> Form:
-        """Keys and values that several layers read, as long as a forward runs."""
-        return sum((_form(one, Part.TEMPORARIES) for _, keys in self.keys for one in keys), ZERO)
+    def read(self, number: int) -> Form:
+        """Return keys and values that layers below one, which is numbered from 0, have handed on, as long as a forward runs."""
+        keys = [one for share, keys in self.keys for one in keys if share.stores < number]
+        return sum((_form(one, Part.TEMPORARIES) for one in keys), ZERO)
 
     @property
     def embedded(self) -> Form:
