@@ -96,7 +96,11 @@ def run_on(
                 **_tokenizer(trainer_class),
             )
         own = trainer.data_collator
-        trainer.data_collator = lambda rows: {**own(rows), **image_columns(inputs.model.spec, inputs.setup, len(rows))}
+        if config.images.per_row:
+            trainer.data_collator = lambda rows: {
+                **own(rows),
+                **image_columns(inputs.model.spec, inputs.setup, len(rows)),
+            }
         if config.adapter is not None and (adapters is not None or stage == "reward"):
             _in_the_setups_dtype(trainer.model, inputs)
         if reference == "resident":
