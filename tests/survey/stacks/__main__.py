@@ -13,7 +13,7 @@ from memplan.catalog.catalog import Catalog, data_directory
 from memplan.documents.writing import write_answer, write_remark
 from memplan.dryrun.stack_trace import versions
 from tests.survey.__main__ import lines, reserve_lines
-from tests.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, Verdict, on_several
+from tests.survey.drawn_jobs import INSTANT_SHARE, PEAK_SHARE, RESERVE_SHARE, Verdict, on_several
 from tests.survey.drawn_models import IMAGE_FAMILIES, LINEAR, STATE_SPACE
 from tests.survey.stacks.drawn_ends import with_ends
 from tests.survey.stacks.drawn_freezing import frozen_job
@@ -113,12 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     judged: Judged = []
     for number, job in enumerate(jobs):
-        judged.append((job, stack_verdict(job, catalog)))
+        verdict = stack_verdict(job, catalog)
+        judged.append((job, verdict))
         write_remark(f"\r{number + 1} of {len(jobs)}")
-    write_remark("\n")
-    for number, (job, verdict) in enumerate(judged):
-        if options.job or (options.verbose and verdict.outcome in ("differs", "crashed")):
+        wrong = verdict.outcome in ("differs", "crashed") or abs(verdict.reserve_share) > RESERVE_SHARE
+        if options.job or (options.verbose and wrong):
             write_answer("\n".join([f"job {number}: {job.text}", *lines(verdict), ""]))
+    write_remark("\n")
     for line in summary(judged):
         write_answer(line + "\n")
     return int(any(verdict.outcome in ("differs", "crashed") for _, verdict in judged))
@@ -162,7 +163,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kernel", action="append", metavar="KEY=VALUE", help="a kernel of every job instead; may be repeated"
     )
-    parser.add_argument("--verbose", action="store_true", help="print every job that differs")
+    parser.add_argument("--verbose", action="store_true", help="print every job that differs, or whose reserve does")
     parser.add_argument(
         "--at", metavar="VERSION", help="an older version of the stack, which has to be the one installed"
     )
