@@ -34,7 +34,7 @@ from memplan.training.rules.method_rules import (
     with_method_rules,
     with_outputs,
 )
-from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name
+from memplan.training.rules.stack_defaults import filled, format_name, optimizer_name, wide_router_optimizer
 from memplan.training.rules.stack_rules import (
     activation_refusals,
     kbit_formats,
@@ -79,6 +79,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
         whole = {name for name in known_formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
         _refuse_first(parallel_refusals(config, profile, known_formats, used, stack, whole), place)
+    wide = wide_router_optimizer(config, catalog)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,
@@ -90,6 +91,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
         optimizers=_optimizers(optimizer_names, stack, catalog),
+        wide_router_optimizer=(wide, catalog.optimizers[wide]) if stack.models.wide_routers else None,
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
         reserve_shares={name: catalog.tables.reserve_share(name, recipe.coded) for name in get_args(Allocator)},

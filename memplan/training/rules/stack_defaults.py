@@ -154,3 +154,10 @@ def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
         wide = kbit_formats(config, stack, names)[role] == "fp32"
         return "adamw-fp32" if wide else name  # states are as wide as what the stack has cast
     return name
+
+
+def wide_router_optimizer(config: TrainingConfig, catalog: Catalog) -> str:
+    """Return the optimizer of routers that stay in fp32 beside weights in 16 bits: its states are as wide as they are."""
+    name, wide = optimizer_name(config, catalog, "router"), "adamw-fp32"
+    alike = catalog.optimizers[name].implementation == catalog.optimizers[wide].implementation
+    return wide if alike else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -126,11 +127,21 @@ def loaded_model(inputs: StackInputs, coded: Callable[[Any, TrainingSetup], Any]
 
 
 def _cast(model: Any, dtype: torch.dtype) -> Any:
-    """Return a model in one dtype, but for buffers that no checkpoint has, which loading leaves as their module makes them."""
+    """Return a model in one dtype, but for what its family keeps in fp32, and for buffers that no checkpoint has, which loading
+    leaves as their module makes them.
+
+    Source:
+        ``_get_dtype_plan`` in transformers/modeling_utils.py and ``convert_and_load_state_dict_in_model`` in
+        core_model_loading.py (5.24.0), which looks for these names in those of tensors.
+    """
     apart = {part: {name: part._buffers[name] for name in part._non_persistent_buffers_set} for part in model.modules()}
     model = model.to(dtype)
     for part, buffers in apart.items():
         part._buffers.update(buffers)
+    wide = [re.compile(name.replace("*", ".*")) for name in getattr(model, "_get_dtype_plan", lambda _: ())(dtype)]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()] if wide else ():
+        if any(pattern.search(name) for pattern in wide):
+            tensor.data = tensor.data.float()
     return model
 
 
