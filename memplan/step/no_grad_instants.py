@@ -179,16 +179,22 @@ def forward_alone(
     alone = around
     places, around = last_places([(EMBEDDING, 1), *runs], left, around)
     named = _named_embeddings(inputs)
+    last = {kind: run.first + run.count - 1 for kind, run in zip(taped.kinds, taped.runs, strict=True)}
     for kind, below in places:
         first = (
             kind in (EMBEDDING, taped.kinds[0]) and taped.counts().get(kind, 1) == 1
         )  # given the embeddings themselves
         if kind != EMBEDDING:
-            below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read
+            below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read(last[kind])
         for moment in parts[kind].forward:
             yield moment.around(below + arguments + (ZERO if first else named), name)
     for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward if head else ():
         yield moment.around(alone if moment.name == BEHIND_REGION else around, name)
+
+
+def names_embedded(inputs: StepInputs) -> bool:
+    """Tell whether a forward that saves nothing has a name for what the embedding has returned and the first layer is given."""
+    return family_code(inputs.setup.stack, inputs.spec.architecture).forms_tables and not inputs.spec.learned_positions
 
 
 def _named_embeddings(inputs: StepInputs) -> Form:

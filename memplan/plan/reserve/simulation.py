@@ -133,9 +133,6 @@ def shares_reason(plan: MemoryPlan) -> str:
         return "what images pass through is not told as events"
     if plan.setup.answer_length:
         return "what generates completions and scores them is not told as events"
-    fused_pairs = plan.setup.compares_pairs and plan.setup.stack.loop.pairs == "fused"
-    if plan.setup.profile.loss == "log-probabilities" and not fused_pairs:
-        return "a loss over whole logits of answers is not told as events"
     if config.compile != "none":
         return "a compiled program's buffers are not told as events"
     layers = sum(run.count * (1 + expert_modules_of(run)) for run in plan.own.spec.runs)

@@ -46,6 +46,9 @@ FUSED_LOSSES = ("fused-head", "fused-linear", "cut-cross-entropy", *TILED, *TOKE
 IN_PIECES = ("fp32-pieces", "fp32-stretches")
 """Losses of LitGPT, whose loops let go of the last logits when they have new ones."""
 
+NAMED = ((Quantity.TOKENS, 0),)
+"""Stands for what a model has names for until its norm is done, where its layers are given nothing besides."""
+
 Named = tuple[tuple[str, Weight], ...]
 """Parameters by name."""
 
@@ -136,6 +139,7 @@ def evaluated_head(settings: EndSettings, weights: Named, *, loss_inside: bool =
     One outside the model runs when the model's names are gone. ``skip_logits`` of Liger's ``lce_forward`` is ``self.training`` (0.8.5).
     """
     builder = Builder(settings.block, dict(weights))
+    settings = replace(settings, arguments=settings.arguments or NAMED)
     entry, normed = _final_norm(builder, settings, True, settings.block.residual_bytes)
     if settings.loss in FUSED_LOSSES and settings.loss != "fused-linear":
         return Section(

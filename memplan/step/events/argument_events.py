@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memplan.model.families.family_fields import FamilyCode
+from memplan.step.ends.head_on_tape import NAMED
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.layer_arguments import layer_arguments
@@ -76,6 +77,18 @@ class ModelArguments:
         for place, (quantity, _) in enumerate(self._given):
             if named := self._named.get(quantity):
                 head.is_given(first + place, named)
+
+    def all_named_by(self, head: PlayedSection, embedded: Sequence[int]) -> None:
+        """Let a head that saves nothing free all these behind its norm, and the embeddings, where nothing else has them."""
+        self._given = self._given or NAMED
+        given = [quantity for quantity, _ in self._given]
+        going = [*embedded, *self._stays, *self.left(called_again=False)]
+        for quantity in self._named.keys() - given:
+            going += self._named.pop(quantity)
+        self._named.setdefault(given[0], []).extend(going)
+        self.named_by(head)
+        if not self._named[given[0]]:
+            head.is_given(self._section.entry.storage + 1, ())
 
     @property
     def staying(self) -> list[int]:

@@ -290,11 +290,11 @@ class SectionPlayer:
     """
 
     def __init__(self, stream: EventStream, values: Sequence[int]) -> None:
-        self._stream, self._values = stream, values
+        self._stream, self.values = stream, values
         self._sizes: dict[int, tuple[SectionEvents, list[int]]] = {}
 
     def section(self, events: SectionEvents, entry: int, owned: bool = False) -> PlayedSection:
         """Return a run of a part that is about to begin; takes what :class:`PlayedSection` does."""
         if id(events) not in self._sizes:
-            self._sizes[id(events)] = events, events.sizes(self._values)
+            self._sizes[id(events)] = events, events.sizes(self.values)
         return PlayedSection(self._stream, events, self._sizes[id(events)][1], entry, owned)

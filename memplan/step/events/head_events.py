@@ -9,8 +9,9 @@ from memplan.step.chunks_at_once import all_logits
 from memplan.step.ends.head_on_tape import Head
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, UseUp
 from memplan.step.head_instants import AGAIN
+from memplan.step.no_grad_instants import ENTROPY_BYTES
 from memplan.step.playing.section_events import section_events
-from memplan.step.step_inputs import StepInputs
+from memplan.step.step_inputs import MASK_BYTES, StepInputs
 from memplan.step.tapes.event_recorder import NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode
@@ -257,3 +258,18 @@ def measure_logits(
         stream.free_all(stream.allocate_all([row * values[Quantity.CHUNK]] * 3))
     stream.free_all([*copies, *stream.allocate_all([] if metrics == "entropy" else copy)])
     stream.free_all(whole or logits)
+
+
+def measure_answers(stream: EventStream, inputs: StepInputs, vocab_size: int, values: Sequence[int]) -> None:
+    """Write metrics of a loss over preferences, as :mod:`memplan.step.no_grad_instants` counts them, which look at whole logits once it is there."""
+    metrics, row, predicted = inputs.setup.stack.loop.metrics, 4 * vocab_size, values[Quantity.PREDICTED_TOKENS]
+    stream.of("temporaries")
+    mask = 0 if metrics in ("entropy", "fused") else MASK_BYTES
+    retained = stream.allocate((mask + ENTROPY_BYTES) * predicted)
+    stream.of("logits")
+    if metrics != "fused":
+        copy = [row * predicted] if metrics == "entropy" and not inputs.regime.one_sequence else []
+        stream.passing(*copy, *[row * values[Quantity.CHUNK]] * 3)
+    kto = inputs.setup.config.method.stage == "kto"
+    stream.passing((4 * (2 * vocab_size + 1) if kto else 2 * (vocab_size + 1)) * predicted)
+    stream.free(retained)

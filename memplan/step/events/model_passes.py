@@ -15,16 +15,18 @@ from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.around_step import Around
 from memplan.step.events.chunk_events import loss_over_chunks
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, SectionPlayer, UseUp
-from memplan.step.events.head_events import measure_logits
+from memplan.step.events.head_events import measure_answers, measure_logits
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import evaluated_model, reference_model
+from memplan.step.no_grad_instants import evaluated_model, names_embedded, reference_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.playing.section_events import SectionEvents, forward_events, section_events
 from memplan.step.states.parallel_shards import numbered
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode, Weight
+from memplan.training.rules.method_rules import REFERRED
 from memplan.units import MIB
 
 VERIFIED, EVALUATED = 2, 3
@@ -70,7 +72,9 @@ class ModelPasses:
         self._sections, self._evaluated_values = SectionPlayer(model.stream, model.values), model.evaluated_values
         self._libraries, setup, taped = model.libraries, model.inputs.setup, model.taped
         copied = setup.copies_logits or around.copy_returned is not None
-        named = "logits" in setup.stack.loop.holds or copied
+        # Whether answers are compared by log-probabilities of whole logits, which the loss's function has names for.
+        self._compares = setup.profile.loss == "log-probabilities" and setup.config.method.stage in REFERRED
+        named = "logits" in setup.stack.loop.holds or (copied and not self._compares)
         returned = taped.head.returned if named and taped.head.logits is not None else ()
         self._own_logits = [value.storage for value in returned]
         self._in_time = setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
@@ -116,8 +120,7 @@ class ModelPasses:
             chunks.forward(NO_STORAGE if normed.output_owned else normed.output, self._named)
             chunks.region_end()
         lowest = self._leave_forward([part for _, part in parts], arguments)
-        if self._reference is not None:
-            self._without_gradients(self._reference)
+        self._compare([storage for _, storage in parts[-1][1].named] if self._compares else [])
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
         several = self.inputs.setup.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
@@ -159,13 +162,39 @@ class ModelPasses:
         self.stream.free_all(self._last_logits)
         self._last_logits = []
 
+    def _compare(self, named: list[int]) -> None:
+        """Write what is between a forward and the end of its loss: forwards of a reference model, and metrics of whole logits.
+
+        Args:
+            named: What the loss's function has names for of the forward.
+        """
+        setup, whole = self.inputs.setup, 4 * self.taped.settings.vocab_size * self.values[Quantity.TOKENS]
+        mismatched = setup.config.method.stage == "kto" and setup.stack.loop.metrics == "softmax"
+        for taped in (self.taped, self._reference) if mismatched and self._compares else ():
+            if taped is None:
+                continue
+            if taped is not self.taped:
+                named += self._without_gradients(taped)
+            self.stream.free_all(self._without_gradients(taped))  # on answers to other prompts
+            self.stream.of("logits")
+            copies = [self.stream.allocate(whole)]  # of desirable and undesirable answers
+            self.stream.free(named.pop())
+            named += copies
+        if self._reference is not None and not mismatched:
+            own = self._without_gradients(self._reference)
+            named += own if setup.copies_logits else []
+            self.stream.free_all([] if setup.copies_logits else own)
+        if self._compares and setup.copies_logits:
+            measure_answers(self.stream, self.inputs, self.taped.settings.vocab_size, self.values)
+        self.stream.free_all(named)
+
     def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
         """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
         for part in parts:
             part.region_end()
         self._keep_logits(parts[-1])
         self.around.turn()
-        if self.inputs.setup.copies_logits:
+        if self.inputs.setup.copies_logits and not self._compares:
             measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._last_logits)
             self._last_logits = []
         elif self.around.copy_returned is not None:
@@ -209,6 +238,7 @@ class ModelPasses:
         leaf: int | None = None,
         renames: bool = False,
         arguments: ModelArguments | None = None,
+        head: bool = True,
     ) -> list[tuple[str, PlayedSection]]:
         """Write the forward of parts, each given what the one before hands on, and what layers are called with."""
         played: list[tuple[str, PlayedSection]] = []
@@ -219,7 +249,7 @@ class ModelPasses:
         for number, events in parts:
             named = bool(number) if self.inputs.setup.has_value_head else chunked and bool(played) and not number
             named = named and not owned and 2 * events.entry + 1 in events.forward
-            stays = len(played) == 1 and arguments is not None and self._names_given and not owned
+            stays = len(played) == 1 and arguments is not None and head and self._names_given and not owned
             if not number:  # the model's name goes when its layers have run
                 self.stream.free_all(first)
             first = [handed] if stays else first if number else []
@@ -229,7 +259,7 @@ class ModelPasses:
                 before = self._last_logits or [NO_STORAGE] * len(self._own_logits)
                 for storage, other in zip(self._own_logits, before, strict=True):
                     part.frees_instead(storage, other)
-            if arguments is not None and not number and played:
+            if arguments is not None and head and not number and played:
                 arguments.named_by(part)
             part.visited = None if self.around.visit is None else partial(self._visit, self.around.visit, number)
             self.around.enter(len(played))
@@ -292,21 +322,31 @@ class ModelPasses:
         """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
         own, self._sections = self._sections, SectionPlayer(self.stream, self._evaluated_values)
-        self._without_gradients(evaluated_model(self.inputs, self.taped), self.around.evaluated(batches))
+        evaluated = evaluated_model(self.inputs, self.taped)
+        if self._compares:
+            self._compare(self._without_gradients(evaluated))
+        else:
+            self._without_gradients(evaluated, self.around.evaluated(batches))
         self._sections = own
 
-    def _without_gradients(self, taped: ModelOnTape, batches: Iterable[int] = (0,)) -> None:
-        """Write forwards that save nothing."""
+    def _without_gradients(self, taped: ModelOnTape, batches: Iterable[int] = (0,)) -> list[int]:
+        """Write forwards that save nothing; return the whole logits of answers that a loss's function has names for."""
         layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
-        head = forward_events(evaluated_head(taped.settings, taped.weights))
-        named = NO_STORAGE
+        head, named = forward_events(evaluated_head(taped.settings, taped.weights)), NO_STORAGE
+        own = 0 if names_embedded(self.inputs) else None
+        logits: list[int] = []
         for _ in batches:
-            parts = self._runs([("", forward_events(taped.embedding)), *[("", layer) for layer in layers]])
+            arguments = ModelArguments(self.stream, self.inputs, taped, self._sections.values)
+            given = [("", forward_events(taped.embedding)), *[("", layer) for layer in layers]]
+            parts = self._runs(given, leaf=own, arguments=arguments, head=False)
             self.around.enter(len(parts))
             _, below = parts[-1]
             part = self._sections.section(head, below.output, below.output_owned)
+            arguments.all_named_by(part, [] if own is None else [parts[0][1].output])
             named = part.returns(self._libraries["forward"], named)
             for played in (*[part for _, part in parts], part):
                 played.region_end()
             self.stream.free_all(storage for _, played in parts for storage in played.cached)
+            logits = [storage for _, storage in part.named]
         self.stream.free_all([] if named == NO_STORAGE else [named])
+        return logits

@@ -90,6 +90,7 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
         ``_compute_loss`` in trl/trainer/dpo_trainer.py (0.29.0, line 1121; 1.6.0) and ``selective_log_softmax`` in
         trl/trainer/utils.py; ``_LogProbEntropyFunction`` in trl/kernels/logprob_entropy.py (1.14.1); ``gather_backward`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp (v2.13.0).
     """
+    builder.tape.named = () if answers else (logits,)
     if metrics == "softmax":
         return pair_log_probabilities(builder, logits, "softmax", nll=False)
     if metrics == "rows":
@@ -111,6 +112,7 @@ def log_probabilities(builder: Builder, logits: Value, metrics: Metrics, *, answ
         cut, rows = rows, tape.value(predicted, logits.width, 4, part=Part.LOGITS)
         name, way = ("divide", NEW) if answers else ("copy", SAME)
         tape.apply(name, [(cut, way)], rows, traits=SAVES_NOTHING)
+        tape.named += () if answers else (rows,)
     labels = [tape.make("shift labels", tape.value(predicted, 1, 8))] if copied and not answers else []
     with tape.alive(rows, *labels):
         chosen, sums = tape.value(predicted, 1, 4), tape.value(predicted, 1, 4)

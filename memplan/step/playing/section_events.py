@@ -46,7 +46,7 @@ class SectionEvents:
     escaped: tuple[int, ...] = ()  # What nodes hold as attributes until the graph of the loss goes
     # A result within that a library asks for a gradient of, and that gradient, which stay with that graph.
     leaf: tuple[int, ...] = ()
-    # Results that a model has names for until all layers have run, by quantity.
+    # Results that nothing but names has: a model's until all layers have run, or a loss's until it returns; by quantity.
     named: tuple[tuple[Quantity, int], ...] = ()
     waits: bool = False
     cached: tuple[
@@ -104,6 +104,7 @@ def section_events(
     backward, in_backward = recorder.cut()
     escaped, leaf = player.escaping_storages(), _leaf(player, output)
     cached = () if tape.cache_stays else tuple(sorted(tape.cached - tape.saved_storages().keys()))
+    named = [value for value in tape.named if value.storage not in tape.saved_storages()]
     backward += recorder.rest([leaving, *recorder.gradient_storages.values(), *escaped, *leaf])
     events = SectionEvents(
         storages=tuple(recorder.storages),
@@ -120,13 +121,13 @@ def section_events(
         used_up=recorder.used_up(),
         escaped=escaped,
         leaf=leaf,
-        named=tuple([(value.quantity, value.storage) for value in tape.named]),
+        named=tuple([(value.quantity, value.storage) for value in named]),
         waits=tape.waits,
         cached=cached,
         returned=_returned(tape, forward),
         visits=(tuple(begun), tuple(ended)),
     )
-    return _holding(events, {*leaf, *cached, *[value.storage for value in tape.named]})
+    return _holding(events, {*leaf, *cached, *[value.storage for value in named]})
 
 
 def _player(section: Section, mode: Mode, recomputation: Recomputation, recorder: EventRecorder) -> Player:
@@ -184,7 +185,8 @@ def forward_events(section: Section) -> SectionEvents:
         leaving=NO_STORAGE,
         gradient_storages=(),
         products=(in_forward, ()),
+        named=tuple([(value.quantity, value.storage) for value in tape.named]),
         cached=tuple(sorted(tape.cached)),
         returned=_returned(tape, forward),
     )
-    return _holding(events, tape.cached)
+    return _holding(events, {*tape.cached, *[value.storage for value in tape.named]})

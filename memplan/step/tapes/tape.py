@@ -62,7 +62,8 @@ class Tape:
     outlives: set[int] = field(default_factory=set)
     stored_at: int = FOREVER  # Index of the operation before which these are stored
     layer_inputs: Value | None = None  # Embeddings of all layers, made or given here
-    named: tuple[Value, ...] = ()  # Results that the model has names for until all layers have run
+    # Results that the model has names for until all layers have run, or a loss's function until it returns.
+    named: tuple[Value, ...] = ()
     between: bool = (
         False  # Whether moments of operations added from now on lie between those of others (``Operation.between``)
     )
