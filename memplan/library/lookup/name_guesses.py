@@ -12,6 +12,7 @@ _TOKEN = re.compile(
     r"\d+x\d+(?:\.\d+)?[bm](?![a-z])|a?\d+(?:\.\d+)?[bm](?![a-z0-9])|(?:int|fp|bf|nf|mxfp|nvfp)\d+|w\d+a\d+|\d-?bit|\d+k(?![a-z])"
     r"|v\d+(?:\.\d+)*|[a-z]+|\d+"
 )
+_MONTH = re.compile(r"2[3-9](?:0[1-9]|1[0-2])")
 _SIZE = re.compile(r"(?:\d+x)?a?\d+(?:\.\d+)?[bm]")
 _VERSION = re.compile(r"\d+$|v\d")
 _NUMBER, _OWN_VERSION = re.compile(r"\d+$"), re.compile(r"v\d")
@@ -59,8 +60,9 @@ def guessed_name(text: str, catalog: Catalog) -> str | None:
     First the longest known name that is left when words such as ``-Instruct`` are taken off counts, then the longest that
     stands in the name, as in a fine-tune's, then the longest whose words stand in it in their order. No such guess is made
     where the other words state another size, where another family's stands behind the name, or where they say that there are
-    other parts than a text model; nor from a name without a size. Of 16,849 published ids (hf_models.json of llmfit 1.1.17)
-    3,642 that no list has, and whose shapes are known, are guessed by these rules; 2 of the guesses are wrong.
+    other parts than a text model; nor from a name without a size, or the month of a release. Of 16,849 published ids
+    (hf_models.json of llmfit 1.1.17) 3,642 that no list has, and whose shapes are known, are guessed by these rules, but for
+    the month's; 2 of the guesses are wrong.
     """
     known = known_names(catalog)
     names, families = sorted(known, key=len, reverse=True), _families(catalog)
@@ -115,7 +117,8 @@ def _guess(
 
 
 def _is_sized(name: tuple[str, ...]) -> bool:
-    return any(_SIZE.fullmatch(word) for word in name)
+    """Tell whether a known name says a size, or the month of a release behind a model's name, as Mistral's do."""
+    return any(_SIZE.fullmatch(word) for word in name) or (len(name) > 2 and any(map(_MONTH.fullmatch, name)))
 
 
 def _is_other(word: str, families: Collection[str] = ()) -> bool:
