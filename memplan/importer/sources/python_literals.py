@@ -37,8 +37,8 @@ def _keys(tree: ast.Module, name: str) -> GivenKeys:
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     calls, absent = [], []
     for node in sorted(_calls(tree), key=lambda call: (call.lineno, call.col_offset)):
-        called = called_name(node.func)
-        if called not in calls:  # a later one loads what was trained, or trains again
+        called = called_name(node.func) if isinstance(node, ast.Call) else called_name(node)
+        if isinstance(node, ast.Call) and called not in calls:  # a later one loads what was trained, or trains again
             unread = _keywords(called, node, names, data, lines)
             absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
         calls.append(called)
@@ -53,13 +53,14 @@ def _keys(tree: ast.Module, name: str) -> GivenKeys:
     return GivenKeys(name, data, lines, "python", words, environment=_environment(tree), absent=tuple(absent))
 
 
-def _calls(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yield the calls of a file, but for those below ``if False:``."""
+def _calls(tree: ast.Module) -> Iterator[ast.Call | ast.Attribute]:
+    """Yield the calls of a file, and where it sets ``requires_grad``, but for those below ``if False:``."""
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.Call):
-            yield node
+        freezes = isinstance(node, ast.Attribute) and node.attr == "requires_grad" and isinstance(node.ctx, ast.Store)
+        if isinstance(node, ast.Call) or freezes:
+            yield node  # type: ignore[misc]
         match node:
             case ast.If(ast.Constant(value), _, otherwise) if not value:
                 nodes += otherwise

@@ -96,12 +96,15 @@ def trl_keys(keys: GivenKeys) -> GivenKeys:
         take(arguments, name, name)
     for name in OF_TRAINERS:
         take(trainer, name, name)
-    if not any(model in keys.words for model in MODELS):  # TRL loads it by its name
+    models = [model for model in MODELS if model in keys.words]
+    if any(type(_given(keys, trainer).get(name)) is str for name in ("0", "model")):
+        models = []  # loaded by its name, whatever else the program loads
+    if not models:  # TRL loads it by its name
         take(trainer, "0", "model_name_or_path")
         take(trainer, "model", "model_name_or_path")
         inner = data.pop("model_init_kwargs", None)
         data |= {RENAMED["model"].get(name, name): value for name, value in (inner or {}).items()}
-    for called in (*MODELS, "LoraConfig", "BitsAndBytesConfig"):
+    for called in (*models, "LoraConfig", "BitsAndBytesConfig"):
         if called in keys.words:
             kind = "model" if called in MODELS else called
             data |= {RENAMED[kind][name]: value for name, value in OWN.get(kind, {}).items()}
@@ -109,6 +112,8 @@ def trl_keys(keys: GivenKeys) -> GivenKeys:
                 key = RENAMED[kind].get(name, "" if _is_plain(name, value) else f"{called}.{name}")
                 if key:
                     take(called, name, key)
+    if any(word.endswith("gradient_checkpointing_enable") for word in keys.words):  # arguments switch it on, never off
+        data["gradient_checkpointing"] = True
     if "LoraConfig" in keys.words:
         data["use_peft"], lines[("use_peft",)] = True, keys.lines.get(("LoraConfig", "r"), 1)
     return replace(
@@ -121,11 +126,21 @@ def trl_keys(keys: GivenKeys) -> GivenKeys:
     )
 
 
+OWN_ADAPTERS = ("get_peft_model", "prepare_model_for_kbit_training", "PeftModel_from_pretrained")
+CHOSEN = ("requires_grad", "requires_grad_")
+"""Ends of what a program calls, or sets, to say which weights train."""
+
+
 def _beyond(keys: GivenKeys) -> Iterator[str]:
     """Yield what has to be said otherwise for the program to be what TRL's own parser would start."""
-    for word in ("get_peft_model", "prepare_model_for_kbit_training"):
-        if word in keys.words:
+    first = min(keys.words.index(name) for name in TRAINERS if name in keys.words)
+    for word in keys.words[:first]:
+        if word in OWN_ADAPTERS:
             yield f"adapters as TRL makes them: {word} makes others, peft_config of its trainer is read"
+        elif word.endswith(CHOSEN):
+            yield "which weights train: the program sets requires_grad, which unfrozen parts of TRL's model do not say"
+        elif word == "torch_compile":
+            yield "a model that is not compiled before its trainer has it; torch_compile of its arguments is read"
     quantised = _given(keys, "BitsAndBytesConfig")
     if quantised.get("load_in_4bit") is True and quantised.get("bnb_4bit_compute_dtype") not in ("bfloat16", "float16"):
         yield "bnb_4bit_compute_dtype of 16 bits: products of 4-bit weights in fp32, its default, are not modelled"
