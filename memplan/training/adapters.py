@@ -14,6 +14,10 @@ from memplan.model.tower import Tower
 from memplan.training.adapted_ends import VALUE_HEAD, last_part, module_of, refuse_saved, selects, targeted_ends
 from memplan.training.resolved import TrainingSetup
 
+RENAMED = ("gate_proj", "up_proj", "down_proj")
+"""Targets that PEFT turns into names of stacked parameters: linear layers called so, of shared experts and of dense layers, have no
+adapters then (``convert_peft_config_for_transformers`` in peft/utils/transformers_weight_conversion.py, 0.21.2)."""
+
 OWN_TARGETS = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral"), ("q_proj", "v_proj")),
     **dict.fromkeys(("qwen2", "qwen3", "stablelm"), ("q_proj", "v_proj")),
@@ -67,8 +71,9 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
         )
     tensors: list[ParameterTensor] = []
+    renamed = RENAMED if adapts_experts(model, setup) else ()
     for tensor in libraries_inventory(model.inventory, setup):
-        if not is_adapted(tensor, adapter, model.spec.tower):
+        if not is_adapted(tensor, adapter, model.spec.tower) or _projection(tensor) in renamed:
             continue
         rows, columns = tensor.shape[::-1] if model.spec.transposed_linear else tensor.shape
         tensors += _factors(tensor, adapter, rows, columns)
@@ -198,7 +203,7 @@ def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[Para
     adapter = setup.config.adapter
     if adapter is None or not adapts_experts(model, setup):
         return
-    for tensor in model.inventory:
+    for tensor in libraries_inventory(model.inventory, setup):
         if tensor.role not in ("expert_matrix", "router"):
             continue
         stem, (*experts, rows, columns) = tensor.name.removesuffix(".weight"), tensor.shape

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from memplan.errors import CannotAnswerError
+from memplan.model.families import around
+from memplan.training.adapters import adapter_tensors
+from tests.families.tiny import CASES
 from tests.survey.drawn_jobs import Job
 from tests.survey.stacks.drawn_stack_jobs import StackJob
-from tests.survey.stacks.judged_stack_jobs import planned
+from tests.survey.stacks.judged_stack_jobs import planned, stack_setup
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
 SMALL |= {"num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False}
@@ -45,3 +48,21 @@ def test_weights_with_their_adapters_folded_in(catalog, model, weights, checkpoi
 def test_what_peft_refuses_on_experts_is_refused(catalog, key, value, word):
     with pytest.raises(CannotAnswerError, match=f"which PEFT refuses with {word}"):
         plan(catalog, QWEN3, {"default": "bf16"}, "full", "fp32", **{key: value})
+
+
+ADAPTED = {name: case for name, case in CASES.items() if around(case[0]).adapted_experts == "planned"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_those_that_peft_makes(catalog, name):
+    """PEFT takes the names of projections for stacked parameters, so that shared experts and dense layers have none."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    family, config = ADAPTED[name]
+    real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **config))
+    adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules="all-linear"))
+    training = {"description": "", "stack": "trl", "weights": {"default": "bf16"}, "compute_dtype": "bf16"}
+    training["adapter"] = {"kind": "lora", "rank": 4, "dtype": "fp32", "targets": ["all-linear"]}
+    job = StackJob(Job({"model_type": family, **config}, training), "9.0", reentrant=False)
+    tensors = adapter_tensors(*stack_setup(job, catalog))
+    assert sum(tensor.elements * tensor.count for tensor in tensors) == adapted.get_nb_trainable_parameters()[0]
