@@ -49,6 +49,15 @@ def test_rows_keep_within_a_narrow_terminal(cli, monkeypatch, arguments):
     assert max(map(len, cli(*arguments).out.splitlines())) <= 40
 
 
+def test_a_place_is_one_line_on_a_narrow_terminal(cli, monkeypatch):
+    monkeypatch.setattr("memplan.cli.output._canvas", lambda *, terminal: Canvas(40))
+    lines = cli("where", "llama-8b", "--qlora").out.splitlines()
+    places = lines[next(number for number, line in enumerate(lines) if "needs" in line) + 1 :]
+    places = places[: places.index("")]
+    assert len(places) == 12
+    assert all(line.split()[0] == "1" and line.endswith("GiB") for line in places)
+
+
 def test_changes_are_in_the_words_of_the_stack(cli):
     job = ("fit", "llama-8b", "--gpu", "rtx3090", "--config", "lora", "-b", 8)
     plan, out = cli(*job, "--json").data, cli(*job).out

@@ -132,6 +132,14 @@ def test_nothing_fits_is_one(cli):
     assert cli("max", "llama-70b", "--for", "layers", "--gpu", "h100").exit_code == 0
 
 
+def test_adapters_are_named_where_they_fit_and_all_weights_do_not(cli):
+    fitting = cli("max", "llama-8b", "--gpu", "rtx4090").out.splitlines()[-2:]
+    assert "adapters fit: add --qlora or --lora." in " ".join(line.strip() for line in fitting)
+    assert "--lora" not in cli("max", "llama-8b", "--gpu", "t4").out
+    assert "adapters" not in cli("max", "llama-70b", "--gpu", "rtx4090").out
+    assert "adapters" not in cli("max", "llama-8b", "--gpu", "rtx4090", "--config", "bf16-adamw").out
+
+
 def test_the_cheapest_comes_first(cli, write):
     path = write("prices.yaml", "currency: EUR\nprices: {h100: 2.5, l40s: 0.8, 4090: 0.1, a100-sxm-80gb: 1.25}\n")
     ran = cli("where", "llama-8b", "--config", "tier1", "--price", path, "--json")

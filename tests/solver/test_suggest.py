@@ -152,9 +152,21 @@ def test_batches_are_as_large_as_asked(rows):
 def test_ranks_go_by_status_and_then_by_tenths_of_time(rows):
     found = rows("llama-8b", "--gpu", "h100", "--experimental", "--most", "50")
     order = ["proven", "works", "experimental"]
-    statuses = [order.index(row["parts_status"]) for row in found]
-    assert statuses == sorted(statuses)
+    ranks = [(row["verdict"] != "fits", order.index(row["parts_status"])) for row in found]
+    assert ranks == sorted(ranks)
     assert all(row["estimate"]["tokens_per_second"] > 0 for row in found)
+
+
+def test_what_fits_comes_before_what_is_tight(rows):
+    verdicts = [row["verdict"] for row in rows("qwen2.5-1.5b", "--gpu", "t4")]
+    assert verdicts == sorted(verdicts)
+    assert set(verdicts) == {"fits", "tight"}
+
+
+def test_wider_optimizer_states_learn_as_the_same_with_narrower_ones(rows):
+    (best,) = rows("llama-8b", "--gpu", "rtx4090", "--qlora")
+    assert best["training"]["optimizer"]["hidden_matrix"] == "adamw-fp32"  # of the config, adamw-bf16
+    assert best["status"] == "proven"
 
 
 def test_strict_takes_no_tight_ones(cli):

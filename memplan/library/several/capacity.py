@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import InvalidFileError, match_hint, shown_value
+from memplan.errors import InvalidFileError, MemplanError, match_hint, shown_value
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs
@@ -75,12 +76,14 @@ class LargestValues(Answer):
         model: The model.
         setup: The training setup.
         rows: One for each GPU.
+        instead: Configs of adapters that fit, where no config was given and all weights do not.
     """
 
     of: Quantity
     model: Model
     setup: TrainingSetup
     rows: tuple[Largest, ...]
+    instead: tuple[str, ...] = ()
 
     @property
     def values(self) -> dict[str, int]:
@@ -98,7 +101,9 @@ class LargestValues(Answer):
         from memplan.report.largest.largest_value_answer import largest_document
         from memplan.report.screens.size_screens import values_screen
 
-        document = largest_document(self.of, self.model, self.setup, self.rows, unit, strict=strict)
+        document = largest_document(
+            self.of, self.model, self.setup, self.rows, unit, strict=strict, instead=self.instead
+        )
         head, sentence = str(document.blocks[0]), str(document.blocks[-1])
         return replace(
             document, screen=lambda canvas: values_screen(self.rows, self.setup, canvas, self.of, head, sentence)
@@ -159,12 +164,28 @@ def largest(
         known = inputs.model()
         setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
         played = _simulated_on(devices)
-        return LargestValues(of, known, setup, tuple(largest_values(of, known, setup, devices, simulate=played)))
+        rows = tuple(largest_values(of, known, setup, devices, simulate=played))
+        fitting = setup.config.adapter is not None or any(row.fits.value or row.tight.value for row in rows)
+        instead = () if fitting or inputs.config is not None else _fitting_adapters(of, known, inputs, devices)
+        return LargestValues(of, known, setup, rows, instead)
     if model is not None or inputs.shapes is not None:
         raise InvalidFileError(
             [f"max --for parameters seeks a model, so it takes none: {model!r}; leave out one of them"]
         )
     return _largest_models(inputs, devices, progress)
+
+
+def _fitting_adapters(of: Quantity, model: Model, inputs: JobInputs, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Return the configs of adapters under which a model fits on any of some devices, by the allocator's share."""
+    from memplan.solver.largest_per_device import largest_values
+
+    fitting = []
+    for name in ("qlora", "lora"):
+        with suppress(MemplanError):
+            setup = inputs.setup(model, name, inputs.gpus)
+            if any(row.fits.value for row in largest_values(of, model, setup, devices)):
+                fitting.append(name)
+    return tuple(fitting)
 
 
 def _largest_models(

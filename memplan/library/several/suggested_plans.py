@@ -175,11 +175,12 @@ def requested_cluster(device: Device, catalog: Catalog, options: SearchOptions) 
 def _shown(rows: Sequence[Settings], *, strict: bool) -> tuple[Settings, ...]:
     """Return the answers of a search, which plans with the allocator's share, as ``memplan.plan`` plans them.
 
-    One that fits by its share alone goes where another remains.
+    One that fits by its share alone goes where another remains; those that are TIGHT come behind those that FIT.
     """
     right = ("fits",) if strict else ("fits", "tight")
     played = [replace(row, plan=simulated(row.plan)) for row in rows]
-    return tuple(row for row in played if row.plan.verdict in right) or tuple(rows)
+    fitting = [row for verdict in right for row in played if row.plan.verdict == verdict]
+    return tuple(fitting) or tuple(rows)
 
 
 # ------------------------------------------------------------------ configs for a GPU

@@ -88,7 +88,7 @@ def placements(
             pooled = Device(device.gpu, device.name, max(2, bound))
             rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
         elif not refusal and (row := _fewest_ranks(compiled, device, simulated)) is not None:
-            rows.append(replace(row, bound=bound))
+            rows.append(replace(row, bound=None if bound is None else min(bound, row.count)))
     return Placements(tuple(rows), refusal)
 
 

@@ -25,9 +25,16 @@ WORDS: dict[Quantity, str] = {
 
 
 def largest_document(
-    what: Quantity, model: Model, setup: TrainingSetup, largest: Sequence[Largest], unit: str, *, strict: bool
+    what: Quantity,
+    model: Model,
+    setup: TrainingSetup,
+    largest: Sequence[Largest],
+    unit: str,
+    *,
+    strict: bool,
+    instead: Sequence[str] = (),
 ) -> Document:
-    """Return the largest value on every device, the largest first."""
+    """Return the largest value on every device, the largest first; ``instead`` are configs that fit where this one does not."""
     rows = sorted(largest, key=lambda row: (-row.fits.value, row.device.gpu.cuda_total_bytes, row.device.name))
     data = {
         "schema": "memplan/largest/1",
@@ -52,7 +59,7 @@ def largest_document(
     table = Table(headers, tuple(_row(row, setup, unit) for row in rows))
     good = any(row.fits.value or (row.tight.value and not strict) for row in rows)
     return Document(
-        data, (head, table, _notes(what, model, rows), _sentence(what, model, setup, rows)), 0 if good else 1
+        data, (head, table, _notes(what, model, rows), _sentence(what, model, setup, rows, instead)), 0 if good else 1
     )
 
 
@@ -103,7 +110,9 @@ def _notes(what: Quantity, model: Model, rows: Sequence[Largest]) -> tuple[str, 
     return tuple(notes)
 
 
-def _sentence(what: Quantity, model: Model, setup: TrainingSetup, rows: Sequence[Largest]) -> str:
+def _sentence(
+    what: Quantity, model: Model, setup: TrainingSetup, rows: Sequence[Largest], instead: Sequence[str]
+) -> str:
     best = rows[0]
     if not best.fits.value:
         tight = max(rows, key=lambda row: row.tight.value)
@@ -113,6 +122,8 @@ def _sentence(what: Quantity, model: Model, setup: TrainingSetup, rows: Sequence
             return f"NO: {model.spec.name} fits with no {WORDS[what]} in which completions leave room for a prompt."
         host = best.device.host_memory_bytes
         beside = "" if host is None else f" and {format_bytes(host)} of host memory"
-        return f"NO: {model.spec.name} does not fit even at {WORDS[what]} 1{beside}."
+        adapters = " or ".join(f"--{name}" for name in instead)
+        hint = f" That trains all weights; adapters fit: add {adapters}." if adapters else ""
+        return f"NO: {model.spec.name} does not fit even at {WORDS[what]} 1{beside}.{hint}"
     ending = "memplan takes no larger one" if best.fits.bounded else f"{best.fits.value + best.fits.apart} does not"
     return f"FITS: {WORDS[what]} {best.fits.value} fits on {of_each(best.device, setup)}, and {ending}."

@@ -145,6 +145,8 @@ def where_screen(
         costs = (row.count * hourly[row.device.name] if row.device.name in hourly else None for row in shown)
         words_of = ("" if cost is None else prices.text(cost) for cost in costs)
         cells = [(cost, *rest) for cost, rest in zip((">per hour", *words_of), cells, strict=True)]
+    if sum(_widths(cells)) + 2 * len(cells[0]) > canvas.width:
+        cells = [line[:-1] for line in cells]  # every row on one line, without what the card has
     columns = _room(cells, canvas)
     gauges = [
         "",
