@@ -326,6 +326,15 @@ def test_libraries_of_kernels_need_what_the_trace_says(word, tmp_path, caplog):
 
 
 @pytest.mark.slow
+def test_kernels_of_the_scripts_own_launch_nothing_compiled_or_not():
+    pytest.importorskip("triton")
+    ran = memplan.run(SCRIPTS / "kernels_of_its_own.py", gpu="h100", steps=4, quiet=True)
+    assert ran.outcome.steps == 4, ran.outcome.message
+    weights, rows = 4 * (128 * 128 + 128), 4 * 64 * 128
+    assert 4 * weights <= ran.requested_bytes <= 4 * weights + 6 * rows
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "gpu", "peak"),  # as recorded of ``memplan trace --stack nanogpt`` in tests/step/test_compiled_model.py
     [
@@ -398,7 +407,8 @@ def test_one_of_eight_ranks_of_a_trainer_needs_what_its_trace_says(zero_stage, t
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 11])
 @pytest.mark.parametrize(
-    "name", ["synchronised_norms", "fsdp2_loop", "replicas_loop", "accelerate_fsdp2", "titan_trainer"]
+    "name",
+    ["synchronised_norms", "fsdp2_loop", "replicas_loop", "compressed_replicas", "accelerate_fsdp2", "titan_trainer"],
 )
 def test_one_of_several_ranks_runs_unchanged(name, rank, tmp_path):
     pytest.importorskip("accelerate")

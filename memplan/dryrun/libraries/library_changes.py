@@ -66,6 +66,9 @@ def known_libraries(
                 replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
             ),
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
+            "peft.tuners.boft.layer": lambda module: stack.enter_context(
+                replaced(module, {"get_fbd_cuda": lambda: _BlockDiagonal})
+            ),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
             "pynvml": lambda module: stack.enter_context(replaced(module, _driver())),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
@@ -127,6 +130,22 @@ def _refused_extension(*_: Any, **__: Any) -> Any:
         "the script compiles an extension of its own, whose operators are not known here; give those that it calls a form "
         "without memory: torch.library.custom_op and register_fake"
     )
+
+
+class _BlockDiagonal:
+    """Stands for the extension that PEFT compiles for BOFT (``fbd_cuda_kernel.cu`` in peft/tuners/boft/fbd, 0.21.2)."""
+
+    @staticmethod
+    def forward(blocks: Tensor) -> list[Tensor]:
+        """Return matrices, ``(factors, rows, rows)``, of blocks, ``(factors, blocks, rows, rows)``, along their diagonals."""
+        factors, count, rows, _ = blocks.shape
+        return [blocks.new_zeros((factors, count * rows, count * rows))]
+
+    @staticmethod
+    def backward(gradient: Tensor, blocks: Tensor) -> list[Tensor]:
+        """Return the gradient of the blocks."""
+        del gradient
+        return [torch.zeros_like(blocks)]
 
 
 def _without_weights(module: Any, stack: ExitStack) -> None:

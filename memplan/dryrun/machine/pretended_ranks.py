@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.cuda import nccl
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor, _dispatch
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,6 +31,18 @@ PLACES = ("device", "is_cuda", "is_cpu", "is_meta")
 NCCL_VERSION = (2, 27, 7)
 """What a script that asks is told, and may log; nothing is sized by it."""
 BACKENDS = "cpu:fake,cuda:fake,meta:fake"
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+"""What a script may go on beside: the first argument of each is what it writes into."""
 
 
 class RankRecorder(LiveRecorder, ShardedRecorder):  # type: ignore[no-untyped-call]
@@ -95,6 +109,7 @@ def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
         objects[0] = values[processes.rank] if values else None
 
     return {
+        **{name: _with_result(getattr(distributed_c10d, name)) for name in COLLECTIVES},
         "init_process_group": joined,
         "new_group": made,
         "all_gather_object": gathered,
@@ -104,6 +119,19 @@ def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
         "get_backend": lambda *_: requested[0],
         "is_nccl_available": lambda: True,
     }
+
+
+def _with_result(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective whose future has what was written, as NCCL's has: hooks of DistributedDataParallel go on from it."""
+
+    def sent(written: Any, *args: Any, **options: Any) -> Any:
+        if collective(written, *args, **options) is None:
+            return None
+        done: Future[Any] = Future()
+        done.set_result([written])
+        return _create_work_from_future(done)
+
+    return sent
 
 
 def _of_the_part(name: str) -> property:

@@ -17,7 +17,8 @@ from memplan.trace.pretended_cuda.fake_devices import fake_cuda, replaced
 Program = Callable[[list[Any]], Any]
 """Takes the inputs of a graph in a list that it empties, as Inductor's own do, and returns its outputs."""
 
-_KERNEL = re.compile(r"\b(triton_\w+)\.run\(")
+_KERNEL = re.compile(r"\b(\w+)\.run\(")
+"""A launch, of a kernel that Inductor has written (``triton_poi_fused_0``), or of a script's own."""
 
 
 class _Kernel:

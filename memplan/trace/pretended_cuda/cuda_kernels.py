@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.step.kernels.attention_choice import FLASH_LARGEST_WIDTH
@@ -120,6 +121,21 @@ def dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p else x
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a product whose bias is added in place where rows do not lie together; torch forms a sum while a dispatch mode is on."""
+    # Source: ``linear`` in aten/src/ATen/native/Linear.cpp (v2.13.0).
+    out: Tensor
+    if bias is None or x.dim() <= 2 or x.is_contiguous() or type(bias) not in _PLAIN or _is_wrapped(bias):
+        out = aten.linear.default._op_dk(_COMPOSITE, x, weight, bias)
+        return out
+    out = torch.matmul(x, weight.t())
+    return out.add_(bias)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def _grouped_mm(
     first: Tensor,
     second: Tensor,
@@ -154,10 +170,8 @@ def _autocast(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     """
     # Source: aten/src/ATen/autocast_mode.h, ``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``.
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        lowered = None if bias is None else bias.to(dtype)
-        out: Tensor = aten.linear.default._op_dk(_COMPOSITE, x.to(dtype), weight.to(dtype), lowered)
-        return out
+    def lowered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def matmul(x: Tensor, other: Tensor) -> Tensor:
         out: Tensor = aten.matmul.default._op_dk(_COMPOSITE, x.to(dtype), other.to(dtype))
@@ -174,7 +188,7 @@ def _autocast(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
         out: Tensor = aten.layer_norm.default._op_dk(_COMPOSITE, x.float(), shape, *wide, *rest)
         return out
 
-    return {"linear": linear, "matmul": matmul, "softmax.int": softmax, "layer_norm": layer_norm}
+    return {"linear": lowered, "matmul": matmul, "softmax.int": softmax, "layer_norm": layer_norm}
 
 
 def _like_what_it_is_of(_: Tensor, given: Tensor, *__: Any) -> Tensor:
@@ -253,6 +267,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
 }
 """Operators without a form on ``meta``."""
 _AS_ON_A_GPU: Mapping[str, Callable[..., Tensor]] = {
+    "linear": linear,
     "mish_backward": _like_what_it_is_of,
     "ctc_loss.Tensor": _listed_ctc_loss,
 }

@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._library import triton as wrapping
 
 from memplan.errors import CannotAnswerError
 from memplan.model.state_space import MULTIPROCESSORS
@@ -153,17 +155,22 @@ def idle_launches(launched: Callable[..., None] = lambda *_, **__: None) -> Iter
     """
     runners: list[Any] = [getattr(import_module(f"triton.runtime.{name}"), kind) for name, kind in _RUNNERS]
     runs = [runner.run for runner in runners]
+    wraps = wrapping.is_wrap_triton_enabled
     for runner in runners:
         runner.run = lambda _, *args, **options: launched(*args, **options)
+    wrapping.is_wrap_triton_enabled = lambda: wraps() and any(map(_get_dispatch_mode, _TRACING))
     try:
         yield
     finally:
+        wrapping.is_wrap_triton_enabled = wraps
         for runner, run in zip(runners, runs, strict=True):
             runner.run = run
 
 
 _RUNNERS = ("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")
 """What ``kernel[grid](...)`` calls (triton/runtime/jit.py, ``KernelInterface.__getitem__``, 3.9.0)."""
+_TRACING = (_TorchDispatchModeKey.FUNCTIONAL, _TorchDispatchModeKey.PROXY)
+"""Modes of torch's compiler, for which ``torch.library.wrap_triton`` puts an operator in the place of a kernel."""
 
 ORIGINAL: dict[str, Callable[..., Any]] = {}
 """Module and name -> transformers' own function."""
