@@ -204,7 +204,8 @@ def job_inputs(
         InvalidFileError: A number that is out of range, or an unknown kind of checkpointing.
     """
     for name, instead in (refused or {}).items():
-        if options.get(name) not in (None, (), [], {}):
+        value = options.get(name)
+        if value is not None and not (isinstance(value, tuple | list | dict) and value in ((), [], {})):
             raise TypeError(f"memplan.{question}() takes no {name}: {instead}")
     for name in options:
         if name not in known.__annotations__:

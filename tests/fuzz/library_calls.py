@@ -31,11 +31,23 @@ class PathOfBytes:
         return b"x\xff"
 
 
+class Several:
+    """What NumPy's arrays are in a comparison: many answers, of which none is true or false."""
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise ValueError("the truth value of several is ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 KINDS: tuple[Any, ...] = (
     None, True, 0, 1, -1, 8, 10**30, 10**5000, 2.5, float("nan"), float("-inf"), 1j, Fraction(4), b"x", bytearray(b"x"), "", "x",
     "\x1b[31m", "\u2028", "\udcff", "a\x00b", [], [1], [None], [[]], (), ("a",), {}, {"a": 1}, {1: 2}, {"a": 10**5000}, set(), {1},
     range(3), object(), len, int, ..., Path("x"), Path("/dev/zero"), Path(), ValueError("x"), memoryview(b"x"),
-    range(10**9), repeat(1), repeat("a=1"), PathOfBytes(),
+    range(10**9), repeat(1), repeat("a=1"), PathOfBytes(), Several(),
 )  # fmt: skip
 GOOD: dict[str, tuple[Any, ...]] = {
     "gpu": GPUS, "gpu_memory": SIZES, "gpus": (1, 2, 8), "host_memory": SIZES, "config": CONFIGS, "micro_batch_size": (1, 2, 2**24),
