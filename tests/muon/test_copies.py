@@ -194,7 +194,7 @@ def test_state_follows_parameters_to_another_device(form):
     p = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
     optimizer = Muon([p], **form)
     (handle, group), *_ = optimizer.handles()
-    handle._key = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16, device="meta"))
+    handle.key = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16, device="meta"))
     state = optimizer.state[p]
     follow_parameter(handle, group, state)
     assert {tensor.device.type for key, tensor in state.items() if key != "step"} == {"meta"}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,64 +30,51 @@ FIRST_CAPABILITY = 8
 """Of Ampere, the first cards that it runs on (flash_api.cpp, ``mha_fwd``)."""
 
 
-def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                           max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                           causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                           alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                           return_attn_probs: bool = False, block_table: Tensor | None = None) -> Any:  # fmt: skip
-    """Return attention of sequences one behind another, each tensor ``(tokens, heads, width)``."""
-    del softmax_scale, causal, window_size, softcap, alibi_slopes, block_table
-    lengths = AttentionLengths(
-        (cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)), dropout_p > 0, return_attn_probs
+_OPTIONS = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+_OF_TWO = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def _attention(name: str, tensors: tuple[str, ...], lengths: tuple[str, ...] = (), **more: Any) -> Callable[..., Any]:
+    """Return a function of the package's, which tells of attention and does none.
+
+    Args:
+        tensors: Its first arguments: queries, keys and values, ``(batch, tokens, heads, width)`` each, or packed, with their
+            number before the heads; without the batch where they lie one behind another.
+        lengths: The next, where sequences do: where they begin, of queries and of keys, and the tokens of the longest.
+        more: Options that it alone has.
+    """
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    required = [Parameter(key, kind) for key in (*tensors, *lengths)]
+    signature = Signature(
+        [*required, *(Parameter(key, kind, default=value) for key, value in {**_OPTIONS, **more}.items())]
     )
-    return attended(lengths, (q, k, v), deterministic=deterministic)
 
+    def attention(*args: Any, **options: Any) -> Any:
+        said = signature.bind(*args, **options)
+        said.apply_defaults()
+        given, values = tuple(said.arguments[key] for key in tensors), said.arguments
+        bounds = [values[key] for key in lengths if key.startswith("cu_")]
+        longest = [int(values[key]) for key in lengths if key.startswith("max_")]
+        longest = longest or [given[0].shape[1], given[-1].shape[1]]
+        apart = AttentionLengths(
+            (bounds[0], bounds[-1]) if bounds else (),
+            (longest[0], longest[-1]),
+            values["dropout_p"] > 0,
+            values["return_attn_probs"],
+        )
+        return attended(apart, given, deterministic=values["deterministic"])
 
-def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-                              window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                              alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                              return_attn_probs: bool = False) -> Any:  # fmt: skip
-    """Return attention of one tensor ``(batch, tokens, 3, heads, width)``."""
-    del softmax_scale, causal, window_size, softcap, alibi_slopes
-    tokens = qkv.shape[1]
-    lengths = AttentionLengths((), (tokens, tokens), dropout_p > 0, return_attn_probs)
-    return attended(lengths, (qkv,), deterministic=deterministic)
-
-
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                             causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                             alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                             return_attn_probs: bool = False) -> Any:  # fmt: skip
-    """Return attention of queries and one tensor of keys and values ``(batch, tokens, 2, heads, width)``."""
-    del softmax_scale, causal, window_size, softcap, alibi_slopes
-    lengths = AttentionLengths((), (q.shape[1], kv.shape[1]), dropout_p > 0, return_attn_probs)
-    return attended(lengths, (q, kv), deterministic=deterministic)
-
-
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
-                                     softmax_scale: float | None = None, causal: bool = False,
-                                     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                                     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                                     return_attn_probs: bool = False) -> Any:  # fmt: skip
-    """Return attention of one tensor ``(tokens, 3, heads, width)`` of sequences one behind another."""
-    del softmax_scale, causal, window_size, softcap, alibi_slopes
-    lengths = AttentionLengths(
-        (cu_seqlens, cu_seqlens), (int(max_seqlen), int(max_seqlen)), dropout_p > 0, return_attn_probs
-    )
-    return attended(lengths, (qkv,), deterministic=deterministic)
-
-
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                                    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                                    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                                    alibi_slopes: Tensor | None = None, deterministic: bool = False,
-                                    return_attn_probs: bool = False) -> Any:  # fmt: skip
-    """Return attention of queries ``(tokens, heads, width)`` and of keys and values ``(tokens, 2, heads, width)``."""
-    del softmax_scale, causal, window_size, softcap, alibi_slopes
-    lengths = AttentionLengths(
-        (cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k)), dropout_p > 0, return_attn_probs
-    )
-    return attended(lengths, (q, kv), deterministic=deterministic)
+    attention.__name__, attention.__signature__ = name, signature  # type: ignore[attr-defined]
+    return attention
 
 
 def flash_attn_with_kvcache(q: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -155,11 +143,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
+    _attention("flash_attn_varlen_func", ("q", "k", "v"), _OF_TWO, block_table=None),
+    _attention("flash_attn_qkvpacked_func", ("qkv",)),
+    _attention("flash_attn_kvpacked_func", ("q", "kv")),
+    _attention("flash_attn_varlen_qkvpacked_func", ("qkv",), ("cu_seqlens", "max_seqlen")),
+    _attention("flash_attn_varlen_kvpacked_func", ("q", "kv"), _OF_TWO),
     flash_attn_with_kvcache,
 )
 PADDING: dict[str, Any] = {

@@ -76,64 +76,52 @@ class FloatHandle:
         store: Where its gradient is kept, if not in ``parameter.grad``.
     """
 
-    def __init__(self, parameter: Tensor, store: GradientStore | None = None) -> None:
-        self._key = parameter
-        self.store = store
+    block_elements = 1  # Floats have no blocks
+    layout: Any = None  # The dtype says it all
 
-    @property
-    def key(self) -> Tensor:
-        """The parameter itself."""
-        return self._key
+    def __init__(self, parameter: Tensor, store: GradientStore | None = None) -> None:
+        self.key = parameter
+        self.store = store
 
     @property
     def parameter(self) -> Tensor:
         """What this rank has of it, which is all where it is no DTensor."""
-        return local_part(self._key)
+        return local_part(self.key)
 
     @property
     def shape(self) -> torch.Size:
         """The shape of that."""
         return self.parameter.shape
 
-    @property
-    def block_elements(self) -> int:
-        """One: floats have no blocks."""
-        return 1
-
-    @property
-    def layout(self) -> Any:
-        """None: the dtype says it all."""
-        return None
-
     def gradient(self, reuse: bool) -> Gradient | None:
         """Return ``parameter.grad``, or the store's gradient."""
         if self.store is not None and self.store.codes is not None:
             return self.store
-        if self._key.grad is not None and is_divided(self._key):
-            self._key.grad = placed_as(self._key.grad, self._key)
-        grad = None if self._key.grad is None else local_part(self._key.grad)
+        if self.key.grad is not None and is_divided(self.key):
+            self.key.grad = placed_as(self.key.grad, self.key)
+        grad = None if self.key.grad is None else local_part(self.key.grad)
         if grad is not None and grad.layout != torch.strided:
             raise OptimizerError(f"sparse gradient for a parameter of shape {tuple(self.shape)}: expected a dense one")
         return None if grad is None else TensorGradient(grad, reuse)
 
     def clear_gradient(self) -> None:
         """Drop ``parameter.grad`` and the store's gradient."""
-        self._key.grad = None
+        self.key.grad = None
         if self.store is not None:
             self.store.clear()
 
     def collect(self, keep: bool) -> None:
         """Move ``parameter.grad`` into the store, where there is one that it must be kept in or added to."""
         if self.store is not None and (keep or self.store.codes is not None):
-            assert self._key.grad is not None
-            self.store.take_(self._key.grad)
-            self._key.grad = None
+            assert self.key.grad is not None
+            self.store.take_(self.key.grad)
+            self.key.grad = None
 
     def on_gradient(self, call: Callable[[], None]) -> Any:
         """Register a hook of the parameter."""
-        if not self._key.requires_grad or not self._key.is_leaf:
+        if not self.key.requires_grad or not self.key.is_leaf:
             return None
-        return self._key.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
+        return self.key.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
 
     def scratch(self, elements: int) -> Tensor | None:
         """Return nothing for fp32, else an fp32 copy of a stretch."""
