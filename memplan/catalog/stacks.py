@@ -97,9 +97,7 @@ class StackModels:
     # Families whose last layer of each kind hands its keys and values on although no other layer attends to them.
     hands_unread: tuple[str, ...] = ()
     wide_routers: bool = False  # Whether routers whose products are in fp32 stay so where all else is loaded in 16 bits
-    uncheckpointed: tuple[
-        str, ...
-    ] = ()  # Families whose layers no function of checkpointing calls, whatever is asked for
+    uncheckpointed: tuple[str, ...] = ()  # Families whose layers no function of checkpointing calls, if it is asked for
     narrow_softmax: tuple[str, ...] = ()  # Families whose eager attention forms probabilities in its scores' dtype
     narrow_losses: tuple[str, ...] = ()  # Families that cut logits and form their loss of these in their own dtype
     # Families whose caps of scores torch's attention is not told of, which is run all the same, and now is not.

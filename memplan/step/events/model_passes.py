@@ -170,9 +170,7 @@ class ModelPasses:
         """
         setup, whole = self.inputs.setup, 4 * self.taped.settings.vocab_size * self.values[Quantity.TOKENS]
         mismatched = setup.config.method.stage == "kto" and setup.stack.loop.metrics == "softmax"
-        for taped in (self.taped, self._reference) if mismatched and self._compares else ():
-            if taped is None:
-                continue
+        for taped in filter(None, (self.taped, self._reference) if mismatched and self._compares else ()):
             if taped is not self.taped:
                 named += self._without_gradients(taped)
             self.stream.free_all(self._without_gradients(taped))  # on answers to other prompts
@@ -181,9 +179,7 @@ class ModelPasses:
             self.stream.free(named.pop())
             named += copies
         if self._reference is not None and not mismatched:
-            own = self._without_gradients(self._reference)
-            named += own if setup.copies_logits else []
-            self.stream.free_all([] if setup.copies_logits else own)
+            (named.extend if setup.copies_logits else self.stream.free_all)(self._without_gradients(self._reference))
         if self._compares and setup.copies_logits:
             measure_answers(self.stream, self.inputs, self.taped.settings.vocab_size, self.values)
         self.stream.free_all(named)
