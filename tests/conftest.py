@@ -107,7 +107,7 @@ def played_once() -> Iterator[None]:
         told.move_to_end(question)
         return told[question]
 
-    def once(simulation, capacity_bytes=None, *, downwards=False):
+    def once(simulation, capacity_bytes=None, *, downwards=True):
         events = array("q", simulation._stream._blocks).tobytes(), array("q", simulation._stream._codes).tobytes()
         question = hash(events), simulation._expandable, capacity_bytes, downwards
         if question not in played:

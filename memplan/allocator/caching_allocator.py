@@ -1,7 +1,7 @@
 """A simulator of torch's CUDA caching allocator: which blocks, which segments, and would it fit.
 
 It follows ``c10/cuda/CUDACachingAllocator.cpp`` with the settings of torch 2.13: one process, one
-card, frees that complete at once. Addresses of segments rise in the order they were taken, while
+card, frees that complete at once. Addresses of segments fall in the order they were taken, while
 cudaMalloc may hand out any; they decide only between free blocks of equal size. What is allocated
 while a CUDA graph is captured has a pool of its own, whose segments serve nothing else and stay
 for as long as the graph does.

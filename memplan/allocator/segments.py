@@ -25,7 +25,8 @@ class Driver:
     Args:
         capacity_bytes: What the process can get in all; None for no limit.
         large_page_bytes: Page of an expandable segment of the large pool.
-        place: Gives the address of a new segment of so many bytes; consecutive ones by default.
+        place: Gives the address of a new segment of so many bytes; by default each lies below those before, as Linux places
+            what is mapped (``arch_get_unmapped_area_topdown``) and runs on an H200 and a T4 had it; expandable ones lie above.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class Driver:
         self.segments_peak = 0
         self.calls: list[DriverCall] = []
         self._large_page_bytes = large_page_bytes
-        self._next_address = _FIRST_ADDRESS
-        self._place = place or self._next_place
+        self._next_address = self._lowest_address = _FIRST_ADDRESS
+        self._place, self._place_range = place or self._below, place or self._above
 
     def allocate_segment(self, pool: Pool, stream: int, size_bytes: int) -> Block | None:
         """Return a new segment as one block (cudaMalloc), or None when the card is full."""
@@ -150,7 +151,9 @@ class Driver:
         wanted = _UNLIMITED_ADDRESS_SPACE
         if self.capacity_bytes is not None:
             wanted = self.capacity_bytes + self.capacity_bytes // 8
-        virtual = VirtualSegment(self._place(page_bytes), max(round_up(wanted, page_bytes), page_bytes), page_bytes)
+        virtual = VirtualSegment(
+            self._place_range(page_bytes), max(round_up(wanted, page_bytes), page_bytes), page_bytes
+        )
         self._next_address = max(self._next_address, virtual.address + virtual.size_bytes)
         block = Block(pool, stream, virtual.address, virtual.size_bytes, virtual)
         block.mapped = False
@@ -161,7 +164,11 @@ class Driver:
     def _has_room(self, size_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + size_bytes <= self.capacity_bytes
 
-    def _next_place(self, size_bytes: int) -> int:
+    def _below(self, size_bytes: int) -> int:
+        self._lowest_address -= size_bytes
+        return self._lowest_address
+
+    def _above(self, size_bytes: int) -> int:
         address = self._next_address
         self._next_address += size_bytes
         return address

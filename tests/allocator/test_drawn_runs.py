@@ -122,7 +122,7 @@ def told_replays(number: int) -> object:
     sizes = [size for sign, _, size in events if sign > 0]
     codes = [2 * numbers[storage] + (sign < 0) for sign, storage, _ in events]
     several = {numbers[storage]: stream for storage, stream in streams.items() if stream}
-    ways = [{}, {"expandable": True}, {"downwards": True}, {"capacity_bytes": 160 * MIB}]
+    ways = [{}, {"expandable": True}, {"downwards": False}, {"capacity_bytes": 160 * MIB}]
     quick = [Stream(sizes, codes, streams=given).peaks(**way) for way in ways for given in (None, several)]
     return whole, whole.oom, quick
 

@@ -94,7 +94,7 @@ def test_where_the_driver_puts_segments_decides_between_blocks_of_one_size():
     results = {
         (up.reserved_bytes, down.reserved_bytes)
         for sizes, codes in map(drawn, range(30))
-        for up, down in [(Stream(sizes, codes).peaks(), Stream(sizes, codes).peaks(downwards=True))]
+        for up, down in [(Stream(sizes, codes).peaks(downwards=False), Stream(sizes, codes).peaks())]
     }
     assert any(up != down for up, down in results)
 
@@ -110,7 +110,7 @@ def test_stretches_that_are_alike_are_played_until_they_change_nothing(seed):
         codes += [2 * (storage + (turn - 1) * len(sizes)) + 1 for storage in left]
         codes += [code + 2 * turn * len(sizes) for code in stretch]
     whole = Stream(sizes * 6, codes).peaks()
-    for ways in ({}, {"downwards": True}, {"expandable": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
+    for ways in ({}, {"downwards": False}, {"expandable": True}, {"capacity_bytes": whole.reserved_bytes - 2**21}):
         assert Stream(sizes * 6, codes, places).peaks(**ways) == Stream(sizes * 6, codes).peaks(**ways)
 
 
@@ -137,7 +137,7 @@ def test_rounds_within_a_stretch_are_played_until_they_change_nothing(seed):
     whole, few = Stream(all_sizes, codes), Stream(all_sizes, codes, places[1:], rounds)
     for ways in (
         {},
-        {"downwards": True},
+        {"downwards": False},
         {"expandable": True},
         {"capacity_bytes": whole.peaks().reserved_bytes - 2**21},
     ):
@@ -207,7 +207,7 @@ def test_segments_that_a_step_has_made_are_known_to_be_taken_again_or_are_tried(
         sizes, codes, places = steady_run(seed, small)
         streams = drawn_streams(sizes, codes, places, seed) if several else None
         whole, few = Stream(sizes, codes, streams=streams), Stream(sizes, codes, places, streams=streams)
-        for ways in ({}, {"downwards": True}, {"capacity_bytes": whole.peaks().reserved_bytes - 2**21}):
+        for ways in ({}, {"downwards": False}, {"capacity_bytes": whole.peaks().reserved_bytes - 2**21}):
             assert few.peaks(**ways) == whole.peaks(**ways), (seed, ways)
         skipped += plays(few) < len(places) + 1
-    assert skipped >= len(drawn) - 2
+    assert skipped >= len(drawn) - 5

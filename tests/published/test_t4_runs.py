@@ -14,7 +14,9 @@ TABLE = yaml.safe_load((Path(__file__).parent / "t4_runs.yaml").read_text())
 SCRIPT = Path(__file__).parents[1] / "dryrun" / "scripts" / "checkpointed_step.py"
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-WITHIN = {"fp16": 0.001, "nf4": 0.0125}
+WITHIN = {"fp16": 0.0005, "nf4": 0.0125}
+HELD = 0.003
+"""How far off the segments of a run over fp16 may be, the worst of which is 0.28 %: a segment of 20 MiB, or of ten times 2 MiB."""
 """How far off a plan may be. Codes are made while 16-bit weights load, and lie in what these left: up to 1 MiB of each is not split off
 (``should_split`` in c10/cuda/CUDACachingAllocator.cpp), which is not simulated. It fits the bytes that are published of loading: 20 MiB
 of TinyLlama, none where sizes are powers of two; it was not traced."""
@@ -47,6 +49,8 @@ def test_a_peak_measured_on_a_t4_is_the_one_that_is_planned(run):
     plan = planned(*run[:6])
     assert plan.memory.allocated_bytes == pytest.approx(run[6], rel=WITHIN[run[1]])
     assert plan.verdict != "no"
+    if run[1] == "fp16":
+        assert plan.memory.reserved_bytes == pytest.approx(run[7] * 2**20, rel=HELD)
 
 
 @pytest.mark.slow
@@ -60,7 +64,5 @@ def test_a_run_of_such_a_script_holds_what_it_held_on_the_t4(run, tmp_path):
     kernel = "eager" if attention == "eager" else "sdpa"
     words = [str(tmp_path), str(rows), str(tokens), str(rank), kernel]
     peak = memplan.run(SCRIPT, words, gpu="t4", quiet=True).to_dict()["peak"]
-    # Where the run held one fp16 tensor of scores more, which is not understood.
-    known_gap = (attention, tokens) == ("eager", 4096)
-    assert peak["reserved_bytes"] == (pytest.approx(reserved * 2**20, rel=0.07) if known_gap else reserved * 2**20)
+    assert peak["reserved_bytes"] == pytest.approx(reserved * 2**20, rel=0.002)
     assert peak["allocated_bytes"] == pytest.approx(allocated, rel=1e-5)

@@ -67,16 +67,18 @@ class Stream:
         self._rounds = rounds or [()] * len(self._stretches)
 
     def peaks(
-        self, capacity_bytes: int | None = None, *, downwards: bool = False, expandable: bool = False
+        self, capacity_bytes: int | None = None, *, downwards: bool = True, expandable: bool = False
     ) -> StreamPeaks:
         """Return what the stream does to the allocator with torch's default settings, until it ends or fails.
 
         Args:
             capacity_bytes: What the process can get of the card; None for no limit.
-            downwards: Whether each new segment lies below those before: which addresses it gets is the driver's choice.
+            downwards: Whether each new segment lies below those before, as it did on the cards that were measured, or above: which
+                addresses it gets is the driver's choice.
             expandable: Whether segments are expandable; there is no choice of addresses then.
         """
-        state = StreamAllocator(capacity_bytes, downwards=downwards, expandable=expandable, streams=self._streams)
+        below = downwards and not expandable
+        state = StreamAllocator(capacity_bytes, downwards=below, expandable=expandable, streams=self._streams)
         if self._first:
             state.play(self._blocks, self._codes[: self._first])
         first, before = state.allocated_peak, None

@@ -37,8 +37,11 @@ HANDLES = 2
 MOST_LAYERS = 1_000
 """Layers times micro-steps of a step that is played, at most, each expert that is a module counting as a layer: some 400,000 events."""
 
-PLACEMENTS = (False, True)
-"""New segments above those before, and below them: which addresses it gives is the driver's choice."""
+PLACEMENTS = (True, False)
+"""New segments below those before, as on an H200 and a T4, and above them: which addresses it gives is the driver's choice.
+
+Of 19 runs on an H200 where it matters 15 held what it says within 0.005 % (tests/records/cuda), where 3 held what the other says; on a T4 with eager
+attention ten are within 0.2 %, where the other was up to 9 % low and 3 % high."""
 
 AGREEMENT_SHARE, AGREEMENT_BYTES = 50, 2**26
 """Events whose allocated peak is off the formula's by more than a 50th and 64 MiB are not those of the formula."""
@@ -49,7 +52,7 @@ class Simulated:
     """What the simulated allocator says of a run, in bytes of its segments."""
 
     allocated_bytes: int  # Most bytes in blocks
-    spare_bytes: int  # Most bytes in segments with memory to spare, new segments above those before
+    spare_bytes: int  # Most bytes in segments with memory to spare, new segments below those before
     most_bytes: int  # The same where the driver puts segments so that it is more
     least_bytes: int  # The least of the sizes tried with which it runs; it releases what it caches, and tries again
     below_bytes: int  # A size with which it does not run, or the blocks alone: less is not to be had
@@ -108,7 +111,7 @@ class Simulation:
             below_bytes=allocated if runs else middle,
         )
 
-    def _played(self, capacity_bytes: int | None = None, *, downwards: bool = False) -> StreamPeaks:
+    def _played(self, capacity_bytes: int | None = None, *, downwards: bool = True) -> StreamPeaks:
         return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
 
 
