@@ -143,7 +143,7 @@ def _with_functions(model: Any, patches: ModuleType, fused: Sequence[str]) -> No
     kernels.get_attention_cls_from_config = lambda _: attention
     try:
         if "qkv" in fused or "o" in fused:
-            kernels.patch_self_attn_lora(SimpleNamespace())
+            kernels.patch_self_attn_lora(SimpleNamespace(fused_attn_kernel=None))
         options = {f"lora_{part}_kernel": part in fused for part in ADAPTED}
         empty = dict.fromkeys(("use_scattermoe", "use_sonicmoe", "lora_embedding_kernel"))
         kernels.apply_lora_kernel_patches(model, SimpleNamespace(**options, **empty))
