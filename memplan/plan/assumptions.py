@@ -164,6 +164,8 @@ def _method(plan: MemoryPlan) -> Iterator[str]:
     if method.reference_model != "none":
         own = plan.setup.config.compute_dtype if reference_setup(plan.setup) is not plan.setup else "the same formats"
         yield f"reference model: {REFERENCES[str(method.reference_model)].format(own)}"
+    if method.reference_model == "resident" and is_sharded(plan.setup.config.parallel):
+        yield "TRL shards the reference model as one unit: in its forward all of it is there twice, in the buffer it is gathered in and copied out"
 
 
 ENGINES = {

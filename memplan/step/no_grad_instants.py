@@ -28,8 +28,8 @@ EVALUATION = "evaluation"
 GENERATION = "generation"
 """The instant at which completions are generated and their log-probabilities computed."""
 
-EMBEDDING = -1
-"""Stands for the embedding among the kinds of layers."""
+EMBEDDING, HEAD = -1, -2
+"""Stand for the embedding, and for norm and head, among the kinds of layers."""
 
 
 def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
@@ -94,15 +94,24 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
 
 def _reference_forward(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
     """Yield the moments of a reference model's forward, which runs before backward, beside all that forward has saved."""
-    # Source: ``_compute_loss`` in trl/trainer/dpo_trainer.py and kto_trainer.py (1.16.0).
     if inputs.setup.answer_length:
         return  # it has been compared with before
-    if inputs.setup.profile.loss != "log-probabilities":
-        around += single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
-        around += single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, STATISTICS_BYTES)
+    around += beside_reference(inputs)
     if taped.settings.metrics == "softmax":
         around += joined_ids(inputs.setup, forward=True)
     yield from _reference_moments(inputs, taped, around, name)
+
+
+def beside_reference(inputs: StepInputs) -> Form:
+    """Return what is there of a forward's results, and has names, while a reference model runs: nothing of whole logits, told elsewhere.
+
+    Source:
+        ``_compute_loss`` in trl/trainer/dpo_trainer.py and kto_trainer.py (1.16.0).
+    """
+    if inputs.setup.profile.loss == "log-probabilities":
+        return ZERO
+    labels = single_form(Part.ACTIVATIONS, Quantity.TOKENS, LABEL_BYTES)
+    return labels + single_form(Part.LOGITS, Quantity.PREDICTED_TOKENS, STATISTICS_BYTES)
 
 
 def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, name: str) -> Iterator[Instant]:
@@ -170,6 +179,15 @@ def forward_alone(
         around: What is there throughout.
         head: Whether head and loss run too.
     """
+    for kind, moment in parts_alone(inputs, taped, around, name, arguments):
+        if head or kind != HEAD:
+            yield moment
+
+
+def parts_alone(
+    inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form = ZERO, *, loss_inside: bool = True
+) -> Iterator[tuple[int, Instant]]:
+    """Yield the same, each moment with the kind of layer that it is in, or the end."""
     parts = {EMBEDDING: taped.embedding.evaluated()}
     parts |= {kind: section.evaluated() for kind, section in enumerate(taped.layers)}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
@@ -187,9 +205,9 @@ def forward_alone(
         if kind != EMBEDDING:
             below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read(last[kind])
         for moment in parts[kind].forward:
-            yield moment.around(below + arguments + (ZERO if first else named), name)
-    for moment in evaluated_head(taped.settings, taped.weights).evaluated().forward if head else ():
-        yield moment.around(alone if moment.name == BEHIND_REGION else around, name)
+            yield kind, moment.around(below + arguments + (ZERO if first else named), name)
+    for moment in evaluated_head(taped.settings, taped.weights, loss_inside=loss_inside).evaluated().forward:
+        yield HEAD, moment.around(alone if moment.name == BEHIND_REGION else around, name)
 
 
 def names_embedded(inputs: StepInputs) -> bool:

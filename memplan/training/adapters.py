@@ -236,7 +236,7 @@ def reference_tensors(inventory: Inventory, setup: TrainingSetup) -> Inventory:
     """Return the tensors of a reference model that is a frozen second copy."""
     if setup.config.method.reference_model != "resident":
         return ()
-    return tuple(replace(tensor, name=f"{REFERENCE}{tensor.name}") for tensor in inventory)
+    return tuple(replace(tensor, name=f"{REFERENCE}{tensor.name}", frozen=True) for tensor in inventory)
 
 
 def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory:

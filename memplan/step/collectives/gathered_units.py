@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass as mutable
-from dataclasses import field
+from dataclasses import field, replace
 from fractions import Fraction
 
 from memplan.documents.frozen_values import dataclass
@@ -128,6 +128,12 @@ def unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:
         formed_bytes=sum(one.formed_bytes for one in both),
         groups=both,
     )
+
+
+def still_unit(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit | None:
+    """Return what all tensors of a model take that is not trained, and is one unit; None for none."""
+    still = [replace(tensor, used=False) for tensor in tensors for _ in range(tensor.count)]
+    return unit(still, setup) if still else None
 
 
 def _group(tensors: Sequence[ParameterTensor], setup: TrainingSetup) -> Unit:

@@ -32,6 +32,11 @@ def _added(mode: Mode, micro_step: int) -> Mode:
     return "again" if micro_step else mode
 
 
+def _as_it_is(play: Callable[[], None]) -> None:
+    """Write what is given."""
+    play()
+
+
 @dataclass(frozen=True, slots=True)
 class Around:
     """What is written around the parts of a step, whose places are 0 for the embedding to the last for norm and head."""
@@ -51,6 +56,8 @@ class Around:
     leave_head: Callable[[], None] = _nothing  # Behind the head's product
     # Copies what the model returns, given storages of its logits, which go then; None where it is not copied.
     copy_returned: Callable[[Sequence[int]], None] | None = None
+    # Around the forward of a reference model, given what writes that.
+    refer: Callable[[Callable[[], None]], None] = _as_it_is
     turn: Callable[[], None] = _nothing  # Before backward
     reach_head: Callable[[], None] = _nothing  # When backward has the gradient of the logits, before the head's product
     enter_backward: Callable[[int], None] = _nothing  # Before the backward of a part

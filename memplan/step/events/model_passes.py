@@ -121,6 +121,8 @@ class ModelPasses:
             chunks.region_end()
         lowest = self._leave_forward([part for _, part in parts], arguments)
         self._compare([storage for _, storage in parts[-1][1].named] if self._compares else [])
+        if self._reference is not None:
+            self.around.turn()
         self.stream.begin("loss backward")
         self.stream.of("temporaries")
         several = self.inputs.setup.config.gradient_accumulation_steps > 1 or self.inputs.setup.scales_loss
@@ -163,11 +165,7 @@ class ModelPasses:
         self._last_logits = []
 
     def _compare(self, named: list[int]) -> None:
-        """Write what is between a forward and the end of its loss: forwards of a reference model, and metrics of whole logits.
-
-        Args:
-            named: What the loss's function has names for of the forward.
-        """
+        """Write what is between a forward, of which a loss's function names this, and its loss: a reference's forward, and metrics."""
         setup, whole = self.inputs.setup, 4 * self.taped.settings.vocab_size * self.values[Quantity.TOKENS]
         mismatched = setup.config.method.stage == "kto" and setup.stack.loop.metrics == "softmax"
         for taped in filter(None, (self.taped, self._reference) if mismatched and self._compares else ()):
@@ -179,7 +177,8 @@ class ModelPasses:
             self.stream.free(named.pop())
             named += copies
         if self._reference is not None and not mismatched:
-            (named.extend if setup.copies_logits else self.stream.free_all)(self._without_gradients(self._reference))
+            take, reference = named.extend if setup.copies_logits else self.stream.free_all, self._reference
+            self.around.refer(lambda: take(self._without_gradients(reference)))
         if self._compares and setup.copies_logits:
             measure_answers(self.stream, self.inputs, self.taped.settings.vocab_size, self.values)
         self.stream.free_all(named)
@@ -189,7 +188,8 @@ class ModelPasses:
         for part in parts:
             part.region_end()
         self._keep_logits(parts[-1])
-        self.around.turn()
+        if self._reference is None:
+            self.around.turn()
         if self.inputs.setup.copies_logits and not self._compares:
             measure_logits(self.stream, self.inputs, self.taped.settings.vocab_size, self.values, self._last_logits)
             self._last_logits = []

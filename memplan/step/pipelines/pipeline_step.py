@@ -20,7 +20,8 @@ from memplan.step.pipelines.pipeline_schedules import layers_of_stages
 from memplan.step.pipelines.rank_memory import RankMemory
 from memplan.step.pipelines.rank_timeline import StageStates, moments_of
 from memplan.step.ranks.chunked_head import chunk_losses
-from memplan.step.ranks.sharded_forward import rows_of_head, with_gathered
+from memplan.step.ranks.forwards_alone import with_gathered
+from memplan.step.ranks.sharded_forward import rows_of_head
 from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries

@@ -15,7 +15,7 @@ from memplan.errors import CannotAnswerError
 from memplan.step.chunks_at_once import chunks_at_once, logits_of_chunk, throughout
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.model_on_tape import PlayedModel
-from memplan.step.ranks.sharded_forward import with_gathered
+from memplan.step.ranks.forwards_alone import with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant

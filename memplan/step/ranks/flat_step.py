@@ -17,8 +17,9 @@ from memplan.step.alive_around_layers import called_again, let_go
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.head_instants import head_backward, tied_sum
 from memplan.step.model_on_tape import PlayedModel
+from memplan.step.ranks.forwards_alone import instant_with, with_gathered
 from memplan.step.ranks.reduced_pass import Pass
-from memplan.step.ranks.sharded_forward import instant_with, leaf_output, saved_below_logits, with_gathered
+from memplan.step.ranks.sharded_forward import leaf_output, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions
 from memplan.step.step_inputs import tables_of_graph
 from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form, single_form

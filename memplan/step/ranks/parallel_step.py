@@ -34,17 +34,9 @@ from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
 from memplan.step.ranks.flat_step import flat_backward
+from memplan.step.ranks.forwards_alone import evaluated, instant_with, with_gathered
 from memplan.step.ranks.reduced_pass import Pass
-from memplan.step.ranks.sharded_forward import (
-    evaluated,
-    forward,
-    instant_with,
-    leaf_of,
-    leaf_output,
-    named_labels,
-    saved_below_logits,
-    with_gathered,
-)
+from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, named_labels, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import buffers, own_rows
@@ -77,7 +69,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
         if step.flat:
             candidates += (with_gathered("evaluation", "gather of the root", around, step.first.copied_bytes),)
         around += resident  # a loop of evaluation names its last logits too
-        candidates += tuple(instant_with(instant, step.rest_bytes) for instant in evaluated(step, around))
+        candidates += tuple(instant_with(instant, of_rest(step)) for instant in evaluated(step, around))
     return StepForms(
         candidates,
         buffers(inputs),
@@ -88,6 +80,11 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     )
 
 
+def of_rest(step: ShardedStep) -> int:
+    """Return whole weights of what is in no other unit, which are there from the first forward to the end of backward."""
+    return step.rest.gathered_bytes if step.rest else 0
+
+
 def labels_of(step: ShardedStep, instant: Instant) -> Form:
     """Return the labels that have a name while gradients are clipped and weights are stepped."""
     return named_labels(step) if instant.name in ("gradient clipping", "optimizer step") else ZERO
@@ -96,7 +93,7 @@ def labels_of(step: ShardedStep, instant: Instant) -> Form:
 def _passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
     """Yield the instants of the first, or of each later, forward and backward, beside what the root holds throughout."""
     for instant in _all_passes(step, base, mode):
-        yield instant_with(instant, step.rest_bytes) if step.rest_bytes else instant
+        yield instant_with(instant, of_rest(step)) if step.rest else instant
 
 
 def _all_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instant]:
@@ -154,13 +151,15 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
 def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
     """Yield the backward of loss and head, from whose start on the last layer is gathered."""
     head, tail, settings = step.taped.head, step.tail.gathered_bytes, step.taped.settings
-    at_once = (step.root_again and not step.root_behind_loss) or head.logits is None or step.stays or step.last_stays
+    scores = step.inputs.setup.scores  # whose head is no part of a unit that backward reaches with the loss
+    at_once = (step.root_again and not step.root_behind_loss) or (head.logits is None and not scores)
+    at_once = at_once or step.stays or step.last_stays
     if step.root_behind_loss:
         yield from _root_behind_loss(step, around, played)
         return
     if step.root_again:
         yield with_gathered("loss backward", "copy of the root", around + played.head.saved, step.tail.copied_bytes)
-    if step.gathers_before_head and not at_once:
+    if step.gathers_before_head and not at_once and not scores:
         assert head.logits is not None
         logits = single_form(Part.LOGITS, head.logits.quantity, head.logits.coefficient)
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
@@ -168,7 +167,8 @@ def _head_unit(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator
         yield with_gathered("loss backward", "gather of the last layer", form, communication)
     elif step.gathers_before_head and not (step.stays or step.last_stays):
         communication = tail + step.last.buffer_bytes + step.last.cast_bytes
-        yield with_gathered("loss backward", "gather of the last layer", around + played.head.saved, communication)
+        name = "head backward" if scores else "loss backward"
+        yield with_gathered(name, "gather of the last layer", around + played.head.saved, communication)
     elif not at_once and (settings.bounded_logits or settings.scaled_logits):
         assert head.logits is not None
         nodes = head.section.tape.nodes
@@ -308,8 +308,10 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     if not step.stays and step.apart and reached:
         gathered = communication + step.first.copying_bytes
         yield with_gathered(step.end_instant, "copy of the embedding", around + step.arrived, gathered)
-    behind = 0  # of the unit that the last evaluation ran last, which is gathered as if backward were to run it next
-    if reached and step.leaves_tail and not step.rest and not of.beside:
+    behind = (
+        0  # of the unit that the last forward without gradients ran last, gathered as if backward were to run it next
+    )
+    if reached and (step.called_before or (step.leaves_tail and not of.beside)) and not step.rest:
         behind = step.tail.buffer_bytes
         gathered = communication + behind + step.tail.cast_bytes
         yield with_gathered(step.end_instant, "gather of norm and head", around + step.arrived, gathered)
@@ -327,7 +329,7 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
         yield with_gathered("end of backward", "gradient of the embedded tokens", around + leaf, communication)
     # What the root has besides goes, and is reduced, before (``_root_post_backward_final_callback`` in _fsdp_state.py).
     reduced = step.rest.left_bytes if step.rest else 0
-    behind += step.first.reduced_bytes - step.rest_bytes
+    behind += step.first.reduced_bytes - of_rest(step)
     for size in (of.formed(step.whole_of_first), of.scattered(step.first, step.whole_of_first)):
         form = around + constant_form(Part.GRADIENTS, size + reduced)
         yield with_gathered("end of backward", "reduction of the root", form, behind)

@@ -1,7 +1,6 @@
 """Forward of one rank that holds shards: what is gathered lies around the same moments of whole weights."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from memplan.step.alive_around_layers import (
     all_stored_keys,
@@ -14,27 +13,14 @@ from memplan.step.alive_around_layers import (
 from memplan.step.chunks_at_once import chunked_logits_forward, logits_of_model
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.divided.shared_ends_and_rows import FORWARD_BYTES
-from memplan.step.ends.head_on_tape import evaluated_head
 from memplan.step.head_instants import head_forward, named_rows
-from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.losses.cross_entropy import COMPILED
-from memplan.step.no_grad_instants import forward_only_instants
+from memplan.step.ranks.forwards_alone import arguments_of, entry_of, instant_with, referred, with_gathered
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import casts_shards
 from memplan.step.step_inputs import retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
-
-
-def with_gathered(name: str, operation: str, form: Form, communication: int) -> Instant:
-    """Return an instant of so many bytes of gathered weights and reduced gradients besides what is there."""
-    return Instant(name, operation, form + constant_form(Part.TEMPORARIES, communication), communication)
-
-
-def instant_with(instant: Instant, communication: int) -> Instant:
-    """Return an instant with gathered weights and reduced gradients around it."""
-    around = instant.around(constant_form(Part.TEMPORARIES, communication))
-    return replace(around, communication=instant.communication + communication)
 
 
 def rows_of_head(step: ShardedStep) -> Form:
@@ -61,12 +47,6 @@ def named_labels(step: ShardedStep) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, 8) if named else ZERO
 
 
-def arguments_of(step: ShardedStep) -> Form:
-    """Return what a forward has made for its layers, tables included."""
-    inputs = step.inputs
-    return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
-
-
 def leaf_of(step: ShardedStep) -> Form:
     """Return the output of a frozen embedding that is a tensor apart, or nothing."""
     return ZERO if saves_leaf(step.inputs, step.taped) else embedded_leaf(step.inputs, step.taped)
@@ -75,12 +55,6 @@ def leaf_of(step: ShardedStep) -> Form:
 def leaf_output(step: ShardedStep) -> Form:
     """Return the output of a frozen embedding that layers have saved, when they have let go of it: a leaf stays."""
     return embedded_leaf(step.inputs, step.taped) - leaf_of(step)
-
-
-def entry_of(step: ShardedStep) -> Form:
-    """Return what a layer is given."""
-    stream = step.taped.embedding.output
-    return single_form(Part.ACTIVATIONS, stream.quantity, stream.coefficient)
 
 
 def forward(step: ShardedStep, base: Form, *, begins: bool = True) -> Iterator[Instant]:
@@ -95,15 +69,16 @@ def forward(step: ShardedStep, base: Form, *, begins: bool = True) -> Iterator[I
     if step.prefetches:
         yield from _prefetched_forward(step, base)
         return
-    yield from _below_head(step, base)
-    yield from _head(step, base)
-    if step.leaves_tail and begins:
+    if not step.called_before:
+        yield from _below_head(step, base)
+        yield from _head(step, base)
+    if step.called_before or (step.leaves_tail and begins):
         yield from _beside_tail(step, _below_head(step, base))
         yield from _head(step, base, step.last)
 
 
 def _beside_tail(step: ShardedStep, instants: Iterator[Instant]) -> Iterator[Instant]:
-    """Yield instants with norm and head around them, gathered since an evaluation: no backward has let go of them.
+    """Yield instants with norm and head around them, gathered since a forward without gradients: no backward has let go of them.
 
     Source:
         ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0), which does not reshard them after forward.
@@ -267,8 +242,7 @@ def _head_inside(step: ShardedStep, around: Form, waiting: Unit | None = None) -
         # ``FSDPState._post_forward`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.13.0), by ``output_dtype``
         both = single_form(Part.LOGITS, logits.quantity, (4 + setup.compute_bytes) * logits.width)
         yield with_gathered("forward", "logits, cast", around + step.played.head.saved + both, gathered)
-    for moment in forward_only_instants(step.inputs, step.taped, around + step.played.head.saved):
-        yield with_gathered("forward", moment.operation, moment.form, step.tail.gathered_bytes + step.below_head)
+    yield from referred(step, around + step.played.head.saved)
 
 
 def _loss_on_both_sides(step: ShardedStep, around: Form) -> Iterator[Instant]:
@@ -305,45 +279,3 @@ def _loss_outside(step: ShardedStep, around: Form) -> Iterator[Instant]:
     if step.widens_logits:  # which are as wide as the log-probabilities that the loss saves later
         form = around + head.section.tape.saved_form() + named_rows(head) + logits
         yield with_gathered("forward", "cast of the logits", form, tail + buffer)
-
-
-def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
-    """Yield the instants of forwards without gradients: gathered as in training, and nothing is saved.
-
-    What layers are called with, such as a mask and rotary tables, is gone when the head runs.
-    """
-    yield from _evaluated_layers(step, around)
-    yield from _evaluated_head(step, around, step.last if step.head_by_hand or not step.apart else step.tail)
-    if step.leaves_tail:
-        yield from _beside_tail(step, _evaluated_layers(step, around))
-        yield from _evaluated_head(step, around, step.last)
-
-
-def _evaluated_layers(step: ShardedStep, around: Form) -> Iterator[Instant]:
-    resident, x = step.root_weight_bytes, entry_of(step)
-    if step.apart:
-        for moment in step.taped.embedding.evaluated().forward:
-            yield with_gathered("evaluation", moment.operation, around + moment.form, step.first.copied_bytes)
-    around += arguments_of(step)
-    first = resident + step.first.buffer_bytes + step.units[0].copied_bytes
-    yield with_gathered("evaluation", "copy of the first layer", around + x, first)
-    runs, last = step.taped.runs, step.last.buffer_bytes
-    if step.apart and not step.head_by_hand:
-        yield with_gathered("evaluation", "copy of norm and head", around + x, step.tail.copied_bytes + last)
-    if under := step.neighbour(len(runs) - 1, runs[-1].count, -1):
-        gathered = resident + step.last.copied_bytes + under.buffer_bytes
-        yield with_gathered("evaluation", "copy of the last layer", around + x, gathered)
-    sizes = (unit.gathered_bytes if step.flat else unit.copied_bytes for unit in step.units)
-    own = dict(zip(step.taped.kinds, sizes, strict=True))
-    for kind, section in enumerate(step.taped.layers):
-        for moment in section.evaluated().forward:
-            yield with_gathered("evaluation", moment.operation, around + moment.form, resident + own[kind])
-
-
-def _evaluated_head(step: ShardedStep, around: Form, waiting: Unit) -> Iterator[Instant]:
-    """Yield norm, head and loss without gradients, beside the buffer that waits until the root has run."""
-    head = evaluated_head(step.taped.settings, step.taped.weights, loss_inside=step.loss_inside)
-    for moment in head.evaluated().forward:
-        outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
-        gathered = step.tail.gathered_bytes + (0 if outside else waiting.buffer_bytes)
-        yield with_gathered("evaluation", moment.operation, around + moment.form, gathered)

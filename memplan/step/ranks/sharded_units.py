@@ -9,7 +9,7 @@ from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
-from memplan.step.collectives.gathered_units import Unit, unit
+from memplan.step.collectives.gathered_units import Unit, still_unit, unit
 from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
 from memplan.step.states.model_states import ModelStates, model_states
@@ -19,7 +19,7 @@ from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, single_form
 from memplan.step.tapes.taped_operations import Mode
 from memplan.step.tower.tower_settings import is_of_tower
-from memplan.training.adapters import adapter_tensors, libraries_inventory
+from memplan.training.adapters import adapter_tensors, libraries_inventory, reference_tensors
 from memplan.training.image_models import is_in_root, wraps_blocks
 from memplan.training.resolved import TrainingSetup
 
@@ -39,9 +39,10 @@ class ShardedStep:
     reduced_width: int  # Bytes of an element of a gradient as it is reduced
     head_by_hand: bool  # Whether the loss gathers a unit that is the head alone itself, whose module it does not call
     leaves_tail: bool  # Whether an evaluation leaves norm and head gathered for the next forward
+    called_before: bool  # Whether a forward without gradients leaves them so before each that is learnt from
+    reference: Unit | None  # All of a reference model of its own
     flat: FlatShards | None = None  # What FullyShardedDataParallel is told, where units are its flat tensors
-    # The units of adapters there, each matrix one alone, by name.
-    adapters: Mapping[str, Unit] = field(default_factory=dict)
+    adapters: Mapping[str, Unit] = field(default_factory=dict)  # Those of adapters there, each matrix alone, by name
 
     @property
     def apart(self) -> bool:
@@ -187,11 +188,6 @@ class ShardedStep:
         return last + self.first.gathered_bytes * self.apart
 
     @property
-    def rest_bytes(self) -> int:
-        """Whole weights of what is in no other unit, which are there from the first forward to the end of backward."""
-        return self.rest.gathered_bytes if self.rest else 0
-
-    @property
     def arrived(self) -> Form:
         """The gradient of the residual stream between two layers."""
         entry = self.taped.head.section.entry
@@ -254,12 +250,13 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
     refuse_unread_code(model, setup)
-    whole = _with_stored_head(setup) if gathers_head_by_hand(model.spec, setup) else gathered_setup(setup)
+    by_hand = gathers_head_by_hand(model.spec, setup)
+    whole = _with_stored_head(setup) if by_hand else gathered_setup(setup)
     optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
     if setup.steps_on_host:
         optimizer, clipping = ON_HOST, 0
-    adapters = adapter_tensors(model, setup)
-    inventory = (*libraries_inventory(model.inventory, setup), *adapters)
+    adapters, loaded = adapter_tensors(model, setup), libraries_inventory(model.inventory, setup)
+    inventory = (*loaded, *adapters)
     whole_states = model_states(whole, model.inventory, adapters)
     inputs = StepInputs(model.spec, whole, whole_states, regime, states.gradient_bytes, optimizer, clipping)
     taped = model_on_tape(inputs)
@@ -280,12 +277,14 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         played=played,
         first=first,
         tail=tail,
-        units=tuple(units),
         rest=rest,
         head=alone,
+        units=tuple(units),
         reduced_width=reduced_width(setup),
-        head_by_hand=gathers_head_by_hand(model.spec, setup),
-        leaves_tail=setup.config.evaluation and first is not tail and not gathers_head_by_hand(model.spec, setup),
+        head_by_hand=by_hand,
+        leaves_tail=setup.config.evaluation and first is not tail and not by_hand,
+        called_before=setup.config.method.stage == "kto" and first is not tail and not by_hand,
+        reference=still_unit(reference_tensors(loaded, setup), setup),
         flat=flat,
         adapters=own,
     )

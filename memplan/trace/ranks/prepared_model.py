@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -92,6 +93,8 @@ def _shards(recorder: ShardedRecorder, setup: TrainingSetup, trainer: Any) -> It
     host = host_tensors(recorder) if setup.offloads_weights else nullcontext()
     sharding = shared or fully_shard.sharding(torch.distributed.fsdp, degrees, recorder)
     with _distributed(DistributedType.FSDP), sharding, host:
+        if getattr(trainer, "ref_model", None) is not None:
+            trainer.ref_model = import_module("trl.models.utils").prepare_fsdp(trainer.ref_model, trainer.accelerator)
         yield
 
 

@@ -228,8 +228,34 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
         yield ("method", "rollout", "engine"), text
     elif stage in GENERATING and config.evaluation:
         yield ("evaluation",), f"{stage} generates to evaluate, which is not modelled; use evaluation: false"
-    elif stage != "sft" and replace(config.parallel, data=config.parallel.data if referred else 1) != Parallel():
+    elif (
+        stage != "sft"
+        and not _shares_model(config, stack)
+        and replace(config.parallel, data=config.parallel.data if referred else 1) != Parallel()
+    ):
         text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
+        text += ", DeepSpeed's stage 1 or 2, or FSDP2 without evaluation" if _compares_inside(config, stack) else ""
         if replace(config.parallel, data=1) == Parallel():
             text = f"{stage} on several GPUs as {stack.label} runs it is not modelled; as TRL's newest version does: --stack trl"
         yield ("method", "stage"), text
+
+
+def _compares_inside(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a model that accelerate prepares forms what is compared itself, as under TRL's newest."""
+    stage = config.method.stage
+    return stage in REFERRED | {"reward"} and stack.sharded_units == "accelerate" and stack.loop.metrics == "none"
+
+
+def _shares_model(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a comparison by GPUs that share a model is followed.
+
+    Source:
+        ``prepare_fsdp`` and ``prepare_deepspeed`` in trl/models/utils.py (1.16.0): up to stage 2 the reference model is a whole copy.
+    """
+    parallel, resident = config.parallel, config.method.reference_model == "resident"
+    if not _compares_inside(config, stack):
+        return False
+    if parallel.engine == "deepspeed":
+        return parallel.zero_stage < 3
+    gathered_anew = parallel.reshard_after_forward and not config.evaluation
+    return parallel.engine == "torch" and parallel.zero_stage == 3 and (gathered_anew or not resident)

@@ -8,8 +8,9 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from memplan.step.collectives.gathered_units import UnitTensors
 from memplan.step.events.around_step import Around, first_and_last
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
 from memplan.step.events.ranks.unit_events import UnitEvents
@@ -28,6 +29,7 @@ class GatheredParts:
         self._units, self._step, self._parts, self._head = units, units.step, units.parts, head
         tensors = in_layers(units.step.inputs.states.tensors)
         self._apart = {name for name, entry in tensors if entry.tensor.role == "expert_matrix"}
+        self._refers = False  # Whether a model runs whose units these are not
 
     def around(self) -> Around:
         """Return what is written around the parts."""
@@ -41,6 +43,7 @@ class GatheredParts:
             leave=self.leave,
             evaluated=self.evaluated,
             leave_head=self.leave_head,
+            refer=self.refer,
             turn=self.turn,
             reach_head=self.reach_head,
             enter_backward=self.enter_backward,
@@ -52,12 +55,16 @@ class GatheredParts:
     # ---------------------------------------------------------------- forward
     def enter(self, place: int) -> None:
         """Gather a layer, or an end that is a unit of its own."""
+        if self._refers:
+            return
         self._units.take(self._parts[place])
         if self._step.prefetches and place < len(self._parts) - 1:
             self._units.gather(self._parts[place + 1])
 
     def leave(self, place: int) -> None:
         """Let go of it, if it does not stay."""
+        if self._refers:
+            return
         stays = self._step.stays or (self._step.last_stays and place == len(self._parts) - 2)
         if not self._units.is_root(place) and not stays and place < len(self._parts) - 1:
             self._units.let_go(self._parts[place])
@@ -77,6 +84,20 @@ class GatheredParts:
         """Let go of the last buffer, where the loss is formed outside the model."""
         if not self._step.loss_inside:
             self._units.free_last_buffer()
+
+    def refer(self, play: Callable[[], None]) -> None:
+        """Write the forward of a reference model: all of it is gathered before, or its units are the model's."""
+        units, own = self._units, self._step.reference
+        units.free_last_buffer()
+        whole = UnitTensors(own) if own else None
+        if whole:
+            units.take(whole)
+        self._refers = whole is not None
+        play()
+        self._refers = False
+        units.free_last_buffer()
+        if whole:
+            units.let_go(whole)
 
     # ---------------------------------------------------------------- backward
     def turn(self) -> None:
@@ -100,8 +121,9 @@ class GatheredParts:
             self._units.take(self._parts[place])
         if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
             self._units.gather(self._parts[place - 1])
-        if place == 0 and self._step.leaves_tail and not (self._units.rest or self._units.micro_step):
-            self._units.gather(self._units.tail)  # the last unit of an evaluation, as if backward were to run it next
+        step, units = self._step, self._units
+        if place == 0 and not units.rest and (step.called_before or (step.leaves_tail and not units.micro_step)):
+            units.gather(units.tail)  # the last unit of a forward without gradients, as if backward were to run it next
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:
         """Put a unit's gradients together, let go of its weights, and reduce; those of the root go at the end."""

@@ -85,7 +85,8 @@ class UnitEvents:
     def begin(self, micro_step: int) -> None:
         """Gather what the model itself has, which stays to the end of backward."""
         self.micro_step, self.backward = micro_step, False
-        for tensors in [*([self.rest] if self.rest else []), *([] if self.step.apart else [self.first])]:
+        before = [self.tail] if self.step.called_before else []
+        for tensors in [*([self.rest] if self.rest else []), *(before if self.step.apart else [self.first])]:
             self.take(tensors)
 
     def stepped(self) -> None:
@@ -104,7 +105,7 @@ class UnitEvents:
         self.end_reductions()
         for tensors in self._all():
             self.let_go(tensors)
-        if self.step.leaves_tail:
+        if self.step.leaves_tail or self.step.called_before:
             self.stream.free_all(self.tail.buffer)  # which nothing waited for
             self.tail.buffer = []
 

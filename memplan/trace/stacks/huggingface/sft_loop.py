@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import accelerate
 import bitsandbytes
 import datasets
 import tokenizers
@@ -21,6 +23,7 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from memplan.errors import CannotAnswerError
+from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.trace.pretended_cuda.chosen_rows import AllDesirable, ChosenRows
 from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
@@ -35,7 +38,6 @@ from memplan.trace.stacks.huggingface.generated_rows import (
     whole_completions,
 )
 from memplan.trace.stacks.huggingface.trainer_loop import machine_of, row_count, trained, training_arguments
-from memplan.trace.stacks.huggingface.watched_model import mark_weights
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.training.resolved import TrainingSetup
 from memplan.training.rules.method_rules import GENERATING, REFERRED
@@ -85,7 +87,7 @@ def run_on(
         if stage in GENERATING:
             beside = {"reward_funcs": len}
         arguments: Any = arguments_class(**keywords, **_stage_arguments(inputs.setup, arguments_class))
-        with made_on(inputs.device), loaded_reference(load, inputs), _codes_on_a_card():
+        with made_on(inputs.device), loaded_reference(load, inputs), _codes_on_a_card(), _prepared_later(inputs.setup):
             trainer: Any = trainer_class(
                 model=model,
                 args=arguments,
@@ -103,8 +105,6 @@ def run_on(
             }
         if config.adapter is not None and (adapters is not None or stage == "reward"):
             _in_the_setups_dtype(trainer.model, inputs)
-        if reference == "resident":
-            mark_weights(trainer.ref_model, recorder)
         if stage in GENERATING:
             generating(trainer, inputs, recorder)
         answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
@@ -112,6 +112,13 @@ def run_on(
         with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
+
+
+def _prepared_later(setup: TrainingSetup) -> AbstractContextManager[Any]:
+    """Return what leaves a reference model as it is while its trainer is made, where shards of it are made with those of the model."""
+    shared = is_sharded(setup.config.parallel) and not runs_engine(setup.config.parallel)
+    as_it_is = patch.object(accelerate.Accelerator, "prepare_model", lambda _, model, **__: model)
+    return as_it_is if shared else nullcontext()
 
 
 def _host_copies(setup: TrainingSetup, recorder: Recorder) -> AbstractContextManager[None]:
@@ -240,7 +247,10 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
             (own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps") if hasattr(own, name)
         ]
         if stage in REFERRED:
-            replaced.append((import_module(own.__module__), "hash_module", _nothing))
+            module = import_module(own.__module__)
+            replaced.append((module, "hash_module", _nothing))
+            if hasattr(module, "disable_gradient_checkpointing"):  # and back on, with a function that tells nobody
+                replaced.append((module, "disable_gradient_checkpointing", lambda *_: nullcontext()))
     casts = import_module(trainer_of(stage)[0].__module__)
     if hasattr(casts, "peft_module_casting_to_bf16") and inputs.setup.config.compute_dtype != "bf16":
         replaced.append((casts, "peft_module_casting_to_bf16", _nothing))  # it is told of bf16 in place of fp16

@@ -274,6 +274,8 @@ class _Instants(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         del args, state, control
         watch(objects["model"], self.recorder, gradients=not self.trainer.is_deepspeed_enabled)
+        if (reference := getattr(self.trainer, "ref_model", None)) is not None:
+            mark_weights(reference, self.recorder)
         if self.trainer.is_deepspeed_enabled:
             record_engine(self.trainer, self.recorder)
         self._hear_steps(_innermost(objects["optimizer"]), objects["model"])
