@@ -69,6 +69,12 @@ def referred(step: ShardedStep, around: Form) -> Iterator[Instant]:
         yield with_gathered("forward", moment.operation, moment.form, gathered)
 
 
+def gathers_tail_again(step: ShardedStep) -> bool:
+    """Tell whether each backward, which goes back in an order that forwards without one add to, ends with a gather of norm and head."""
+    bare = step.inputs.setup.config.method.reference_model == "adapter-off"
+    return step.called_before or (bare and step.apart and not step.head_by_hand)
+
+
 def _through_units(
     step: ShardedStep, taped: ModelOnTape, around: Form, name: str, *, finds_tail: bool
 ) -> Iterator[Instant]:
@@ -92,7 +98,9 @@ def _through_units(
     waits = last if beside or step.head_by_hand or not step.apart else step.tail.buffer_bytes
     own = {kind: resident + size + beside for kind, size in _sizes(step, taped)}
     own[EMBEDDING] = beside + (step.first.copied_bytes if step.apart else resident)
-    for kind, moment in parts_alone(step.inputs, taped, around, name, arguments_of(step), loss_inside=step.loss_inside):
+    called = arguments_of(step)
+    for kind, moment in parts_alone(step.inputs, taped, around, name, called, loss_inside=step.loss_inside):
+        moment = moment.around(called * -1) if kind == EMBEDDING else moment  # they are made behind it
         outside = not step.loss_inside and ("softmax" in moment.operation or "loss" in moment.operation)
         behind = step.tail.gathered_bytes * (1 + (finds_tail and step.head_by_hand)) + (0 if outside else waits)
         yield instant_with(moment, behind if kind == HEAD else own[kind])

@@ -34,7 +34,7 @@ from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
 from memplan.step.ranks.flat_step import flat_backward
-from memplan.step.ranks.forwards_alone import evaluated, instant_with, with_gathered
+from memplan.step.ranks.forwards_alone import evaluated, gathers_tail_again, instant_with, with_gathered
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, named_labels, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
@@ -311,7 +311,7 @@ def _first_unit(step: ShardedStep, around: Form, whole: int, played: PlayedModel
     behind = (
         0  # of the unit that the last forward without gradients ran last, gathered as if backward were to run it next
     )
-    if reached and (step.called_before or (step.leaves_tail and not of.beside)) and not step.rest:
+    if reached and (gathers_tail_again(step) or (step.leaves_tail and not of.beside)) and not step.rest:
         behind = step.tail.buffer_bytes
         gathered = communication + behind + step.tail.cast_bytes
         yield with_gathered(step.end_instant, "gather of norm and head", around + step.arrived, gathered)

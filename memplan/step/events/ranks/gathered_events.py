@@ -14,6 +14,7 @@ from memplan.step.collectives.gathered_units import UnitTensors
 from memplan.step.events.around_step import Around, first_and_last
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
 from memplan.step.events.ranks.unit_events import UnitEvents
+from memplan.step.ranks.forwards_alone import gathers_tail_again
 from memplan.step.states.parallel_shards import in_layers, numbered
 from memplan.step.tower.tower_settings import is_of_tower
 
@@ -122,7 +123,7 @@ class GatheredParts:
         if self._prefetches("pre") and 0 < place < len(self._parts) - 1:
             self._units.gather(self._parts[place - 1])
         step, units = self._step, self._units
-        if place == 0 and not units.rest and (step.called_before or (step.leaves_tail and not units.micro_step)):
+        if place == 0 and not units.rest and (gathers_tail_again(step) or (step.leaves_tail and not units.micro_step)):
             units.gather(units.tail)  # the last unit of a forward without gradients, as if backward were to run it next
 
     def leave_backward(self, place: int, gradients: dict[str, int]) -> None:

@@ -105,9 +105,8 @@ class UnitEvents:
         self.end_reductions()
         for tensors in self._all():
             self.let_go(tensors)
-        if self.step.leaves_tail or self.step.called_before:
-            self.stream.free_all(self.tail.buffer)  # which nothing waited for
-            self.tail.buffer = []
+        self.stream.free_all(self.tail.buffer)  # which nothing waited for, if it is there
+        self.tail.buffer = []
 
     def end_reductions(self) -> None:
         """Let go of what reductions have read, and of what waits."""
