@@ -1239,9 +1239,10 @@ def test_activations_in_host_memory_are_written_as_the_trainer_says_them(trainer
 def test_files_of_forks_and_of_nobody_are_no_trainers_that_they_look_like(tmp_path):
     flame = "[job]\ndump_folder = 'e'\n[model]\nname = 'fla'\nconfig = 'c.json'\n[training]\nseq_len = 2048\nvarlen = true\n"
     own = "base_model: Qwen/Qwen3-4B\noptim: paged_adamw_8bit\nper_device_train_batch_size: 2\nmax_length: 3072\n"
-    for text, name in ((flame, "fla.toml"), (own, "own.yaml")):
-        with pytest.raises(InvalidFileError, match="no trainer that memplan reads"):
-            memplan.import_file(written(tmp_path, text, name))
+    forked = memplan.import_file(written(tmp_path, flame, "fla.toml")).to_dict()
+    assert (forked["trainer"]["name"], forked["needs"] == [] and "not read" in forked["answer"]) == ("flame", True)
+    with pytest.raises(InvalidFileError, match="no trainer that memplan reads"):
+        memplan.import_file(written(tmp_path, own, "own.yaml"))
 
 
 def test_experts_of_megablocks_fork_are_refused(tmp_path):
