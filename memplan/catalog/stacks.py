@@ -61,8 +61,7 @@ class StackModels:
     fused_qkv: Literal["released", "views", "copies", "apart"]
     tied_head: Literal["released", "never"]  # Whether head and embedding are one tensor: as ``released``, or ``never``
     vocabulary_multiple: int  # The vocabulary is rounded up to a multiple of it
-    # Whether attention is within the window that a model was ``released`` with, or only where other layers of it are
-    # within none, which then make masks of their own: ``mixed``.
+    # Whether attention is within its ``released`` window, or where other layers, with masks of their own, are in none: ``mixed``.
     windows: Literal["released", "mixed"] = "released"
     uncapped_stretches: bool = False  # Whether logits that come stretch by stretch go without the cap of others
     unwindowed: tuple[str, ...] = ()  # Families within no window, whatever they were released with
@@ -74,6 +73,7 @@ class StackModels:
     # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32; or each
     # expert has linear layers of its own, and the router is one: ``modules``.
     experts: Literal["released", "apart", "modules"] = "released"
+    linear: Literal["all-linear", "listed"] = "all-linear"  # PEFT's word, or linear layers that the library lists by name
     hit_experts: tuple[str, ...] = ()  # Families whose loop over these modules is over those that have rows
     # What torch's attention is given: heads as they were formed (``views``), or copied where they are not ``contiguous``, and
     # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now;

@@ -71,7 +71,7 @@ def adapter_tensors(model: Model, setup: TrainingSetup) -> tuple[ParameterTensor
             [f"adapter.targets: {name!r} is no projection of {model.spec.name}; known: {texts}" for name in wrong]
         )
     tensors: list[ParameterTensor] = []
-    renamed = RENAMED if adapts_experts(model, setup) else ()
+    renamed = RENAMED if adapted_experts(model, setup) == "named" else ()
     for tensor in libraries_inventory(model.inventory, setup):
         if not is_adapted(tensor, adapter, model.spec.tower) or _projection(tensor) in renamed:
             continue
@@ -93,7 +93,8 @@ def _unknown_targets(model: Model, setup: TrainingSetup, ends: Sequence[str]) ->
     if setup.stack.model_code != "transformers":
         modules = [last_part(name) for name in modules]
     assert setup.config.adapter is not None
-    targets = [target for target in setup.config.adapter.targets if target != "all-linear"]
+    stacked = {"gate", *RENAMED} if adapted_experts(model, setup) == "named" else set()
+    targets = [target for target in setup.config.adapter.targets if target != "all-linear" and target not in stacked]
     return [target for target in targets if not any(selects((target,), name) for name in modules)]
 
 
@@ -180,11 +181,21 @@ def _mlp_names(names: TensorNames, mlp: Mlp | MixtureOfExperts | None) -> tuple[
     return (names.up, names.down)
 
 
-def adapts_experts(model: Model, setup: TrainingSetup) -> bool:
-    """Tell whether PEFT puts adapters on a mixture's stacked experts and on its router."""
-    adapter = setup.config.adapter
-    named = adapter is not None and "all-linear" in adapter.targets
-    return named and adapted_experts(model, setup) == "planned"
+def adapts_experts(model: Model, setup: TrainingSetup) -> frozenset[str]:
+    """Return which of a mixture's stacked parameters, its router's among them, PEFT puts adapters on."""
+    adapter, said = setup.config.adapter, adapted_experts(model, setup)
+    if adapter is None or said in ("", "left"):
+        return frozenset()
+    listed, targets = setup.stack.models.linear == "listed", set(adapter.targets)
+    if "all-linear" in targets and not listed:
+        return frozenset(("router", "gate_up_proj", "down_proj"))
+    if said != "named":
+        return frozenset()
+    if "all-linear" in targets:
+        inventory = libraries_inventory(model.inventory, setup)
+        targets |= {_projection(tensor) for tensor in inventory if tensor.role == "hidden_matrix"}
+    parts = {"router": "gate" in targets, "gate_up_proj": "gate_proj" in targets, "down_proj": "down_proj" in targets}
+    return frozenset([name for name, adapted in parts.items() if adapted])
 
 
 def adapted_experts(model: Model, setup: TrainingSetup) -> str:
@@ -201,10 +212,12 @@ def adapted_experts(model: Model, setup: TrainingSetup) -> str:
 def _adapters_of_parameters(model: Model, setup: TrainingSetup) -> Iterator[ParameterTensor]:
     """Yield the matrices that adapters add to parameters which are no linear layers: a rank for each expert, two where gate and up are one."""
     adapter = setup.config.adapter
-    if adapter is None or not adapts_experts(model, setup):
+    parts = adapts_experts(model, setup)
+    if adapter is None or not parts:
         return
     for tensor in libraries_inventory(model.inventory, setup):
-        if tensor.role not in ("expert_matrix", "router"):
+        part = "router" if tensor.role == "router" else last_part(tensor.name)
+        if tensor.role not in ("expert_matrix", "router") or part not in parts:
             continue
         stem, (*experts, rows, columns) = tensor.name.removesuffix(".weight"), tensor.shape
         ranks = adapter.rank * prod(experts) * (2 if stem.endswith("gate_up_proj") else 1)

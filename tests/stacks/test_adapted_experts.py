@@ -50,19 +50,33 @@ def test_what_peft_refuses_on_experts_is_refused(catalog, key, value, word):
         plan(catalog, QWEN3, {"default": "bf16"}, "full", "fp32", **{key: value})
 
 
-ADAPTED = {name: case for name, case in CASES.items() if around(case[0]).adapted_experts == "planned"}
+ADAPTED = {name: case for name, case in CASES.items() if around(case[0]).adapted_experts not in ("", "left")}
+NAMED = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_are_those_that_peft_makes(catalog, name):
+@pytest.mark.parametrize("targets", ["all-linear", "listed", "named"])
+def test_adapters_are_those_that_peft_makes(catalog, name, targets):
     """PEFT takes the names of projections for stacked parameters, so that shared experts and dense layers have none."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     family, config = ADAPTED[name]
     real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **config))
-    adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules="all-linear"))
-    training = {"description": "", "stack": "trl", "weights": {"default": "bf16"}, "compute_dtype": "bf16"}
-    training["adapter"] = {"kind": "lora", "rank": 4, "dtype": "fp32", "targets": ["all-linear"]}
+    linear = {part.rpartition(".")[2] for part, one in real.named_modules() if "Linear" in type(one).__name__} - {
+        "lm_head"
+    }
+    chosen = {"all-linear": "all-linear", "listed": sorted(linear), "named": NAMED}[targets]
+    if targets == "named" and (around(family).adapted_experts != "named" or "q_proj" not in linear):
+        pytest.skip("whose experts no names reach, or which has no q_proj")
+    adapted = peft.get_peft_model(real, peft.LoraConfig(r=4, target_modules=chosen))
+    training = {
+        "description": "",
+        "stack": "llama-factory" if targets == "listed" else "trl",
+        "weights": {"default": "bf16"},
+        "compute_dtype": "bf16",
+    }
+    training["adapter"] = {"kind": "lora", "rank": 4, "dtype": "fp32"}
+    training["adapter"]["targets"] = NAMED if targets == "named" else ["all-linear"]
     job = StackJob(Job({"model_type": family, **config}, training), "9.0", reentrant=False)
     tensors = adapter_tensors(*stack_setup(job, catalog))
     assert sum(tensor.elements * tensor.count for tensor in tensors) == adapted.get_nb_trainable_parameters()[0]

@@ -185,8 +185,8 @@ class Around(NamedTuple):
     # Module that one of attention's probabilities stands before; empty for none.
     scores_dropout: str = ""
     # Of families with experts, what becomes of stacked ones under adapters on ``all-linear``, or on projections that experts
-    # have too: PEFT leaves them (``left``), or adapts them, which is ``refused`` or ``planned``.
-    adapted_experts: Literal["", "left", "refused", "planned"] = ""
+    # have too: PEFT leaves them (``left``), adapts them on ``all-linear`` alone, or for their projections' names too (``named``).
+    adapted_experts: Literal["", "left", "all-linear", "named"] = ""
 
 
 def runs_as(
@@ -196,7 +196,7 @@ def runs_as(
     ahead: bool | None = None,
     dropouts: tuple[str, ...] | None = None,
     scores_dropout: str = "",
-    adapted_experts: Literal["", "left", "refused", "planned"] = "",
+    adapted_experts: Literal["", "left", "all-linear", "named"] = "",
     **fields: Any,
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that says how transformers' code of a family computes, where it differs from that of Llama.

@@ -85,7 +85,12 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
         f"{setup.stack.name} puts adapters on the stacked experts of {model.spec.name}",
         "which is not modelled",
     )
-    if adapts_experts(model, setup):
+    halves = {"gate_proj", "up_proj"} & set(adapter.targets)
+    if len(halves) == 1 and experts == "named":
+        last = f"of which it adapts gate and up together or none, and stops at {min(halves)} alone"
+    elif not (parts := adapts_experts(model, setup)) and "all-linear" in adapter.targets:
+        return  # of linear layers that a library lists, of which experts are none
+    elif parts:
         if adapter.kind != "dora" and not adapter.dropout:
             return
         last = f"which PEFT refuses with {'dropout' if adapter.dropout else adapter.kind}"

@@ -24,7 +24,7 @@ ROTATED = 0.25
 """Share of a head's dimensions that is rotated where a config says nothing."""
 
 
-@runs_as(scored=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True, adapted_experts="planned")
+@runs_as(scored=True, joins_none=True, shared_first=True, balances=True, norms_at_once=True, adapted_experts="named")
 def qwen3_next(config: ConfigValues) -> ModelSpec:
     """Qwen3-Next: three gated delta networks, then attention with an output gate; routed experts beside a shared one.
 

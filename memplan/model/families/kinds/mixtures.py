@@ -20,7 +20,7 @@ from memplan.model.families.latent_mixtures import grouped, latent_mixture
 from memplan.model.spec import Layer, MixtureOfExperts, ModelSpec, TensorNames
 
 
-@runs_as(scored=True, balances=True, adapted_experts="planned")
+@runs_as(scored=True, balances=True, adapted_experts="all-linear")
 def mixtral(config: ConfigValues) -> ModelSpec:
     """Mixtral: Mistral with routed experts in every layer.
 
@@ -41,7 +41,7 @@ def mixtral(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, **window)
 
 
-@runs_as(scored=False, balances=True, adapted_experts="planned", norms_at_once=True)
+@runs_as(scored=False, balances=True, adapted_experts="all-linear", norms_at_once=True)
 def minimax_m2(config: ConfigValues) -> ModelSpec:
     """MiniMax-M2: Mixtral's layers, half of a head rotated, all queries and keys normalised together, experts chosen by sigmoids.
 
@@ -93,7 +93,7 @@ def _qwen2_mixture(config: ConfigValues) -> MixtureOfExperts:
     )
 
 
-@runs_as(scored=True, balances=True, adapted_experts="planned", norms_at_once=True)
+@runs_as(scored=True, balances=True, adapted_experts="named", norms_at_once=True)
 def qwen3_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3-MoE: Qwen3's attention with routed experts and no shared one.
 
@@ -116,7 +116,7 @@ def qwen3_moe(config: ConfigValues) -> ModelSpec:
     return model(config, common, layers, **window)
 
 
-@runs_as(scored=False, balances=True, adapted_experts="planned", norms_at_once=True)
+@runs_as(scored=False, balances=True, adapted_experts="named", norms_at_once=True)
 def olmoe(config: ConfigValues) -> ModelSpec:
     """OLMoE: all queries and keys normalised together, before they may be clipped, and routed experts in every layer.
 
@@ -199,7 +199,7 @@ def gpt_oss(config: ConfigValues) -> ModelSpec:
     return model(config, common, layer, names=TensorNames(router="router"), **window)
 
 
-@runs_as(scored=True, adapted_experts="planned", complex_rotary=True)
+@runs_as(scored=True, adapted_experts="named", complex_rotary=True)
 def deepseek_v2(config: ConfigValues) -> ModelSpec:
     """DeepSeek-V2: latent attention, a few dense layers, then routed experts beside shared ones.
 
@@ -224,7 +224,7 @@ def deepseek_v2(config: ConfigValues) -> ModelSpec:
     return latent_mixture(config, mixture, dense=0, scale=1.0)
 
 
-@runs_as(scored=True, adapted_experts="planned")
+@runs_as(scored=True, adapted_experts="named")
 def deepseek_v3(config: ConfigValues) -> ModelSpec:
     """DeepSeek-V3 and R1: DeepSeek-V2's layers with a learned offset that steers the choice of experts.
 
@@ -250,7 +250,7 @@ def deepseek_v3(config: ConfigValues) -> ModelSpec:
     return latent_mixture(config, grouped(config, mixture, groups=8, used=4), dense=3, scale=2.5)
 
 
-@runs_as(scored=False, adapted_experts="planned")
+@runs_as(scored=False, adapted_experts="named")
 def glm4_moe(config: ConfigValues) -> ModelSpec:
     """GLM-4.5 to 4.7 and Air: grouped queries, half of a head rotated, a few dense layers, then DeepSeek-V3's experts.
 
@@ -272,7 +272,7 @@ def glm4_moe(config: ConfigValues) -> ModelSpec:
     return model(config, common, [front if index < first else rest for index in range(common.num_hidden_layers)])
 
 
-@runs_as(scored=False, adapted_experts="planned")
+@runs_as(scored=False, adapted_experts="named")
 def glm4_moe_lite(config: ConfigValues) -> ModelSpec:
     """GLM-4.7 Flash: DeepSeek-V3's latent attention with GLM-4.5's experts.
 
