@@ -209,7 +209,12 @@ def job_inputs(
             raise TypeError(f"memplan.{question}() takes no {name}: {instead}")
     for name in options:
         if name not in known.__annotations__:
-            hint = match_hint(name, known.__annotations__, f"; it takes {', '.join(known.__annotations__)}")
+            words = [one for one in known.__annotations__ if name in one.split("_")]
+            hint = match_hint(
+                words[0] if len(words) == 1 else name,
+                known.__annotations__,
+                f"; it takes {', '.join(known.__annotations__)}",
+            )
             raise TypeError(f"memplan.{question}() got an unexpected keyword argument {name!r}{hint}")
     _check_values(options)
     return JobInputs(catalog_of(options.get("catalog")), given, cast("JobOptions", options))

@@ -124,6 +124,7 @@ def test_every_number_out_of_range_is_told_at_once():
             lambda: memplan.plan("gpt2", batch_size=4),
             r"memplan.plan\(\) got an unexpected keyword argument 'batch_size'",
         ),
+        (lambda: memplan.plan("gpt2", batch=4), "did you mean 'micro_batch_size'"),
         (lambda: memplan.plan("gpt2", lora_rank=64), "'lora_rank'; it takes gpu, .*, set,"),
         (lambda: memplan.plan("gpt2", sequence=4), "did you mean 'sequence_length'"),
         (lambda: memplan.suggest("gpt2", minbatch=4), "did you mean 'min_batch'"),

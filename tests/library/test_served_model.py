@@ -110,3 +110,9 @@ def test_training_methods_are_the_training_step(cli):
 def test_a_method_that_is_not_planned_is_refused(method, error):
     with pytest.raises(error):
         refuse_method(method)
+
+
+def test_a_context_that_ends_with_the_positions_says_so(cli):
+    out = cli("fit", "gpt2-xl", "--gpu", "rtx3060", "--method", "inference", "--context", "100000").out
+    assert "1,024 tokens, all that the model has positions for" in " ".join(out.split())
+    assert "positions" not in cli("fit", "llama-8b", "--gpu", "rtx4090", "--method", "inference").out

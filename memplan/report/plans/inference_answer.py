@@ -61,8 +61,10 @@ def _reach(answer: ServedAnswer, unit: str) -> tuple[str, ...]:
     """Return how far context and concurrency go, and the weight formats in which it needs less."""
     at, context = answer.request["concurrency"], answer.request["context"]
     words = {"fits": "fits", "tight": "tight", "no": "not yet"}
+    most = answer.model.spec.max_position_embeddings
+    whole = ", all that the model has positions for" if answer.largest_context == most else ""
     return (
-        f"largest context at concurrency {at:,}: {answer.largest_context:,} tokens"
+        f"largest context at concurrency {at:,}: {answer.largest_context:,} tokens{whole}"
         if answer.largest_context
         else f"no context fits at concurrency {at:,}",
         f"largest concurrency at context {context:,}: {answer.largest_concurrency:,} sequences"
