@@ -96,6 +96,7 @@ OTHERS: dict[str, Case] = {
     "gather": lambda device: weights(device).gather(1, classes(device)[:, None]) * 2,
     "largest": lambda device: weights(device).topk(5)[0] * 2,
     "take": lambda device: weights(device).take(classes(device)) * 2,
+    "norm_of_columns": lambda device: F.layer_norm(weights(device, 8, 16, 1000).transpose(1, 2), (16,)).exp(),
     "linear_of_columns": lambda device: F.linear(
         weights(device, 8, ROWS, COLUMNS).transpose(1, 2), weights(device, 50, ROWS), weights(device, 50)
     ).exp(),

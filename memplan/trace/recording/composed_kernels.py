@@ -6,7 +6,7 @@ Source:
     aten/src/ATen/native/Loss.cpp of torch (v2.13.0): ``mse_loss_out``, ``smooth_l1_loss_out``, ``huber_loss``,
     ``binary_cross_entropy_with_logits``, ``soft_margin_loss_out``, ``soft_margin_loss_backward_out``; cuda/Loss.cu,
     ``binary_cross_entropy_out_cuda``; LossCTC.cpp and cuda/LossCTC.cu, ``log_beta``; TensorAdvancedIndexing.cpp and
-    IndexingUtils.h, ``expandTensors``; ``flex_cp_allgather`` in torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py,
+    IndexingUtils.h, ``expandTensors``; layer_norm.cpp and cuda/layer_norm_kernel.cu, ``expect_contiguous``; ``flex_cp_allgather`` in torch/distributed/tensor/experimental/_context_parallel/_cp_custom_ops.py,
     ``_maybe_view_chunk_cat`` and ``_chunk_or_narrow_cat`` in torch/_utils.py. The allocations of a real run on the CPU agree (tests/dryrun).
 """
 
@@ -114,6 +114,12 @@ def _parted_keys(_: str, args: Arguments, __: Any) -> list[int]:
     return [args[1].numel() * args[1].element_size()]
 
 
+def _together(operation: str, args: Arguments, _: Any) -> list[int]:
+    """Copies of what a norm reads whose rows lie apart: its input, and in backward its gradient too."""
+    read = args[:2] if operation.startswith("native_layer_norm_backward") else args[:1]
+    return [tensor.numel() * tensor.element_size() for tensor in read if not tensor.is_contiguous()]
+
+
 Rule = Callable[[str, Arguments, Any], list[int]]
 _RULES: Mapping[str, Rule] = {
     "mse_loss.default": _unreduced,
@@ -123,6 +129,8 @@ _RULES: Mapping[str, Rule] = {
     "soft_margin_loss_backward.default": _soft_margin_backward,
     "_ctc_loss_backward.default": _connectionist_backward,
     "_ctc_loss_backward.Tensor": _connectionist_backward,
+    "native_layer_norm.default": _together,
+    "native_layer_norm_backward.default": _together,
     "flex_cp_allgather.default": _joined_keys,
     "flex_cp_allgather_backward.default": _parted_keys,
     "index.Tensor": _chosen,
