@@ -1,7 +1,7 @@
 """``memplan max`` and ``memplan where``: the largest that a GPU holds, the fewest GPUs for a model."""
 
 from pathlib import Path
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, get_args
 
 import memplan
 from memplan.cli.grouped_command import command, without
@@ -92,13 +92,9 @@ def max_command(
         return _max_by_notes(rule.accounting, given, device, training, output)
     options = job_options(output, training, device=device)
     options["beside"] = tuple(model.beside or ())
-    answer: memplan.LargestModels | memplan.LargestValues
-    if what == "parameters":
-        waiting = Waiting("max")
-        answer = memplan.largest(cast("None", model.model), "parameters", progress=waiting, **options)
-        waiting.end()
-    else:
-        answer = memplan.largest(model.model, what, **options)
+    waiting = Waiting("max")
+    answer = memplan.largest(model.model, what, progress=waiting, **options)
+    waiting.end()
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 

@@ -174,8 +174,6 @@ def _config(
     name: ConfigGiven, overrides: Overrides, catalog: Catalog, model: Model | None = None
 ) -> tuple[TrainingConfig, Document | None]:
     """Return the config, and the document that it stands in where it was not taken as shipped."""
-    from memplan.catalog.training_config import TrainingConfig
-
     if overrides.beside and not (isinstance(name, str) and is_trainer_file(name)):
         raise InvalidFileError(
             [f"--with {printable(overrides.beside[0])}: goes with a trainer's own file, and none is given"]
@@ -239,8 +237,6 @@ def _with_listed_targets(document: Document) -> Document:
 
 def _further_problems(document: Document, error: InvalidFileError, catalog: Catalog) -> list[str]:
     """Return what is wrong with the rest of a config, its values of the wrong kind left out."""
-    from memplan.catalog.training_config import TrainingConfig
-
     if not isinstance(document.data, dict) or len(error.paths) > MOST_EXPLAINED:
         return []
     data: Any = document.data

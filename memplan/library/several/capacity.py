@@ -122,6 +122,10 @@ def largest(
 def largest(model: ModelGiven, of: Quantity, **options: Unpack[JobOptions]) -> LargestValues: ...
 @overload
 def largest(model: FilePath | Shapes | Model, of: None = None, **options: Unpack[JobOptions]) -> LargestValues: ...
+@overload
+def largest(
+    model: ModelGiven, of: Sizes, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[JobOptions]
+) -> LargestModels | LargestValues: ...
 @checked
 def largest(
     model: ModelGiven = None,
