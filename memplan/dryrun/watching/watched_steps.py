@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memplan.dryrun.terms.outcome import RefusedError, StepsDoneError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.trace.jobs.training_job import tensor_of
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
-from memplan.trace.stacks.watched_parts import tensor_of
 
 EVALUATION = "evaluation"
 HOOKED = "_tells_of_its_gradient"

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.errors import CannotAnswerError
 from memplan.model.inventory import Role
 from memplan.trace.jobs.gradient_lifetimes import Trained
-from memplan.trace.jobs.training_job import Job, Watcher
+from memplan.trace.jobs.training_job import Job, Watcher, watch_layers
 from memplan.trace.recording.trace_result import Component
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
@@ -72,12 +71,8 @@ class ModuleJob(Job):
         lists = [list(part) for part in self.model.modules() if isinstance(part, nn.ModuleList)]
         alike = [layers for layers in lists if len({type(layer) for layer in layers}) == 1]
         layers = max(alike, key=len, default=[])
-        for number, layer in enumerate(layers, start=1):
-            layer.register_forward_pre_hook(_entering(watcher, number))
-            layer.register_forward_hook(_leaving(watcher, f"layer {number} backward"), always_call=True)
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        if isinstance(head, nn.Module):
-            head.register_forward_hook(lambda _m, _i, out: watcher.backward_reaches(out, "head backward"))
+        watch_layers(layers, head if isinstance(head, nn.Module) else None, watcher)
 
 
 def _loss_or_logits(output: Any) -> Tensor:
@@ -102,29 +97,3 @@ def _role(part: nn.Module, name: str, tensor: Tensor, is_head: bool) -> Role:
     if is_head:
         return "head"
     return "expert_matrix" if tensor.dim() == 3 else "hidden_matrix"
-
-
-def _tensor_of(value: Any) -> Tensor | None:
-    if isinstance(value, tuple | list) and value:
-        value = value[0]
-    return value if isinstance(value, Tensor) else None
-
-
-def _entering(watcher: Watcher, number: int) -> Any:
-    def hook(_module: nn.Module, inputs: Any) -> None:
-        watcher.recomputing(True)
-        first = _tensor_of(inputs)
-        if number == 1 and first is not None:
-            watcher.backward_reaches(first, "end of backward")
-
-    return hook
-
-
-def _leaving(watcher: Watcher, instant: str) -> Any:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        watcher.recomputing(False)
-        tensor = _tensor_of(output)
-        if tensor is not None and torch.is_grad_enabled():
-            watcher.backward_reaches(tensor, instant)
-
-    return hook

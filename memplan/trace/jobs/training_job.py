@@ -1,7 +1,7 @@
 """A training job on one device: weights, gradients, optimizers, and one step after another."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,53 @@ class Watcher(Probe, Protocol):
 
     def on_host(self, tensor: Tensor) -> None:
         """Note that the storage of ``tensor`` stands for host memory, whatever its device is called."""
+
+
+def watch_layers(layers: Iterable[nn.Module], head: nn.Module | None, watcher: Watcher) -> None:
+    """Let ``watcher`` see where a model's backward is: at which of its layers, in order, or at its head."""
+    for number, layer in enumerate(layers, start=1):
+        _watch_layer(layer, number, watcher)
+    if head is not None:
+        head.register_forward_hook(lambda _m, _i, out: watcher.backward_reaches(out, "head backward"))
+
+
+def _watch_layer(layer: nn.Module, number: int, watcher: Watcher) -> None:
+    def entering(_module: nn.Module, inputs: Any) -> None:
+        watcher.recomputing(True)
+        first = tensor_of(inputs)
+        if number == 1 and first is not None:
+            watcher.backward_reaches(first, "end of backward")
+
+    def leaving(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        watcher.recomputing(False)
+        tensor = tensor_of(output)
+        if tensor is not None and torch.is_grad_enabled():
+            watcher.backward_reaches(tensor, f"layer {number} backward")
+
+    compiled: Any = layer._compiled_call_impl
+    if compiled is None:
+        # in front of the hooks that shard it, as where it is compiled in place
+        layer.register_forward_pre_hook(entering, prepend=hasattr(layer, "_orig_mod"))
+        layer.register_forward_hook(leaving, always_call=True)
+        return
+
+    def called(*args: Any, **options: Any) -> Any:  # hooks of the module's own would be compiled with it
+        entering(layer, args)
+        output = None
+        try:
+            output = compiled(*args, **options)
+        finally:
+            leaving(layer, args, output)
+        return output
+
+    layer._compiled_call_impl = called
+
+
+def tensor_of(value: Any) -> Tensor | None:
+    """Return a tensor, or the first of several."""
+    if isinstance(value, tuple | list) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None
 
 
 class _Graded:

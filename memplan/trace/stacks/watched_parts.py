@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.jobs.training_job import watch_layers
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
@@ -38,14 +39,6 @@ def watch_tensors(model: nn.Module, recorder: Recorder) -> None:
             parameter.register_post_accumulate_grad_hook(finished_gradient(recorder, name))  # type: ignore[no-untyped-call]
     for name, tensor in model.named_buffers():
         recorder.mark(tensor, "buffers", name)
-
-
-def watch_layers(layers: Iterable[nn.Module], head: nn.Module | None, recorder: Recorder) -> None:
-    """Let ``recorder`` see where a model's backward is: at which of its layers, in order, or at its head."""
-    for number, layer in enumerate(layers, start=1):
-        _watch_layer(layer, number, recorder)
-    if head is not None:
-        head.register_forward_hook(lambda _m, _i, out: recorder.backward_reaches(out, "head backward"))
 
 
 def stored_tensors(parameter: Any) -> Iterator[Tensor]:
@@ -99,42 +92,3 @@ def finished_gradient(recorder: Recorder, name: str) -> Callable[[Tensor], None]
             recorder.mark(parameter.grad, "gradients", name)
 
     return hook
-
-
-def _watch_layer(layer: nn.Module, number: int, recorder: Recorder) -> None:
-    def entering(_module: nn.Module, inputs: Any) -> None:
-        recorder.recomputing(True)
-        first = tensor_of(inputs)
-        if number == 1 and first is not None:
-            recorder.backward_reaches(first, "end of backward")
-
-    def leaving(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        recorder.recomputing(False)
-        tensor = tensor_of(output)
-        if tensor is not None and torch.is_grad_enabled():
-            recorder.backward_reaches(tensor, f"layer {number} backward")
-
-    compiled: Any = layer._compiled_call_impl
-    if compiled is None:
-        # in front of the hooks that shard it, as where it is compiled in place
-        layer.register_forward_pre_hook(entering, prepend=hasattr(layer, "_orig_mod"))
-        layer.register_forward_hook(leaving, always_call=True)
-        return
-
-    def called(*args: Any, **options: Any) -> Any:  # hooks of the module's own would be compiled with it
-        entering(layer, args)
-        output = None
-        try:
-            output = compiled(*args, **options)
-        finally:
-            leaving(layer, args, output)
-        return output
-
-    layer._compiled_call_impl = called
-
-
-def tensor_of(value: Any) -> Tensor | None:
-    """Return a tensor, or the first of several."""
-    if isinstance(value, tuple | list) and value:
-        value = value[0]
-    return value if isinstance(value, Tensor) else None

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from memplan.model.tower import TEXTS
+from memplan.trace.jobs.training_job import tensor_of
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
 from memplan.trace.pretended_cuda.chosen_rows import EvenlyRouted
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.valueless_tensors import AnyNumber
-from memplan.trace.stacks.watched_parts import finished_gradient, tensor_of
+from memplan.trace.stacks.watched_parts import finished_gradient
 
 
 class _AnyValues(AnyNumber):  # type: ignore[no-untyped-call]

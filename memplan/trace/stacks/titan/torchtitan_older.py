@@ -30,6 +30,7 @@ from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
+from memplan.trace.jobs.training_job import watch_layers
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
@@ -37,7 +38,7 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
-from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
+from memplan.trace.stacks.watched_parts import refuse_settings, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 
 if FIRST := version("torchtitan").startswith("0.1."):  # with both in other places

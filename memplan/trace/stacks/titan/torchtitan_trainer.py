@@ -31,6 +31,7 @@ from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
+from memplan.trace.jobs.training_job import watch_layers
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.composite_kernels import BACKENDS, composite_kernels
 from memplan.trace.pretended_cuda.fake_devices import replaced
@@ -43,7 +44,7 @@ from memplan.trace.stacks.titan.flex_kernel import block_mask
 from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
 from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
-from memplan.trace.stacks.watched_parts import refuse_settings, watch_layers, watch_states, watch_tensors
+from memplan.trace.stacks.watched_parts import refuse_settings, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
