@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,10 @@ def trace_document(traced: TracedStep, unit: str) -> Document:
     blocks: list[Block] = [_heading(traced)]
     blocks.append(_component_table(trace, formula, unit))
     blocks.append(_instant_table(trace, plan, unit))
-    blocks.append(_totals_table(traced, unit))
+    hosted = traced.setup.offloads_states
+    blocks.append(totals_table(trace, traced.replayed, traced.context_bytes, unit, hosted=hosted))
     if traced.most_listed:
-        blocks.append(_largest_table(traced, unit))
+        blocks.append(largest_table(trace, traced.most_listed, unit, model_line))
     if trace.notes:
         blocks.append(tuple(f"Note: {note}" for note in trace.notes))
     blocks.append(_sentence(traced))
@@ -124,41 +125,40 @@ def _instant_table(trace: Trace, plan: MemoryPlan | None, unit: str) -> Table:
     return Table(("instant", ">formula", ">trace", ">difference", "operation"), tuple(rows))
 
 
-def _totals_table(traced: TracedStep, unit: str) -> Table:
-    replayed = traced.replayed
+def totals_table(
+    trace: Trace, replayed: AllocatorResult, context_bytes: int, unit: str, *, hosted: bool = False
+) -> Table:
+    """Return the totals of a step with the simulated allocator, and what lies in host memory where something does.
+
+    Args:
+        context_bytes: Memory outside the allocator.
+    """
     rows = [
-        (
-            "requested",
-            format_bytes(traced.trace.peak_bytes, unit),
-            "live tensors and what kernels allocate while they run",
-        ),
-        (
-            "allocated",
-            format_bytes(replayed.allocated_peak_bytes, unit),
-            "in blocks, with library workspaces (simulated)",
-        ),
-        (
-            "reserved",
-            format_bytes(replayed.reserved_peak_bytes, unit),
-            f"in {replayed.segments:,} segments (simulated)",
-        ),
-        ("device", format_bytes(replayed.reserved_peak_bytes + traced.context_bytes, unit), "with the CUDA context"),
+        ("requested", trace.peak_bytes, "live tensors and what kernels allocate while they run"),
+        ("allocated", replayed.allocated_peak_bytes, "in blocks, with library workspaces (simulated)"),
+        ("reserved", replayed.reserved_peak_bytes, f"in {replayed.segments:,} segments (simulated)"),
+        ("device", replayed.reserved_peak_bytes + context_bytes, "with the CUDA context"),
+        *([("host", trace.host_bytes, "optimizer states in pinned host memory")] if hosted else []),
     ]
-    if traced.setup.offloads_states:
-        rows.append(("host", format_bytes(traced.trace.host_bytes, unit), "optimizer states in pinned host memory"))
-    return Table(("total", ">bytes", "meaning"), tuple(rows))
+    cells = tuple((name, format_bytes(size, unit), meaning) for name, size, meaning in rows)
+    return Table(("total", ">bytes", "meaning"), cells)
 
 
-def _largest_table(traced: TracedStep, unit: str) -> Table:
+def largest_table(trace: Trace, most: int, unit: str, line: Callable[[str], str]) -> Table:
+    """Return the largest tensors at the peak.
+
+    Args:
+        line: What is said of the line that made one; nothing for the instant in its place.
+    """
     rows = tuple(
         (
             format_bytes(s.bytes, unit),
             s.component,
             "x".join(map(str, s.shape)),
             s.name or s.operation,
-            model_line(s.line) or s.instant,
+            line(s.line) or s.instant,
         )
-        for s in traced.trace.largest_at_peak(traced.most_listed)
+        for s in trace.largest_at_peak(most)
     )
     return Table((">bytes", "component", "shape", "made by", "where"), rows, "Largest tensors alive at the peak")
 

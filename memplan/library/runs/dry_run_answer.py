@@ -12,7 +12,7 @@ from memplan.budget.budget_files import read_budget
 from memplan.budget.budget_jobs import Job
 from memplan.budget.evaluation import Figures, Finding, evaluated
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint
-from memplan.library.answers.trace_answer import tensor_data
+from memplan.library.answers.trace_answer import largest_table, tensor_data, totals_table
 from memplan.plan.components import COMPONENTS
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Block, Document, Table
@@ -38,10 +38,10 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
         _heading(run),
         _component_table(run, unit),
         _instant_table(run, unit),
-        _totals_table(run, unit),
+        totals_table(run.trace, run.to_spare, run.context_bytes, unit),
     ]
     if run.most_listed:
-        blocks.append(_largest_table(run, unit))
+        blocks.append(largest_table(run.trace, run.most_listed, unit, str))
     if run.outcome.answers:
         blocks.append(_answer_table(run))
     if run.outcome.skipped:
@@ -89,33 +89,6 @@ def _instant_table(run: DryRun, unit: str) -> Table:
         if not name.startswith("layer") or name == run.trace.peak_instant
     ]
     return Table(("instant", ">bytes", "operation"), tuple(rows))
-
-
-def _totals_table(run: DryRun, unit: str) -> Table:
-    spare = run.to_spare
-    rows = (
-        ("requested", run.trace.peak_bytes, "live tensors and what kernels allocate while they run"),
-        ("allocated", spare.allocated_peak_bytes, "in blocks, with library workspaces (simulated)"),
-        ("reserved", spare.reserved_peak_bytes, f"in {spare.segments:,} segments (simulated)"),
-        ("device", spare.reserved_peak_bytes + run.context_bytes, "with the CUDA context"),
-    )
-    return Table(
-        ("total", ">bytes", "meaning"), tuple((name, format_bytes(size, unit), text) for name, size, text in rows)
-    )
-
-
-def _largest_table(run: DryRun, unit: str) -> Table:
-    rows = tuple(
-        (
-            format_bytes(one.bytes, unit),
-            one.component,
-            "x".join(map(str, one.shape)),
-            one.name or one.operation,
-            one.line or one.instant,
-        )
-        for one in run.trace.largest_at_peak(run.most_listed)
-    )
-    return Table((">bytes", "component", "shape", "made by", "where"), rows, "Largest tensors alive at the peak")
 
 
 def _answer_table(run: DryRun) -> Table:

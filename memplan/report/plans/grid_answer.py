@@ -7,8 +7,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import memplan
-from memplan.model.inventory import active_parameter_count, parameter_count
+from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
+from memplan.report.plans.plan_answer import model_data
 from memplan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -166,20 +167,13 @@ def _components(plan: GridPlan, number: int, unit: str) -> Table:
 
 
 def _data(plan: GridPlan, number: int, notes: tuple[str, ...], catalog_hash: str) -> dict[str, Any]:
-    spec = plan.model.spec
     return {
         "schema": "memplan/grid/1",
         "memplan_version": memplan.__version__,
         "catalog_hash": catalog_hash,
         "verdict": plan.verdict,
         "answer": grid_sentence(plan),
-        "model": {
-            "name": spec.name,
-            "parameters": parameter_count(plan.model.inventory),
-            "active_parameters": active_parameter_count(plan.model.inventory),
-            "architecture": spec.architecture,
-            "source": plan.model.source,
-        },
+        "model": model_data(plan.model),
         "gpu": {
             "name": plan.device.name,
             "count": plan.grid.world,
