@@ -162,10 +162,10 @@ def drawn_stack_job(
             _for_scans(values, training)
     if stack in LLAMA_LIKE:
         training["kernels"] = {**training.get("kernels", {}), **_liger(rng, values["model_type"])}
-    drawn = StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
+    job = StackJob(Job(values, training), rng.choice(cards), rng.random() < 0.4)
     if stack == "plain-loop" and rng.random() < 0.5:
         training["outputs_until"] = rng.choice(("forward", "backward", "step"))
-    return drawn
+    return job
 
 
 def _for_scans(values: dict[str, Any], training: dict[str, Any]) -> None:
