@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -104,7 +104,6 @@ def section_events(
     backward, in_backward = recorder.cut()
     escaped, leaf = player.escaping_storages(), _leaf(player, output)
     cached = () if tape.cache_stays else tuple(sorted(tape.cached - tape.saved_storages().keys()))
-    named = [value for value in tape.named if value.storage not in tape.saved_storages()]
     backward += recorder.rest([leaving, *recorder.gradient_storages.values(), *escaped, *leaf])
     events = SectionEvents(
         storages=tuple(recorder.storages),
@@ -121,13 +120,18 @@ def section_events(
         used_up=recorder.used_up(),
         escaped=escaped,
         leaf=leaf,
-        named=tuple([(value.quantity, value.storage) for value in named]),
+        named=_named(tape, tape.saved_storages()),
         waits=tape.waits,
         cached=cached,
         returned=_returned(tape, forward),
         visits=(tuple(begun), tuple(ended)),
     )
-    return _holding(events, {*leaf, *cached, *[value.storage for value in named]})
+    return _holding(events, {*leaf, *cached, *[storage for _, storage in events.named]})
+
+
+def _named(tape: Tape, saved: Container[int] = ()) -> tuple[tuple[Quantity, int], ...]:
+    """Return what nothing but names has of a tape's results, by quantity; a graph has what is saved."""
+    return tuple([(value.quantity, value.storage) for value in tape.named if value.storage not in saved])
 
 
 def _player(section: Section, mode: Mode, recomputation: Recomputation, recorder: EventRecorder) -> Player:
@@ -185,8 +189,8 @@ def forward_events(section: Section) -> SectionEvents:
         leaving=NO_STORAGE,
         gradient_storages=(),
         products=(in_forward, ()),
-        named=tuple([(value.quantity, value.storage) for value in tape.named]),
+        named=_named(tape),
         cached=tuple(sorted(tape.cached)),
         returned=_returned(tape, forward),
     )
-    return _holding(events, {*tape.cached, *[value.storage for value in tape.named]})
+    return _holding(events, {*tape.cached, *[storage for _, storage in events.named]})

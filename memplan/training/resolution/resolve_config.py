@@ -76,10 +76,8 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         refuse_offloading(config, optimizer_names.values(), catalog, place)
     known_formats = kbit_formats(config, stack, named_formats)
     if config.parallel != Parallel():
-        used = {key: catalog.optimizers[key] for key in optimizer_names.values()}
-        whole = {name for name in known_formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
+        used, whole = {key: catalog.optimizers[key] for key in optimizer_names.values()}, _whole(known_formats, catalog)
         _refuse_first(parallel_refusals(config, profile, known_formats, used, stack, whole), place)
-    wide = wide_router_optimizer(config, catalog)
     recipe = recipe_of(config, named_formats, optimizer_names, catalog)
     return TrainingSetup(
         name=name,
@@ -91,7 +89,7 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         gradient=None if config.gradients.dtype is None else catalog.gradients[config.gradients.dtype],
         optimizer_names=optimizer_names,
         optimizers=_optimizers(optimizer_names, stack, catalog),
-        wide_router_optimizer=(wide, catalog.optimizers[wide]) if stack.models.wide_routers else None,
+        wide_router_optimizer=_wide_router_optimizer(config, stack, catalog),
         compute_bytes=FLOAT_BYTES[config.compute_dtype],
         reserve_bytes=parse_bytes(config.reserve),
         reserve_shares={name: catalog.tables.reserve_share(name, recipe.coded) for name in get_args(Allocator)},
@@ -99,6 +97,17 @@ def resolve(config: TrainingConfig, catalog: Catalog, name: str, where: Where | 
         family_gaps=_family_gaps(stack, catalog),
         unmodelled=tuple(f"{place(path)}: {text}" for path, text in unmodelled(stack, profile, known_formats, catalog)),
     )
+
+
+def _whole(formats: Mapping[Role, str], catalog: Catalog) -> set[str]:
+    """Return the formats whose tensors no GPUs share."""
+    return {name for name in formats.values() if "bitsandbytes-4bit" in catalog.formats[name].needs}
+
+
+def _wide_router_optimizer(config: TrainingConfig, stack: Stack, catalog: Catalog) -> tuple[str, Optimizer] | None:
+    """Return what steps routers that a stack leaves in fp32, by name and as an entry; None where it leaves none so."""
+    name = wide_router_optimizer(config, catalog)
+    return (name, catalog.optimizers[name]) if stack.models.wide_routers else None
 
 
 def _optimizers(names: Mapping[Role, str], stack: Stack, catalog: Catalog) -> dict[Role, Optimizer]:
