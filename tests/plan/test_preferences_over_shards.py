@@ -1,0 +1,38 @@
+"""Plans of steps on preferences whose GPUs share a model."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import CannotAnswerError
+
+PARAMETERS, GPUS, BF16_BYTES = 1_235_814_400, 4, 2
+
+
+def plan(reference, **keys):
+    settings = {"parallel.zero_stage": 3, "method.stage": "dpo", "method.reference_model": reference, **keys}
+    return memplan.plan("llama-3.2-1b", gpu="h100", gpus=GPUS, config="bf16-adamw", stack="trl", set=settings)
+
+
+def test_trl_gathers_a_reference_model_at_once_and_copies_it_out_of_its_buffer():
+    alone, beside = plan("precomputed"), plan("resident")
+    shards = PARAMETERS * BF16_BYTES // GPUS  # as it was loaded, where what trains is cast to fp32
+    assert beside.components["weights"] - alone.components["weights"] == shards
+    ends = 128_256 * 2048 * BF16_BYTES  # and norm, which stay gathered from forward on
+    assert beside.memory.peak.name == "forward"
+    assert 0 <= beside.components["communication"] - 2 * PARAMETERS * BF16_BYTES - ends < 2**20
+
+
+def test_deepspeed_keeps_a_whole_reference_model_on_each_rank_up_to_stage_2():
+    engine = {"parallel.engine": "deepspeed", "master_weights": "fp32", "optimizer": "adamw-fp32"}
+    alone, beside = (plan(kind, **{**engine, "parallel.zero_stage": 2}) for kind in ("precomputed", "resident"))
+    assert beside.components["weights"] - alone.components["weights"] == PARAMETERS * BF16_BYTES
+    with pytest.raises(CannotAnswerError, match="DeepSpeed's stage 1 or 2"):
+        plan("resident", **engine)
+
+
+@pytest.mark.parametrize("keys", [{"evaluation": True}, {"parallel.reshard_after_forward": False}])
+def test_what_of_a_sharded_reference_model_is_not_followed_is_refused(keys):
+    with pytest.raises(CannotAnswerError, match="share a model"):
+        plan("resident", **keys)
