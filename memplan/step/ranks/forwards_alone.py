@@ -88,7 +88,8 @@ def _through_units(
     """
     beside = step.tail.gathered_bytes if finds_tail and step.apart else 0
     resident, form = step.root_weight_bytes, around + arguments_of(step) + entry_of(step)
-    first, last = step.first.buffer_bytes + step.units[0].copied_bytes, step.last.buffer_bytes
+    entered = step.first.buffer_bytes if step.apart or not finds_tail else 0
+    first, last = entered + step.units[0].copied_bytes, step.last.buffer_bytes
     yield with_gathered(name, "copy of the first layer", form, resident + first + beside)
     if step.apart and not step.head_by_hand and not beside:
         yield with_gathered(name, "copy of norm and head", form, step.tail.copied_bytes + last)
