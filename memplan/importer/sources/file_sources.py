@@ -77,9 +77,17 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
 
 
 def _launcher(path: Path, text: str) -> str | None:
+    """Return the lines of a launcher that is no shell's as a shell would have them, or None where it is none.
+
+    Raises:
+        InvalidFileError: It is longer than any launch script.
+    """
     from memplan.importer.shell.other_launchers import shell_text
 
-    return shell_text(path, text)
+    script = shell_text(path, text)
+    if script is not None and len(script) > MAXIMUM_PARSED_BYTES:
+        raise InvalidFileError([f"{shown_path(path)}: more than {MAXIMUM_PARSED_BYTES:,} letters; {INSTEAD}"])
+    return script
 
 
 def _script(text: str, name: str) -> tuple[CommandLine, ...]:
