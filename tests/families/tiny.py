@@ -317,6 +317,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         UNTIED
         | {"text_config": LFM2, "vision_config": SIGLIP, "projector_use_layernorm": False, "projector_bias": False},
     ),
+    "llava-onevision": ("llava_onevision", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": SIGLIP}),
+    "llava-onevision-tied": ("llava_onevision", {"text_config": GROUPED | TIED, "vision_config": SIGLIP}),
     "internvl": ("internvl", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
     "internvl-qwen3": (
         "internvl",

@@ -91,6 +91,7 @@ TOWERS = {
     **dict.fromkeys(("llava", "llava_next"), ("llama", "mistral", "qwen2")),
     **dict.fromkeys(("idefics3", "smolvlm"), ("llama",)),
     "lfm2_vl": ("lfm2",),
+    "llava_onevision": ("qwen2",),
     "internvl": ("qwen2", "qwen3"),
     "qwen3_vl": ("qwen3",),
     "qwen3_vl_moe": ("qwen3_moe",),
@@ -177,9 +178,9 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
     if family == "gemma4_unified":
         width = rng.choice((16, 40, 64))
         vision = {"patch_size": 4, "mm_embed_dim": width, "output_proj_dims": width, "mm_posemb_size": 20}
-    if family in ("gemma3", "idefics3", "internvl", "smolvlm"):
+    if family in ("gemma3", "idefics3", "internvl", "llava_onevision", "smolvlm"):
         vision |= {"image_size": 56}
-    if family in ("gemma3", "lfm2_vl"):
+    if family in ("gemma3", "lfm2_vl", "llava_onevision"):
         vision |= {"vision_use_head": False}
     if len(TOWERS[family]) > 1:
         text["model_type"] = kind

@@ -88,9 +88,9 @@ def add_clip_layers(parts: TowerParts, tower: str) -> None:
     parts.add(f"{tower}.post_layernorm", hidden, bias=True, role="norm")
 
 
-def add_siglip(vision: ConfigValues, parts: TowerParts, tower: str) -> int:
-    """Add SigLIP's tower under this name; return how many patches an image has each way."""
-    hidden, side = parts.hidden, max(vision.integer("image_size", default=224) // parts.patch, 1)
+def add_siglip(vision: ConfigValues, parts: TowerParts, tower: str, size: int = 224) -> int:
+    """Add SigLIP's tower under this name, for images of this ``size`` where nothing is said; return how many patches one has each way."""
+    hidden, side = parts.hidden, max(vision.integer("image_size", default=size) // parts.patch, 1)
     patch = (parts.channels, parts.patch, parts.patch)
     parts.add(f"{tower}.embeddings.patch_embedding", hidden, *patch, bias=True, role="embedding")
     parts.add(f"{tower}.embeddings.position_embedding", side**2, hidden, role="embedding")

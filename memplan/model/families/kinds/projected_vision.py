@@ -1,5 +1,6 @@
 """Vision-language models whose tower attends to whole images by itself: CLIP's, SigLIP's and Pixtral's, behind a projector."""
 
+from dataclasses import replace
 from math import isqrt
 from typing import Any
 
@@ -143,6 +144,26 @@ def llava_next(config: ConfigValues) -> ModelSpec:
     text, parts = named_text(config, LLAVA_TEXTS, "llama"), _clip_tower(config)
     parts.tensors.append(TowerTensor("model.image_newline", (text.hidden_size,), "embedding"))
     config.ignore("image_grid_pinpoints", "use_image_newline_parameter")
+    return _behind_projector(config, text, parts)
+
+
+@runs_as(scored=False, wrapped=False, ahead=False)
+def llava_onevision(config: ConfigValues) -> ModelSpec:
+    """LLaVA-OneVision: LLaVA 1.6's parts with Qwen2's layers and SigLIP's tower.
+
+    Source: ``transformers/models/llava_onevision/modeling_llava_onevision.py`` (v5.24.0).
+    """
+    text = text_inside(config, "qwen2", qwen2)
+    if config.mapping("text_config").get("tie_word_embeddings"):  # which counts where the whole's is false
+        text = replace(text, tie_word_embeddings=True)
+    vision = config.part("vision_config", "siglip_vision_model")
+    parts = TowerParts(vision, (1152, 4304, 26, 16, 14))
+    add_siglip(vision, parts, "model.vision_tower", 384)
+    if vision.flag("vision_use_head", default=bool(config.mapping("vision_config"))):
+        vision.refuse("vision_use_head", "a head that pools patches is not modelled: the model is released with false")
+    config.take(vision)
+    parts.tensors.append(TowerTensor("model.image_newline", (text.hidden_size,), "embedding"))
+    config.ignore("image_grid_pinpoints", "vision_aspect_ratio", "video_token_index")
     return _behind_projector(config, text, parts)
 
 
