@@ -97,7 +97,7 @@ def test_a_family_that_is_not_modelled_is_refused_by_name(catalog):
             with pytest.raises(CannotAnswerError) as refused:
                 resolve_model_name(f"someone/{start}-7B", catalog)
             assert row.reason in str(refused.value)
-    for name in ("OpenGVLab/InternVL3-8B-hf", "someone/Llama-3.1-8B-vision", "microsoft/Phi-4-multimodal-instruct"):
+    for name in ("OpenGVLab/InternVL3-8B", "someone/Llama-3.1-8B-vision", "microsoft/Phi-4-multimodal-instruct"):
         with pytest.raises(CannotAnswerError, match="vision-language"):
             resolve_model_name(name, catalog)
 
