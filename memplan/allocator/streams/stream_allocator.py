@@ -163,9 +163,7 @@ class StreamAllocator:
         allocated, peak = self.allocated, self.allocated_peak
         highest, new = 0, list[tuple[int, int, int]]()
         for code in codes if self.survives else ():
-            name = code >> 1
-            size = blocks[name]
-            if not size:
+            if not (size := blocks[name := code >> 1]):
                 continue
             keys, ends, starts, least = pools[number := streams.get(name, 0) + (size > SMALL)]
             if code & 1:
@@ -191,8 +189,7 @@ class StreamAllocator:
                 if holes and ends[keys[place] & ADDRESS] in holes[number]:
                     place = self._least_growable(place, number)
                 key = keys.pop(place)
-                start = key & ADDRESS
-                end = ends.pop(start)
+                end = ends.pop(start := key & ADDRESS)
                 del starts[end]
             if key > highest:
                 highest = key
@@ -208,13 +205,14 @@ class StreamAllocator:
             if allocated > peak:
                 peak = allocated
         self.allocated, self.allocated_peak = allocated, peak
-        if tops:
-            mapped = (
-                -(-(top - base) // page) * page
-                for top, base, page in zip(tops, self._bases, cycle(_PAGES), strict=False)
-            )
-            self.reserved = self.reserved_peak = sum(mapped)
         self.parts.append(Part(highest, new))
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        """Count the pages of expandable segments on a card without end, which stay mapped."""
+        if self.tops:
+            places = zip(self.tops, self._bases, cycle(_PAGES), strict=False)
+            self.reserved = self.reserved_peak = sum(ceil_div(top - base, page) * page for top, base, page in places)
 
     def renumber(self, first: int, by: int) -> None:
         """Give storages from ``first`` on names that are higher by so much."""
