@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.cuda import nccl
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor, _dispatch
