@@ -66,9 +66,7 @@ def known_libraries(
                 replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
             ),
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
-            "peft.tuners.boft.layer": lambda module: stack.enter_context(
-                replaced(module, {"get_fbd_cuda": lambda: _BlockDiagonal})
-            ),
+            "peft.tuners.boft.layer": lambda module: stack.enter_context(replaced(module, _OF_BOFT)),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
             "pynvml": lambda module: stack.enter_context(replaced(module, _driver())),
             "triton": lambda _: stack.enter_context(idle_launches(values.forget_numbers)),
@@ -146,6 +144,9 @@ class _BlockDiagonal:
         """Return the gradient of the blocks."""
         del gradient
         return [torch.zeros_like(blocks)]
+
+
+_OF_BOFT = {"get_fbd_cuda": lambda: _BlockDiagonal}
 
 
 def _without_weights(module: Any, stack: ExitStack) -> None:
