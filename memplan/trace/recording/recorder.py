@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,6 +27,8 @@ from memplan.trace.recording.workspaces import (
 )
 
 _TORCH = torch.__path__[0]
+_KERNELS = str(Path(__file__).parent.with_name("pretended_cuda"))
+"""Where operators are written again, whose lines explain nothing about a model."""
 
 
 @dataclass(slots=True)
@@ -246,7 +249,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             user = self._user_code.get(code)
             if user is None:
                 file = code.co_filename
-                user = not file.startswith((_TORCH, "<")) and file not in self._skipped
+                user = not file.startswith((_TORCH, _KERNELS, "<")) and file not in self._skipped
                 self._user_code[code] = user
             if user:
                 return code, frame.f_lineno
