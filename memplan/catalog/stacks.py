@@ -73,9 +73,7 @@ class StackModels:
     # Whether gate and up of stacked experts are one tensor, as ``released``, or two: ``apart``, with a router in fp32; or each
     # expert has linear layers of its own, and the router is one: ``modules``.
     experts: Literal["released", "apart", "modules"] = "released"
-    linear: Literal["all-linear", "listed"] = (
-        "all-linear"  # PEFT's word, or linear layers that the library lists by name
-    )
+    linear: Literal["all-linear", "listed"] = "all-linear"  # PEFT's word, or layers that the library lists by name
     hit_experts: tuple[str, ...] = ()  # Families whose loop over these modules is over those that have rows
     # What torch's attention is given: heads as they were formed (``views``), or copied where they are not ``contiguous``, and
     # with ``repeated`` ones keys and values for each head of the query, where a family tells it of groups now;
