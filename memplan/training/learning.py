@@ -84,7 +84,7 @@ def recipe_of(
 
 
 def learning_of(recipe: Recipe, catalog: Catalog, known: Recipe | None, evidence: str | None, name: str) -> Learning:
-    """Return how a recipe learns: as the records of it say, or of the same with narrower optimizer states; else ``untried``.
+    """Return how a recipe learns: as the records of it say, ``untried`` where there is none.
 
     Args:
         known: Recipe of the shipped config that it is named after, whose records are found without reading all.
@@ -94,30 +94,7 @@ def learning_of(recipe: Recipe, catalog: Catalog, known: Recipe | None, evidence
         return Learning("diverges", catalog.optimizers[diverging].evidence)
     if known == recipe:
         return of_config(recipe, catalog, name, evidence)
-    recorded = _recorded(catalog)
-    return recorded.get(recipe) or min(
-        (learned for one, learned in recorded.items() if _is_wider(recipe, one, catalog)),
-        key=lambda learned: ORDER.index(learned.status),
-        default=UNTRIED,
-    )
-
-
-def _is_wider(recipe: Recipe, other: Recipe, catalog: Catalog) -> bool:
-    """Whether a recipe is another but for optimizer states of more bytes, where these are of one algorithm."""
-    if replace(other, optimizers=recipe.optimizers) != recipe:
-        return False
-    pairs = (
-        map(catalog.optimizers.__getitem__, names) for names in zip(recipe.optimizers, other.optimizers, strict=True)
-    )
-    return all(
-        own.algorithm == their.algorithm
-        and [slot.name for slot in own.slots] == [slot.name for slot in their.slots]
-        and all(
-            a.block_bytes * b.block_elements >= b.block_bytes * a.block_elements
-            for a, b in zip(own.slots, their.slots, strict=True)
-        )
-        for own, their in pairs
-    )
+    return _recorded(catalog).get(recipe, UNTRIED)
 
 
 def of_config(recipe: Recipe, catalog: Catalog, name: str, evidence: str | None) -> Learning:

@@ -163,12 +163,6 @@ def test_what_fits_comes_before_what_is_tight(rows):
     assert set(verdicts) == {"fits", "tight"}
 
 
-def test_wider_optimizer_states_learn_as_the_same_with_narrower_ones(rows):
-    (best,) = rows("llama-8b", "--gpu", "rtx4090", "--qlora")
-    assert best["training"]["optimizer"]["hidden_matrix"] == "adamw-fp32"  # of the config, adamw-bf16
-    assert best["status"] == "proven"
-
-
 def test_strict_takes_no_tight_ones(cli):
     job = (
         "suggest",
