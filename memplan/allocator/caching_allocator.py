@@ -237,6 +237,7 @@ def replay(
     capacity_bytes: int | None = None,
     turns: Sequence[Turn] = (),
     streams: Mapping[Any, int] | None = None,
+    place: Callable[[int], int] | None = None,
 ) -> AllocatorResult:
     """Return what a stream of allocations and frees does to the allocator, until it ends or fails.
 
@@ -248,12 +249,13 @@ def replay(
             the larger one splits what it kept (24, free, 30, 20, free 30, 32 MiB: 52 do, 54 do not).
         turns: What the program asks between events, in order.
         streams: The stream that storages are asked for on, where that is another than the program's current one.
+        place: Gives the address of a new segment of so many bytes; each lies below those before by default.
 
     Example:
         >>> replay([(+1, "a", 600), (-1, "a", 600)]).allocated_peak_bytes
         1024
     """
-    allocator = CachingAllocator(settings, capacity_bytes)
+    allocator = CachingAllocator(settings, capacity_bytes, place=place)
     failure = None
     waiting, streams = [*reversed(turns)], streams or {}
     try:

@@ -50,7 +50,7 @@ CUDA: Mapping[str, Tolerance] = {
     "allocated": Tolerance(
         Fraction(1, 200), 0, "simulated allocator; places of equal rank are the driver's choice: 0.5 %"
     ),
-    "reserved": Tolerance(Fraction(3, 100), 0, "simulated allocator, whose segments follow from those places: 3 %"),
+    "reserved": Tolerance(Fraction(3, 100), 0, "simulated allocator, segments below or above those before: 3 %"),
     "device": Tolerance(Fraction(3, 100), 0, "segments and measured context: 3 %"),
 }
 CUDA_FORMULA = Tolerance(

@@ -1,6 +1,6 @@
 """What formula, trace and simulated allocator say of a task."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -71,7 +71,7 @@ def predict(task: Task, measurement: Measurement, rank: int = 0) -> Prediction:
     context = int(counters.get("context_bytes", plan.allowances.context_bytes))
     traced_totals, survives = {"requested": trace.peak_bytes + traced_beside}, True
     if cuda:
-        traced_totals = _simulated(trace, task, context)
+        traced_totals = _simulated(trace, task, context, measurement.totals.get("reserved"))
         survives = _survives(trace, task, context, ran=measurement.status == "measured")
     return Prediction(
         components=components,
@@ -134,9 +134,16 @@ def _planned(plan: MemoryPlan, beside: int) -> dict[str, int]:
     }
 
 
-def _simulated(trace: Trace, task: Task, context_bytes: int) -> dict[str, int]:
-    """Return the totals that the simulated allocator has for a trace; its requested peak has the workspaces."""
+def _simulated(trace: Trace, task: Task, context_bytes: int, measured_bytes: int | None) -> dict[str, int]:
+    """Return the totals that the simulated allocator has for a trace; its requested peak has the workspaces.
+
+    Where the driver put segments is not recorded: of segments below and above those before, those count that are nearer to
+    what was measured.
+    """
     result = _replayed(trace, task, None)
+    if measured_bytes not in (None, result.reserved_peak_bytes):
+        other = _replayed(trace, task, None, place=_rising())
+        result = min(result, other, key=lambda one: abs(one.reserved_peak_bytes - measured_bytes))
     return {
         "requested": result.requested_peak_bytes,
         "allocated": result.allocated_peak_bytes,
@@ -154,7 +161,20 @@ def _survives(trace: Trace, task: Task, context_bytes: int, *, ran: bool) -> boo
     return _replayed(trace, task, max(0, capacity - context_bytes)).survives
 
 
-def _replayed(trace: Trace, task: Task, capacity_bytes: int | None) -> AllocatorResult:
+def _rising() -> Callable[[int], int]:
+    """Return a driver that puts each segment above those before."""
+    ends = [0]
+
+    def place(size_bytes: int) -> int:
+        ends.append(ends[-1] + size_bytes)
+        return ends[-2]
+
+    return place
+
+
+def _replayed(
+    trace: Trace, task: Task, capacity_bytes: int | None, place: Callable[[int], int] | None = None
+) -> AllocatorResult:
     """Return what the simulated allocator does with a trace.
 
     A run on limited memory has loaded its kernels first (``measure_cuda``), and holds the workspaces
@@ -164,7 +184,7 @@ def _replayed(trace: Trace, task: Task, capacity_bytes: int | None) -> Allocator
     if task.capacity_bytes:
         early = {event.storage for event in trace.events if event.operation in LIBRARIES}
         events = [e for e in events if e[1] in early] + [e for e in events if e[1] not in early]
-    return replay(events, parse_alloc_conf(task.alloc_conf), capacity_bytes)
+    return replay(events, parse_alloc_conf(task.alloc_conf), capacity_bytes, place=place)
 
 
 def measured_device(capability: str, total_bytes: int) -> Device:
