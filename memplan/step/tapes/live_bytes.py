@@ -11,6 +11,8 @@ class LiveBytes:
 
     Args:
         storages: Those of a tape; an index stands for each.
+
+    Attributes:
         grown, shrunk: Whether something has come, or gone, since the moment that was noted last.
     """
 
