@@ -155,7 +155,7 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
     of = "" if rates.source == answer.device.name else f" of {rates.source}, the nearest GPU whose rates are known"
     return (
         f"tokens/s is a roofline estimate from bandwidth and dense FLOP/s{of}: it ranks settings and is no measurement.",
-        "learning is what records of training say of the whole combination, or of the same with narrower optimizer states; untried where there is none.",
+        "learning is what records of training say of the whole combination, untried where there is none.",
         "risk adds up statuses of weights, gradients and optimizer: 0 proven, 1 works, 2 experimental for each; 1 more for "
         "weights that ended far behind fp32 in every record, which come last.",
         *(parallel_notes(gpus, rates) if gpus > 1 else ()),
