@@ -40,8 +40,8 @@ def test_a_tight_job_exits_with_0_and_with_1_under_strict(cli, between):
     assert cli(*ASK, "--gpu-memory", between, "--json").data["verdict"] == "tight"
 
 
-EVEN = ("fit", "qwen2.5-0.5b", "--config", "fp32-adamw")
-"""A job that takes as much on a card that is nearly full as with memory to spare, wherever segments lie; others make do with less there."""
+EVEN = ("fit", "qwen2.5-0.5b", "--config", "bf16-adamw")
+"""A job that takes as much on a card that is nearly full as with memory to spare; others make do with less there."""
 
 
 @pytest.mark.parametrize(("past", "verdict"), [(0, "fits"), (-1, "tight")])

@@ -11,6 +11,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "accuracy.md"
 REPORTED = ROOT / "tests" / "published" / "reported_runs.yaml"
+T4 = REPORTED.with_name("t4_runs.yaml")
 HEAD = "| whose loop | jobs | peaks in 0.1 % | worst | measured on a GPU |"
 GROUPS = {
     "DeepSpeed": "DeepSpeed's ZeRO 1 to 3",
@@ -65,10 +66,12 @@ def table() -> list[str]:
 
 
 def measured() -> Counter[str]:
-    """Return how many runs that others measured and published are planned, by group (tests/published/reported_runs.yaml)."""
+    """Return how many runs that others measured and published are planned, by group (reported_runs.yaml and t4_runs.yaml in tests/published)."""
     jobs = [entry["job"] for entry in yaml.safe_load(REPORTED.read_text(encoding="utf-8")).values()]
     stacks = [(job["stack"].partition("@")[0], job.get("gpus", 1)) for job in jobs]
-    return Counter("FSDP1" if gpus > 1 and stack != "torchtitan" else STACKS[stack] for stack, gpus in stacks)
+    groups = Counter("FSDP1" if gpus > 1 and stack != "torchtitan" else STACKS[stack] for stack, gpus in stacks)
+    groups[GROUPS["plain loop"]] += len(yaml.safe_load(T4.read_text(encoding="utf-8"))["runs"])
+    return groups
 
 
 def _row(name: str, rows: list[tuple[int, float, float]]) -> str:

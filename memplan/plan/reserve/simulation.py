@@ -75,13 +75,14 @@ class Simulation:
         self._stream = Stream(events.sizes, events.codes, alike, events.passes, events.stream.streams, first=first)
         self._peaks = [self._played(downwards=downwards) for downwards in self._ways]
 
-    def runs_in(self, capacity_bytes: int) -> bool:
-        """Whether the run survives in so many bytes of segments, wherever the driver puts them."""
-        if max(peaks.reserved_bytes for peaks in self._peaks) <= capacity_bytes:
+    def runs_in(self, capacity_bytes: int, *, anywhere: bool = True) -> bool:
+        """Whether the run survives in so many bytes of segments, ``anywhere`` the driver may put them, or where it is expected to."""
+        many = len(self._ways) if anywhere else 1
+        if max(peaks.reserved_bytes for peaks in self._peaks[:many]) <= capacity_bytes:
             return True
-        if min(peaks.allocated_bytes for peaks in self._peaks) > capacity_bytes:
+        if min(peaks.allocated_bytes for peaks in self._peaks[:many]) > capacity_bytes:
             return False
-        return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in self._ways)
+        return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in self._ways[:many])
 
     @property
     def before_steps_bytes(self) -> int:
@@ -224,7 +225,8 @@ def simulated(
 ) -> MemoryPlan:
     """Return a plan with its reserve simulated, that of a pipeline for each of its ranks; where that cannot be, the same with the reason.
 
-    The verdict is whether the run survives in what the device has, with the context at its upper end or as expected.
+    The verdict is whether the run survives in what the device has: FITS with the context at its upper end and wherever the driver
+    puts segments, TIGHT with both as expected.
 
     Args:
         plan: A plan with a share as its reserve.
@@ -319,13 +321,11 @@ def _gathers(plan: MemoryPlan) -> bool:
     return is_sharded(plan.setup.config.parallel) or runs_engine(plan.setup.config.parallel)
 
 
-def _survives(simulation: Simulation, apart: int, capacity_bytes: int) -> bool:
-    return simulation.runs_in(capacity_bytes - apart)
+def _survives(simulation: Simulation, apart: int, capacity_bytes: int, *, anywhere: bool) -> bool:
+    return simulation.runs_in(capacity_bytes - apart, anywhere=anywhere)
 
 
-def _verdict(
-    plan: MemoryPlan, runs_in: Callable[[int], bool], least: int, most: int, tight: bool
-) -> tuple[Verdict, int]:
+def _verdict(plan: MemoryPlan, runs_in: Callable[..., bool], least: int, most: int, tight: bool) -> tuple[Verdict, int]:
     """Return the verdict, and the least that the run is known to need: less where it runs in what the device has.
 
     A rank that gathers or reduces on streams of their own fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
@@ -337,6 +337,6 @@ def _verdict(
     for verdict, capacity in (("fits", upper), *([("tight", expected)] if tight else [])):
         if verdict == "fits" and _gathers(plan) and most > capacity:
             continue
-        if capacity > 0 and runs_in(capacity):
+        if capacity > 0 and runs_in(capacity, anywhere=verdict == "fits"):
             return verdict, min(least, capacity)  # type: ignore[return-value]
     return "no", least

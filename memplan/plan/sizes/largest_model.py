@@ -17,6 +17,7 @@ from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained, built_by
+from memplan.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,13 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
         return upper_bytes(plan, several, requested) <= several.usable_bytes(setup.reserve_bytes)
 
     return first_that_fits(fits, 1, MAXIMUM_GPUS)
+
+
+def least_devices(plan: CompiledPlan, device: Device) -> int:
+    """Return how many GPUs of a kind have what a job asks for in bytes of tensors, which no way to share it undercuts."""
+    config = plan.setup.config
+    requested = plan.on(device.gpu).requested_bytes(config.micro_batch_size, config.sequence_length)
+    return ceil_div(requested, device.usable_bytes(plan.setup.reserve_bytes))
 
 
 def able_devices(plan: CompiledPlan, devices: Sequence[Device]) -> list[Device]:

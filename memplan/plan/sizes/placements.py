@@ -10,7 +10,13 @@ from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.sizes.largest_model import able_devices, fewest_devices, first_that_fits, refuse_parallel
+from memplan.plan.sizes.largest_model import (
+    able_devices,
+    fewest_devices,
+    first_that_fits,
+    least_devices,
+    refuse_parallel,
+)
 from memplan.training.resolved import TrainingSetup
 
 MOST_RANKS = 2**12
@@ -25,7 +31,7 @@ class Placement:
     count: int
     plan: MemoryPlan  # What one of them holds; where memory is pooled, what all of them hold together
     pooled: bool = False  # Whether ``count`` is only a lower bound, as memory is pooled and the job is not shared out
-    # The fewest whose pooled memory holds the job, which no way of sharing it undercuts; None where that is not known.
+    # The fewest whose memory together is what its tensors take, which no way of sharing it undercuts; None where that is not known.
     bound: int | None = None
 
     @property
@@ -83,12 +89,11 @@ def placements(
         if alone is not None and (plan := _alone(alone, device, simulated)) is not None:
             rows.append(Placement(device, 1, plan))
             continue
-        bound = None if alone is None else fewest_devices(alone, device)
-        if refusal and alone is not None and bound is not None:
-            pooled = Device(device.gpu, device.name, max(2, bound))
+        if refusal and alone is not None and (count := fewest_devices(alone, device)) is not None:
+            pooled = Device(device.gpu, device.name, max(2, count))
             rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
         elif not refusal and (row := _fewest_ranks(compiled, device, simulated)) is not None:
-            rows.append(replace(row, bound=None if bound is None else min(bound, row.count)))
+            rows.append(replace(row, bound=None if alone is None else least_devices(alone, device)))
     return Placements(tuple(rows), refusal)
 
 

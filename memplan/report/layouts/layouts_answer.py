@@ -266,6 +266,6 @@ def _miss_sentence(result: LayoutFront, miss: MemoryPlan, unit: str) -> str:
     return (
         f"NO: none of {result.layouts} layouts of {result.request.space.gpus:,} x {result.device.name} fits. The nearest miss needs up to "
         f"{format_bytes(miss.upper_bytes, unit)}, {over} too much: {tensor}data {parallel.data}, {sharding(parallel)}, "
-        f"{miss.setup.config.checkpointing_words} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}. "
-        "Adapters need less: add --lora or --qlora."
+        f"{miss.setup.config.checkpointing_words} checkpointing, micro-batch {miss.setup.config.micro_batch_size}, at {miss.peak.name}."
+        + ("" if miss.setup.config.adapter else " Adapters need less: add --lora or --qlora.")
     )

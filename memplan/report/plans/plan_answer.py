@@ -20,7 +20,9 @@ from memplan.units import format_bytes, format_count
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import Device, MemoryPlan, Suggestion
 
-BY_SHARE = "The allocator's reserve is a share of the allocated bytes here; fit simulates it: a few per cent apart as a rule, 12 % at most so far."
+BY_SHARE = (
+    "The allocator's reserve is a share of the allocated bytes here; fit simulates it, and may say up to a fifth more."
+)
 """What answers of a search say, which plan many jobs."""
 
 

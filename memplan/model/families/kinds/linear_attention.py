@@ -1,6 +1,7 @@
 """Families of which some layers are attention, and the others linear attention, or short convolutions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from memplan.model.families.common_parts import (
     Shape,
@@ -113,15 +114,18 @@ def qwen3_5_text(config: ConfigValues) -> ModelSpec:
     return _hybrid(config, common, [gated_mlp(config)] * common.num_hidden_layers, joined=False)
 
 
-@runs_as(
-    scored=False,
-    sequence_tables=True,
-    joins_none=True,
-    shared_first=True,
-    balances=True,
-    norms_at_once=True,
-    adapted_experts="left",
-)
+QWEN3_5_MOE: Mapping[str, Any] = {
+    "sequence_tables": True,
+    "joins_none": True,
+    "shared_first": True,
+    "balances": True,
+    "norms_at_once": True,
+    "adapted_experts": "left",
+}
+"""How transformers' code of Qwen3.5 with experts differs from Llama's, its tower or not."""
+
+
+@runs_as(scored=False, **QWEN3_5_MOE)
 def qwen3_5_moe_text(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts, text: Qwen3.5's layers with routed experts beside a shared one in each.
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import runs_as
-from memplan.model.families.kinds.linear_attention import lfm2, qwen3_5_moe_text, qwen3_5_text
+from memplan.model.families.kinds.linear_attention import QWEN3_5_MOE, lfm2, qwen3_5_moe_text, qwen3_5_text
 from memplan.model.families.kinds.llama_like import llama, qwen2, qwen3
 from memplan.model.families.kinds.mixtures import qwen3_moe
 from memplan.model.families.vision_towers import (
@@ -205,17 +205,7 @@ def _behind_tower(config: ConfigValues, text: Callable[[ConfigValues], ModelSpec
     return with_tower(config, text_inside(config, f"{config.family}_text", text), parts, MERGERS[:1])
 
 
-@runs_as(
-    scored=False,
-    wrapped=True,
-    ahead=True,
-    sequence_tables=True,
-    joins_none=True,
-    shared_first=True,
-    balances=True,
-    norms_at_once=True,
-    adapted_experts="left",
-)
+@runs_as(scored=False, wrapped=True, ahead=True, **QWEN3_5_MOE)
 def qwen3_5_moe(config: ConfigValues) -> ModelSpec:
     """Qwen3.5 and 3.6 with experts: its text model behind Qwen3-VL's tower, without mergers for early layers.
 
