@@ -110,6 +110,7 @@ def tied_sum(inputs: StepInputs, taped: ModelOnTape, around: Form, mode: Mode) -
         )
         yield Instant("end of backward", TIED_SUM, around + both)
     if weight.storing_bytes(mode):
+        around -= waiting_form(inputs, taped, mode) if retained else ZERO
         yield Instant("end of backward", f"{weight.name} gradient", around + weight.storing_form(mode))
 
 

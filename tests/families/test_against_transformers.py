@@ -19,6 +19,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+NO_MULTIPLE_OF_HEADS = {"kanana-1.5-2.1b"}
+"""Llama models whose width is no multiple of their heads, which ``LlamaConfig`` refuses since 5.0 whatever ``head_dim`` says."""
 
 
 def real_shapes(architecture, config):
@@ -71,8 +73,11 @@ def test_no_parameter_is_named_twice(case):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.one_in(10)
-def test_every_released_model_equals_that_of_transformers(name):
+def test_every_released_model_equals_that_of_transformers(name, monkeypatch):
     entry = ENTRIES[name]
+    if name in NO_MULTIPLE_OF_HEADS:
+        assert entry["config"]["hidden_size"] % entry["config"]["num_attention_heads"]
+        monkeypatch.setattr(transformers.LlamaConfig, "__class_validators__", [])
     shapes = real_shapes(entry["architecture"], entry["config"])
     assert inventory_shapes(entry["architecture"], entry["config"]) == shapes
     assert sum(math.prod(shape) for shape in shapes.values()) == entry["expected_parameters"]
