@@ -127,20 +127,19 @@ class StorageFormat:
     Attributes:
         blocking: ``row``: blocks lie within rows of a matrix, whose width must divide into
             them (GGML); ``tensor``: blocks run over the flattened tensor.
-        tensor_bytes: Bytes once per tensor, such as a scale.
-        tensor_parts: Tensors that these are in; one of all of them by default.
+        tensor_bytes: Bytes once per tensor, such as a scale; ``tensor_parts``: of the tensors that these are in, one by default.
         levels: Elements that share an entry and its bytes, by tensor; by default codes with one fp32 scale a block.
         coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
         decoding_temporaries: For each block, every temporary as operators of torch form the copy that a product reads, and
             1 where it stays until that is there, 0 where it goes once the next is; nothing where a kernel decodes.
         row_bytes: Bytes once for each row of a matrix, such as a scale.
-        product: Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it.
+        product: Whether a product reads a ``decoded`` copy, or multiplies codes as ``integers``, its input coded for it;
+            ``served``: the same of an engine for inference.
         ggml_type: Id of the type in GGUF files.
         storable: False for formats that exist only during computation.
         training: ``float``: a dtype of torch's own parameters; ``coded``: its codec forms it again after
             an update; ``frozen``: nothing does, and a kernel decodes it straight into the copy that is read.
-        codec: Name of the codec, or ``package.module.NAME``.
-        codec_scratch: What the codec takes.
+        codec: Name of the codec, or ``package.module.NAME``; ``codec_scratch``: what it takes.
         needs: What a card has to be able to do for it.
     """
 
@@ -159,6 +158,7 @@ class StorageFormat:
     decoding_temporaries: tuple[tuple[int, int], ...] = ()
     row_bytes: int = 0
     product: Literal["decoded", "integers"] = "decoded"
+    served: Literal["decoded", "codes"] = "decoded"
     ggml_type: int | None = None
     storable: bool = True
     codec: str | None = None

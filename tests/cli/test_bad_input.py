@@ -29,8 +29,8 @@ ONE = ("fit", "gpt2", *GPU, "--config", "bf16-adamw")
         (("fit", "gpt2", *GPU, "--schedule", ""), 2, "--schedule: expected a name, got ''"),
         (("fit", "gpt2", *GPU, "--method", "inference", "--with", "x", "--profile", "y"), 2, "--with and --profile would not count"),
         (("fit", "gpt2", *GPU, "--method", "inference", "--host-memory", "nonsense"), 2, "--host-memory would not count"),
-        (("fit", "gpt2", *GPU, "--method", "inference", "--rank", "3"), 3, "serving on several GPUs is not modelled"),
-        (("fit", "gpt2", *GPU, "--method", "inference", "--tp", "2"), 3, "serving on several GPUs is not modelled"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--rank", "3"), 3, "other ways of serving are not modelled"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--tp", "2"), 3, "other ways of serving are not modelled"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else "",
 )  # fmt: skip

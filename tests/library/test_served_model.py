@@ -12,8 +12,8 @@ from memplan.units import format_bytes
 
 @pytest.fixture
 def served(catalog):
-    def make(name, gpu="rtx4090", **options):
-        return serve(find_model(name, Shapes(), catalog), InferenceOptions(**options), catalog, gpu, None)
+    def make(name, gpu="rtx4090", gpus=1, **options):
+        return serve(find_model(name, Shapes(), catalog), InferenceOptions(**options), catalog, gpu, None, gpus)
 
     return make
 
@@ -42,6 +42,44 @@ def test_weights_are_every_tensor_in_its_format(served):
     floats = (128_256 * 4096 * 2 + 65 * 4096) * 2
     assert floats < coded["weights"] < floats + 7_000_000_000 * 0.6
     assert coded["temporaries"] == 4096 * 14336 * 2
+
+
+@pytest.mark.parametrize(("gpus", "key_heads"), [(2, 4), (4, 2), (8, 1), (16, 1)], ids=lambda number: str(number))
+def test_gpus_share_matrices_and_cache_by_hand(served, gpus, key_heads):
+    """Beyond eight GPUs each has a copy of one of the eight heads of keys and values."""
+    shared = served("llama-3.1-8b", gpus=gpus, context=8192, concurrency=4).served.components
+    attention = 4096 * 4096 * 2 // gpus + 4096 * key_heads * 128 * 2
+    layer = attention + 3 * 4096 * 14336 // gpus + 2 * 4096
+    assert shared["weights"] == 2 * (32 * layer + 4096 + 2 * 128_256 // gpus * 4096)
+    assert shared["kv_cache"] == 4 * 8192 * 32 * 2 * key_heads * 128 * 2
+    assert shared["logits"] == 4 * (128_256 * 6 + 128_256 // gpus * 2)
+
+
+def test_what_latent_attention_caches_is_whole_on_every_gpu(served):
+    one, four = (served("deepseek-v2-lite", "h100", gpus=gpus).served.components for gpus in (1, 4))
+    assert four["kv_cache"] == one["kv_cache"]
+    assert one["weights"] / 4 < four["weights"] < one["weights"] / 3.8
+
+
+def test_a_vocabulary_is_padded_before_it_is_shared(served, refused):
+    one, two = (served("gpt2", gpus=gpus).served.components for gpus in (1, 2))
+    assert two["logits"] == 50_257 * 6 + 50_304 // 2 * 2
+    assert two["weights"] < one["weights"] / 1.9
+    arguments = ("--method", "inference", "--gpus", 5, "--gpu", "rtx4090")
+    assert "50,304 padded words of GPT-2 XL cannot be shared evenly; 1 GPU can" in refused("fit", "gpt2-xl", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("Qwen/Qwen2.5-7B-Instruct-AWQ", "awq"), ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq-int4")]
+)
+def test_weights_in_groups_are_those_that_were_released(served, name, weights):
+    answer = served(name)
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    floats = 2 * (2 * 152_064 * 3584 + 28 * (3584 + 1024 + 2 * 3584) + 3584)
+    assert answer.weights == weights
+    assert answer.served.components["weights"] == floats + matrices * 532 // 1024
+    assert answer.served.components["temporaries"] == 0
+    assert served(name, engine="transformers").served.components["temporaries"] == 3584 * 18944 * 2
 
 
 def test_formats_are_given_by_role_too(served):
@@ -90,7 +128,14 @@ def test_what_does_not_fit_exits_with_1_and_is_offered_fewer_bits(cli, served):
         (("--context", 9), 2, "--context counts with --method inference alone"),
         (("--method", "inference", "--kv-dtype", "fp9"), 2, "--kv-dtype: unknown dtype 'fp9'"),
         (("--method", "inference", "--qlora"), 2, "no option of training counts"),
-        (("--method", "inference", "--gpus", 2), 3, "several GPUs is not modelled"),
+        (
+            ("--method", "inference", "--gpus", 3),
+            2,
+            "32 attention heads of Llama-3.1-8B cannot be shared evenly; 2 GPUs can",
+        ),
+        (("--method", "inference", "--gpus", 4, "--pp", 2), 3, "other ways of serving are not modelled"),
+        (("--method", "inference", "--gpus", 4, "--tp", 2), 3, "other ways of serving are not modelled"),
+        (("--method", "inference", "--gpus", 2, "--engine", "transformers"), 3, "generate over several GPUs"),
         (("--method", "inference", "--weights", "q9-0"), 2, "unknown weight format"),
         (("--method", "inference", "--weights", "experts=mxfp4"), 2, "unknown role 'experts'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import memplan
@@ -122,8 +123,10 @@ def _refuse_training_options(
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise InvalidFileError([f"--method inference: {' and '.join(names)} would not count; leave it out"])
-    if device.gpus > 1 or grid != GridOptions():
-        raise CannotAnswerError("--method inference: serving on several GPUs is not modelled")
+    if replace(grid, tp=None, nodes=None, gpus_per_node=None) != GridOptions() or grid.tp not in (None, device.gpus):
+        raise CannotAnswerError(
+            "--method inference: GPUs share a model's matrices (--gpus N, or --tp N); other ways of serving are not modelled"
+        )
 
 
 def _served(
@@ -140,7 +143,9 @@ def _served(
 
     options = InferenceOptions(method.context, method.concurrency, method.kv_dtype, method.weights, method.engine)
     catalog = output.catalog()
-    answer = serve(find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory)
+    answer = serve(
+        find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory, device.gpus
+    )
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 
 

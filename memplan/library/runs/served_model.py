@@ -122,16 +122,20 @@ PROMPTS = (
 
 
 def serve(
-    model: Model, options: InferenceOptions, catalog: Catalog, gpu: str | None, gpu_memory: str | None
+    model: Model, options: InferenceOptions, catalog: Catalog, gpu: str | None, gpu_memory: str | None, gpus: int = 1
 ) -> Serving:
-    """Return whether a model can be served on a GPU.
+    """Return whether a model can be served on a GPU, or on each of several that share its matrices.
 
     Raises:
-        InvalidFileError: Numbers out of range, or an unknown dtype.
+        InvalidFileError: Numbers out of range, an unknown dtype, or a number of GPUs that does not divide the model.
         CannotAnswerError: No GPU is named or here, or the model's forward is not modelled.
     """
     _refuse(options)
-    device = find_device(gpu, gpu_memory, 1, catalog)
+    device = find_device(gpu, gpu_memory, gpus, catalog)
+    if gpus > 1 and options.engine == "transformers":
+        raise CannotAnswerError(
+            "--engine transformers: generate over several GPUs is not modelled; a serving engine is"
+        )
     weights, about = _weights(model, options, catalog)
     kv_dtype = options.kv_dtype or "bf16"
     config = TrainingConfig(description="serving", stack="transformers", weights={"default": "bf16"})
@@ -236,7 +240,12 @@ def _engine_notes(options: InferenceOptions, device: Device) -> tuple[str, ...]:
         return (
             "transformers' generate: all prompts in one forward, a cache that grows by concatenation, logits of the last position",
         )
+    shared = (
+        f"tensor parallel {device.count}: heads, feed-forward parts, vocabulary and the cache are divided among {device.count} GPUs, "
+        "of which one is planned; engines' own buffers of their sums are not counted"
+    )
     return (
+        *([shared] if device.count > 1 else []),
         f"a serving engine: cache in blocks of 16 tokens, prompts in chunks of {PREFILL_TOKENS:,} tokens; engines differ in "
         "CUDA graphs, in kernels that read coded weights as they are, and in prefix sharing",
         f"vLLM takes a share of {device.name}, gpu_memory_utilization (0.9 by default), whatever the cache needs: what is left "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from memplan.catalog.entries import StorageFormat
@@ -12,7 +13,8 @@ from memplan.model.families.layer_windows import layer_windows
 from memplan.model.inventory import Role
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, ModelSpec
-from memplan.plan.allowances import allowances_for
+from memplan.plan.allowances import allowances_for, communicating, communicator_of
+from memplan.plan.inference.served_ranks import served_shard
 from memplan.plan.memory_plan import Device, Verdict, verdict_of
 from memplan.step.model_on_tape import model_on_tape
 from memplan.step.regimes import regime_of
@@ -26,6 +28,9 @@ from memplan.units import round_up
 SAMPLING_BYTES = 4
 """Bytes of a logit that is sampled from: the last position's logits are copied in fp32
 (transformers/generation/utils.py, ``_sample``, v5.23.0)."""
+
+SUMMED = "what GPUs add up of their results is a tensor of its own"
+"""``CudaCommunicator.all_reduce`` in vllm/distributed/device_communicators/cuda_communicator.py (0.10), out of place either way."""
 
 LEAST_LARGE, LARGE_ROUND, SMALL_SEGMENT = 10 * 2**20, 2 * 2**20, 20 * 2**20
 """Tensors from which segments are their own, what those are rounded to, and the segment that smaller ones share."""
@@ -62,6 +67,11 @@ class ServedModel:
         keys: Keys of its ``config.json``, for windows.
         setup: A setup of frozen weights in floats: which kernels run, and in what dtype.
         stored: Format of each role's weights.
+        device: What it is served on; several GPUs share its matrices, and one of them is planned.
+
+    Raises:
+        InvalidFileError: So many GPUs do not share the model evenly.
+        CannotAnswerError: How they do is not modelled.
     """
 
     def __init__(
@@ -72,26 +82,39 @@ class ServedModel:
         stored: Mapping[Role, StorageFormat],
         device: Device,
     ) -> None:
-        self.model, self.keys, self.setup, self.device = model, keys, setup, device
-        sizes = [(_stored_bytes(t.shape, stored[t.role], setup), t.count) for t in model.inventory]
+        own = served_shard(model, device.count)
+        self.model, self.keys, self.setup, self.device = own, keys, setup, replace(device, count=1)
+        self.vocabulary, self.ranks = model.spec.vocab_size, device.count
+        sizes = [(_stored_bytes(t.shape, stored[t.role], setup), t.count) for t in own.inventory]
         self.weight_bytes = sum(size * count for size, count in sizes)
         self.segment_bytes = sum(segment_rest(size) * count for size, count in sizes)
-        coded = [t for t in model.inventory if stored[t.role].training != "float" and len(t.shape) > 1]
-        self.decoded_bytes = max((_elements(t.shape) * setup.compute_bytes for t in coded), default=0)
-        self.allowances = allowances_for(device.gpu, device.count, setup.reserve_share, setup.hardware)
+        coded = [t for t in own.inventory if stored[t.role].training != "float" and len(t.shape) > 1]
+        sizes_decoded = [(stored[t.role].served, _elements(t.shape) * setup.compute_bytes) for t in coded]
+        # An engine's kernels may multiply codes as they are; transformers decodes a matrix whatever its format.
+        self.decoded_bytes: dict[Layout, int] = {
+            "paged": max((size for served, size in sizes_decoded if served == "decoded"), default=0),
+            "dynamic": max((size for _, size in sizes_decoded), default=0),
+        }
+        allowances = allowances_for(device.gpu, 1, setup.reserve_share, setup.hardware)
+        groups = [communicator_of(device.gpu, self.ranks, setup.hardware)] if self.ranks > 1 else []
+        self.allowances = communicating(allowances, 0, groups) if groups else allowances
 
     def plan(self, request: Request) -> Served:
         """Return what a request takes.
 
         Formula:
             ``weights + sum over layers of concurrency * tokens * (keys + values) * bytes + the fullest moment of one
-            layer's forward without gradients over the tokens of a prefill + a decoded matrix + logits of one position``
+            layer's forward without gradients over the tokens of a prefill + a decoded matrix + logits of one position``; on
+            each of several GPUs its shares, a sum of results over these (:data:`SUMMED`) and its share of the logits besides
         """
         layers = cached_layers(self.model.spec, self.keys)
         cache = cache_bytes(layers, request)
-        logits = request.concurrency * self.model.spec.vocab_size * (self.setup.compute_bytes + SAMPLING_BYTES)
+        shares = self.model.spec.vocab_size if self.ranks > 1 else 0
+        logits = self.vocabulary * (self.setup.compute_bytes + SAMPLING_BYTES) + shares * self.setup.compute_bytes
+        logits *= request.concurrency
         forward = self._forward_bytes(request) + _grown_bytes(layers, request)
-        passing = forward + self.decoded_bytes + logits
+        decoded = self.decoded_bytes[request.layout]
+        passing = forward + decoded + logits
         retained = self.weight_bytes + cache
         segments = self.segment_bytes + sum(2 * segment_rest(size) for size in layer_sizes(layers, request))
         allowances, least = self.allowances, retained + passing + self.allowances.library_bytes
@@ -104,7 +127,7 @@ class ServedModel:
             "kv_cache": cache,
             "activations": forward,
             "logits": logits,
-            "temporaries": self.decoded_bytes,
+            "temporaries": decoded,
             "library_workspaces": self.allowances.library_bytes,
             "allocator_reserve": reserve,
             "device_context": self.allowances.context_bytes,
@@ -137,7 +160,10 @@ class ServedModel:
         spec = self.model.spec
         values = quantities(batch, length, (spec.vocab_size, spec.hidden_size), Pieces(1))
         moments = (moment for section in taped.layers for moment in section.evaluated().forward)
-        return max(moment.form.total_bytes(values) for moment in moments)
+        summed = (
+            batch * length * spec.hidden_size * self.setup.compute_bytes if self.ranks > 1 else 0
+        )  # see :data:`SUMMED`
+        return summed + max(moment.form.total_bytes(values) for moment in moments)
 
 
 def cache_bytes(layers: tuple[CachedLayer, ...], request: Request) -> int:

@@ -40,7 +40,7 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
     total = served.device_bytes
     head = (
         _verdict(answer, unit),
-        f"       {answer.device.name}, served, engine {answer.request['engine']}",
+        f"       {answer.device.counted_name}, served, engine {answer.request['engine']}",
         f"{spec.name} ({format_count(parameter_count(answer.model.inventory))}), weights {answer.request['weights']}, "
         f"cache {answer.request['kv_dtype']},",
         f"       context {answer.request['context']:,}, concurrency {answer.request['concurrency']:,}",
@@ -102,7 +102,7 @@ def _screen(answer: ServedAnswer, unit: str, reach: Sequence[str], canvas: Canva
     rows = [(name, format_bytes(size, unit or "GiB"), size, "") for name, size in served.components.items() if size]
     gauge = canvas.gauge(total, served.upper_bytes, served.usable_bytes, max(8, canvas.width - len(percent) - 8))
     return (
-        (*canvas.between(_verdict(answer, unit), answer.device.name, 7), *canvas.joined(job, indent=7)),
+        (*canvas.between(_verdict(answer, unit), answer.device.counted_name, 7), *canvas.joined(job, indent=7)),
         (*canvas.bars(rows), f"  {gauge} {percent}"),
         tuple(line for text in reach for line in canvas.folded(text, 0, 2)),
         tuple(line for note in answer.notes for line in canvas.folded(f"Assumes: {note}", 0, 2)),
@@ -117,8 +117,9 @@ def inference_sentence(answer: ServedAnswer) -> str:
     """Return the verdict in one sentence."""
     served = answer.served
     needs, usable = format_bytes(served.device_bytes), format_bytes(served.usable_bytes)
+    each = f"each of {answer.device.count} " if answer.device.count > 1 else ""
     return (
-        f"{VERDICT_WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {answer.device.name} "
+        f"{VERDICT_WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {each}{answer.device.name} "
         f"(upper end {format_bytes(served.upper_bytes)})."
     )
 
@@ -134,7 +135,7 @@ def _data(answer: ServedAnswer, catalog_hash: str) -> dict[str, Any]:
         "model": model_data(answer.model),
         "gpu": {
             "name": answer.device.name,
-            "count": 1,
+            "count": answer.device.count,
             "memory_bytes": answer.device.memory_bytes,
             "usable_bytes": served.usable_bytes,
         },
