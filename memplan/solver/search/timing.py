@@ -86,7 +86,7 @@ def host_link(gpu: Gpu, links: Mapping[str, Link]) -> tuple[str, int]:
 
 
 def rated_gpu(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> tuple[str, Gpu]:
-    """Return a GPU that has rates, with its name: the catalog's nearest in memory where a GPU has none (``--gpu-memory``).
+    """Return a GPU that has rates, with its name: where one has none (``--gpu-memory``) NVIDIA's nearest in memory of its own, with bf16.
 
     Raises:
         CannotAnswerError: No GPU of the catalog has rates.
@@ -94,9 +94,10 @@ def rated_gpu(gpu: Gpu, name: str, known: Mapping[str, Gpu]) -> tuple[str, Gpu]:
     if gpu.bandwidth_bytes_per_second and "fp32" in gpu.dense_flops:
         return name, gpu
     rated = [(k, g) for k, g in known.items() if g.bandwidth_bytes_per_second and "fp32" in g.dense_flops]
+    alike = [(k, g) for k, g in rated if g.vendor == "nvidia" and "bf16" in g.dense_flops and not g.unified_memory]
     if not rated:
         raise CannotAnswerError("no GPU of the catalog has memory bandwidth and FLOP/s, which the time estimate needs")
-    return min(rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
+    return min(alike or rated, key=lambda item: (abs(item[1].cuda_total_bytes - gpu.cuda_total_bytes), item[0]))
 
 
 def rates_of(name: str, gpu: Gpu, links: Mapping[str, Link]) -> Rates:
