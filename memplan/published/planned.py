@@ -6,23 +6,19 @@ from functools import cache, cached_property
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import TrainingConfig
-from memplan.errors import MemplanError
 from memplan.model.families import model_spec
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.readers.given_shapes import model_from_shapes
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.sizes.largest_model import fewest_devices, upper_bytes
+from memplan.plan.sizes.largest_model import ModelsBySize, fewest_devices
 from memplan.plan.suggested.suggested_configs import SuggestedConfigs, suggested_configs
 from memplan.published.judged_tables import ShapeFigures
 from memplan.published.notes_accounting import notes_rules
 from memplan.published.table_schema import PublishedFile, Shape
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
-
-BATCH, SEQUENCE = 1, 2048
-"""At which jobs are planned: the shipped configs' own."""
 
 
 class Planned:
@@ -31,7 +27,7 @@ class Planned:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.model, self.setup, self.plan = cache(self._model), cache(self._setup), cache(self._plan)
-        self.requested = cache(self._requested)
+        self.models = cache(self._models)
         self.suggestions = cache(self._suggestions)
 
     def _model(self, name: str) -> Model:
@@ -54,20 +50,16 @@ class Planned:
 
     def fits(self, model: str, config: str, device: Device) -> bool:
         """Tell whether a model FITS at micro-batch 1 and sequence 2048, at the upper end of its interval."""
-        usable = device.usable_bytes(0)
-        try:
-            plan = self.plan(model, config)
-        except MemplanError:
-            return False
-        requested = self.requested(model, config) if plan.constant_bytes <= usable else None
-        return requested is not None and upper_bytes(plan, device, requested) <= usable
+        return self.models(config).fits(model, device)
 
-    def _requested(self, model: str, config: str) -> int | None:
-        """Return the requested peak at micro-batch 1 and sequence 2048, or None where memplan cannot plan it."""
-        try:
-            return self.plan(model, config).requested_bytes(BATCH, SEQUENCE)
-        except MemplanError:
-            return None
+    def _models(self, config: str) -> ModelsBySize:
+        """Return the catalog's models under a shipped config."""
+        return ModelsBySize(self.catalog_models, self.setup(config))
+
+    @cached_property
+    def catalog_models(self) -> list[tuple[str, Model]]:
+        """Names and models of the catalog."""
+        return [(name, self.model(name)) for name in self.catalog.models.entries]
 
     def smallest_card(self, model: str, config: str) -> str | None:
         """Return the notes' card with the least memory on which a model fits, or None."""
@@ -85,13 +77,8 @@ class Planned:
 
     def largest_fitting(self, config: str, device: Device) -> tuple[str, int] | None:
         """Return name and parameters of the largest catalog model that fits, or None."""
-        return next(((name, count) for count, name in self.models_by_size if self.fits(name, config, device)), None)
-
-    @cached_property
-    def models_by_size(self) -> list[tuple[int, str]]:
-        """Parameters and names of the catalog's models, the largest first."""
-        sizes = ((entry.expected_parameters, name) for name, entry in self.catalog.models.entries.items())
-        return sorted(sizes, key=lambda item: (-item[0], item[1]))
+        row = self.models(config).largest(device)
+        return None if row.largest_fitting is None else (row.largest_fitting, row.largest_fitting_parameters)
 
     def suggested(self, gpu: str, quantity: str, verdict: Callable[[str], str]) -> str:
         """Return what memplan suggests for a card: configs with their models, or the precision of Newton-Schulz.
@@ -109,9 +96,8 @@ class Planned:
 
     def _suggestions(self, verdict: Callable[[str], str]) -> dict[str, SuggestedConfigs]:
         setups = [self.setup(name) for name, entry in self.catalog.configs.entries.items() if entry.adapter is None]
-        models = [(name, self.model(name)) for name in self.catalog.models.entries]
         names = notes_rules().recommended
-        rows = suggested_configs(models, setups, [self.device(name) for name in names], verdict)
+        rows = suggested_configs(self.catalog_models, setups, [self.device(name) for name in names], verdict)
         return dict(zip(names, rows, strict=True))
 
 

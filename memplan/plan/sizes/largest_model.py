@@ -74,22 +74,50 @@ def largest_models(
     Raises:
         CannotAnswerError: No model can be planned under the setup; the reason for the smallest.
     """
-    figure = bytes_per_parameter(setup).total
-    trained = [(name, as_trained(model, setup)) for name, model in models]
-    largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
-    planned = [(name, -size, _Planned(model, setup)) for size, name, model in largest_first]
-    if planned and all(plan.refusal for *_, plan in planned):
-        raise CannotAnswerError(planned[-1][-1].refusal)
+    ordered = ModelsBySize(models, setup)
+    ordered.refuse_all()
     rows = []
     for device in devices_for(setup, devices):
-        room = _Room(setup, device, by_share=simulate is None)
-        fitting = (one for one in planned if one[-1].fits(room, simulate))
-        name, size, plan = next(fitting, (None, 0, None))
-        played = plan is not None and plan.played is not None and plan.played.by_share is not None
-        rows.append(LargestModel(device, setup, figure, max_parameters(setup, device), name, size, played))
+        rows.append(ordered.largest(device, simulate))
         if answered is not None:
             answered()
     return rows
+
+
+class ModelsBySize:
+    """Models under one setup, the largest first, each planned once it is asked for and then for all devices.
+
+    Args:
+        models: Catalog names and models.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, Model]], setup: TrainingSetup) -> None:
+        trained = [(name, as_trained(model, setup)) for name, model in models]
+        largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
+        self._setup, self._figure = setup, bytes_per_parameter(setup).total
+        self._planned = {name: (-size, _Planned(model, setup)) for size, name, model in largest_first}
+
+    def refuse_all(self) -> None:
+        """Refuse models of which none can be planned.
+
+        Raises:
+            CannotAnswerError: The reason for the smallest.
+        """
+        planned = [plan for _, plan in self._planned.values()]
+        if planned and all(plan.refusal for plan in planned):
+            raise CannotAnswerError(planned[-1].refusal)
+
+    def fits(self, name: str, device: Device) -> bool:
+        """Tell whether one of them FITS on a device, or on several with their memory pooled."""
+        return self._planned[name][1].fits(_Room(self._setup, device, by_share=True), None)
+
+    def largest(self, device: Device, simulate: Callable[[MemoryPlan], MemoryPlan] | None = None) -> LargestModel:
+        """Return the largest of them for a device; see :func:`largest_models`."""
+        setup, room = self._setup, _Room(self._setup, device, by_share=simulate is None)
+        fitting = ((name, size, plan) for name, (size, plan) in self._planned.items() if plan.fits(room, simulate))
+        name, size, plan = next(fitting, (None, 0, None))
+        played = plan is not None and plan.played is not None and plan.played.by_share is not None
+        return LargestModel(device, setup, self._figure, max_parameters(setup, device), name, size, played)
 
 
 class _Room:
