@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from memplan.catalog.catalog import Catalog, data_directory
-from tests.survey.drawn_jobs import RESERVE_SHARE, Job, Verdict, drawn_job, on_several, verdict
+from tests.survey.drawn_jobs import INSTANT_SHARE, RESERVE_SHARE, Job, Verdict, drawn_job, on_several, verdict
 from tests.survey.shrinking import shrunk
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"\r{number + 1} of {len(jobs)}")
     sys.stderr.write("\n")
     for number, result in enumerate(verdicts):
-        if result.outcome in ("differs", "crashed") or abs(result.reserve_share) > RESERVE_SHARE or options.job:
+        if misses(result) or options.job:
             small = shrunk(result, catalog) if options.shrink else result
             sys.stdout.write("\n".join([f"job {number}: {small.job.text}", *lines(small), ""]))
     for line in summary(verdicts):
@@ -47,6 +47,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=0, help="parallel.zero_stage of these")
     parser.add_argument("--job", help="one job as JSON, as a survey prints it")
     return parser.parse_args(arguments)
+
+
+def misses(result: Verdict) -> bool:
+    """Tell whether something of a job is farther apart than it may be: an instant, its states, its reserve or a component."""
+    apart = abs(result.reserve_share) > RESERVE_SHARE or result.component_share > INSTANT_SHARE
+    return apart or result.outcome in ("differs", "crashed")
 
 
 def lines(result: Verdict) -> Iterator[str]:

@@ -54,7 +54,7 @@ def _storage(recorder: Recorder, record: Record, outlives: bool, vocab_size: int
 def _component(record: Record, outlives: bool, vocab_size: int) -> Component:
     """Return the component of a storage that was not marked: logits, activations or temporaries."""
     shape = record.shape
-    if shape and shape[-1] == vocab_size and len(shape) > 1 and shape[0] != vocab_size:
+    if not record.in_layer and shape and shape[-1] == vocab_size and len(shape) > 1 and shape[0] != vocab_size:
         return "logits"
     return "activations" if outlives else "temporaries"
 

@@ -33,7 +33,11 @@ _KERNELS = str(Path(__file__).parent.with_name("pretended_cuda"))
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one storage so far; the component is decided when the trace is complete."""
+    """What is known of one storage so far; the component is decided when the trace is complete.
+
+    Attributes:
+        in_layer: Whether a layer made it, in forward or in backward, so that it holds no logits however wide it is.
+    """
 
     bytes: int
     operation: str
@@ -43,6 +47,7 @@ class Record:
     component: Component | None = None
     name: str = ""
     stream: int = 0
+    in_layer: bool = False
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copied = self._most_copied = 0
         self._spans: list[int] = []
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
-        self._backward = False
+        self._backward = self._in_layer = False
         self._with_workspace: set[tuple[bool, str, int]] = set()
         self._operators = RepeatedOperators()
 
@@ -103,11 +108,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def section(self, name: str) -> None:
         """Note that forward enters a part of the model."""
+        self._in_layer = name.startswith("layer")
 
     def backward_reaches(self, tensor: Tensor, instant: str) -> None:
         """Begin ``instant`` when the gradient of ``tensor`` is known; a later micro-step is one instant."""
-        if tensor.requires_grad and not self._backward and self.marks[-1][1] != LATER_MICRO_STEP:
-            tensor.register_hook(lambda _: self.instant(instant, backward=True))  # type: ignore[no-untyped-call]
+        if tensor.requires_grad and not self._backward:
+            later = self.now == LATER_MICRO_STEP
+            tensor.register_hook(lambda _: self._reached(instant, later))  # type: ignore[no-untyped-call]
+
+    def _reached(self, instant: str, later: bool) -> None:
+        self.section(instant)
+        if not later:
+            self.instant(instant, backward=True)
 
     def recomputing(self, begins: bool) -> None:
         """Treat what a checkpointed part makes in backward as activations."""
@@ -222,7 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _born(self, size: int, operation: str, shape: tuple[int, ...], component: Component | None = None) -> int:
         index = len(self.records)
         mark, stream = len(self.marks) - 1, self._stream()
-        self.records.append(Record(size, operation, mark, self._line(), shape, component, stream=stream))
+        self.records.append(Record(size, operation, mark, self._line(), shape, component, "", stream, self._in_layer))
         self.events.append((True, index))
         return index
 
