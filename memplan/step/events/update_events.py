@@ -20,7 +20,7 @@ from memplan.step.states.optimizer_scratch import (
     stored_names,
 )
 from memplan.step.states.parallel_shards import Named
-from memplan.step.states.update_algorithms import RULES, kinds, makes_nothing, scratch_of
+from memplan.step.states.update_algorithms import RULES, is_in_second_group, kinds, makes_nothing, scratch_of
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.step.tensors.update_kernels import has_fused_kernel, is_exempt, is_on_device, slot_bytes, slots_of_class
@@ -45,6 +45,7 @@ class Updates:
         "_groups",
         "_inputs",
         "_known",
+        "_second",
         "_setup",
         "_sizes",
         "_stored",
@@ -56,6 +57,7 @@ class Updates:
         self, stream: EventStream, inputs: StepInputs, tensors: ModelTensors, pieces: Sequence[Named] | None = None
     ) -> None:
         self._stream, self._inputs, self._setup, self._tensors = stream, inputs, inputs.setup, tensors
+        self._second = is_in_second_group(self._setup)
         alone = inputs.setup.config.gradients.lifetime == "layer"
         stepped = tensors.trained if pieces is None else pieces
         groups: dict[str, list[Named]] = {}
@@ -200,6 +202,7 @@ class Updates:
             gradients: As :meth:`step` takes them.
             first: Whether it makes the states of its tensors.
         """
+        group = sorted(group, key=lambda item: self._second(item[1]))
         masters = self._masters(group)
         name, kind = self._setup.config.master_weights, group[0][1].stepper or ""
         entries = [entry if name == "none" else master_of(entry, name) for _, entry in group]

@@ -9,7 +9,7 @@ from memplan.model.inventory import Role
 from memplan.step.states.muon_batches import ALONE, Alike, MuonBatch, alike, batch_phases, muon_batches, round_phases
 from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK, adamw_sizes, decoding_sizes, muon_phases
 from memplan.step.states.stacked_updates import stacked_scratch
-from memplan.step.states.update_algorithms import run_of, scratch_of
+from memplan.step.states.update_algorithms import is_in_second_group, run_of, scratch_of
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import ceil_div
@@ -177,6 +177,7 @@ def _update(setup: TrainingSetup, group: list[TensorStates]) -> Temporaries:
     assert kind is not None
     if kind == NO_UPDATE:
         return NOTHING
+    group = sorted(group, key=is_in_second_group(setup))
     return Temporaries(*scratch_of(group[0].optimizer, kind, group, setup.profile.optimizer))
 
 

@@ -16,7 +16,7 @@ from memplan.catalog.update_classes import UPDATE_CLASSES
 from memplan.errors import CannotAnswerError
 from memplan.step.tensors.tensor_states import TensorStates
 from memplan.step.tensors.update_kernels import Stepper
-from memplan.training.resolved import FLOAT_BYTES
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 Scratch = tuple[int, str]
 """Bytes, and how they come about."""
@@ -190,8 +190,7 @@ def _adafactor_fp32(stream: Storages, entries: Sequence[TensorStates], _: Optimi
     """Write what transformers' Adafactor takes, which copies gradient and weight in fp32 where they have 16 bits."""
     # Source: transformers/optimization.py (5.24.0), ``Adafactor.step`` without first moment and weight decay.
     variables = _Variables(stream)
-    groups = sorted(enumerate(entries), key=lambda item: item[1].tensor.role in ("norm", "bias"))  # which do not decay
-    for place, entry in groups:
+    for place, entry in enumerate(entries):
         size, shape, narrow = 4 * entry.tensor.elements, entry.tensor.shape, FLOAT_BYTES[entry.format_name] < 4
         for name in ("grad", "p_data_fp32"):
             variables.release(name)
@@ -301,6 +300,15 @@ def scratch_of(entry: Optimizer, kind: Stepper, group: list[TensorStates], kerne
     else:
         rule.write(stream, [*_in_order(group)], kernel, makes_nothing)
     return stream.most, rule.text(group, kernel)
+
+
+def is_in_second_group(setup: TrainingSetup) -> Callable[[TensorStates], bool]:
+    """Return what tells whether a tensor is stepped behind all others: norms and biases, where a stack has its own optimizer.
+
+    That is transformers' Trainer, which has what does not decay in a second group; other loops have all in one.
+    """
+    own = setup.stack.own_formats.values()
+    return lambda entry: entry.optimizer_name in own and entry.tensor.role in ("norm", "bias")
 
 
 def makes_nothing(_: int) -> None:

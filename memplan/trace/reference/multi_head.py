@@ -69,7 +69,8 @@ class LatentPart(nn.Module):
             dropout=options.attention_dropout if self.training else 0.0,
             scale=part.scale,
         )
-        result: Tensor = self._output[0](out.transpose(1, 2).reshape(batch, tokens, -1))
+        out = out.transpose(1, 2).reshape(batch, tokens, -1)  # and what the kernel made goes, where backward needs none
+        result: Tensor = self._output[0](out)
         return result
 
 
