@@ -199,7 +199,7 @@ def _plain(value: Any, param: Any) -> Any:
         texts = kind == list[str] and all(isinstance(one, str) for one in value)
         return [*value] if texts and about.parser is None else _UNSURE
     if not isinstance(value, str):
-        return _UNSURE
+        return _UNSURE if about.parser is None else value  # a default, which was parsed by who wrote it
     if about.parser is not None:
         try:
             return about.parser(value)

@@ -146,6 +146,10 @@ def test_a_surplus_word_of_nothing_is_a_usage_error(refused, word):
     assert "unexpected extra argument" in refused("recommend", word)
 
 
+def test_a_value_that_looks_like_an_option_is_a_value(refused):
+    assert "-h: a picture is .svg or .png" in refused("frontier", "gpt2", *GPU, "--config", "lora", "--plot", "-h")
+
+
 def test_an_empty_name_is_not_all_tables(refused):
     assert "unknown table ''" in refused("tables", "")
 

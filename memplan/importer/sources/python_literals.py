@@ -24,15 +24,15 @@ def python_keys(text: str, name: str) -> GivenKeys:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _keys(_tree(text), name)
+            return _keys(*_tree(text), name)
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
 
 
-def _keys(tree: ast.Module, name: str) -> GivenKeys:
-    names = _Names(tree)
+def _keys(tree: ast.Module, nodes: Sequence[ast.AST], name: str) -> GivenKeys:
+    names = _Names(tree, nodes)
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     calls, absent = [], []
@@ -50,7 +50,7 @@ def _keys(tree: ast.Module, name: str) -> GivenKeys:
             known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
             lines[called, key] = line
     words = tuple(call for call in calls if call)
-    return GivenKeys(name, data, lines, "python", words, environment=_environment(tree), absent=tuple(absent))
+    return GivenKeys(name, data, lines, "python", words, environment=_environment(nodes), absent=tuple(absent))
 
 
 def _calls(tree: ast.Module) -> Iterator[ast.Call | ast.Attribute]:
@@ -68,10 +68,10 @@ def _calls(tree: ast.Module) -> Iterator[ast.Call | ast.Attribute]:
                 nodes += ast.iter_child_nodes(node)
 
 
-def _environment(tree: ast.Module) -> dict[str, str]:
+def _environment(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Return the variables that a file sets as ``os.environ["NAME"] = "..."``."""
     variables: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Assign([ast.Subscript(of, ast.Constant(name))], ast.Constant(value)):
                 if ast.unparse(of) == "os.environ":
@@ -82,9 +82,9 @@ def _environment(tree: ast.Module) -> dict[str, str]:
 class _Names:
     """What names are given, one assignment after the other."""
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, nodes: Sequence[ast.AST]) -> None:
         self.given: dict[str, list[tuple[int, Any]]] = {}
-        self.settings, self.defaults = settings(tree), parameters(tree)
+        self.settings, self.defaults = settings(nodes), parameters(nodes)
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
         self.made: dict[str, str] = {}
         for node, inside in _statements(tree.body, self, inside=False):
@@ -157,8 +157,8 @@ _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
 """Lines of a notebook's cells that IPython runs, such as ``!pip install unsloth`` and ``%%capture``."""
 
 
-def _tree(text: str) -> ast.Module:
-    """Return the parsed file; where it is a notebook's cells, without IPython's own lines."""
+def _tree(text: str) -> tuple[ast.Module, Sequence[ast.AST]]:
+    """Return the parsed file, of a notebook's cells without IPython's own lines, and all its nodes, which take long to walk."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -166,10 +166,11 @@ def _tree(text: str) -> ast.Module:
         if plain == text:
             raise
         tree = ast.parse(plain)
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
             raise SyntaxError("a number of thousands of digits", (None, node.lineno, None, None))
-    return tree
+    return tree, nodes
 
 
 MOST_BITS = 4_096
@@ -216,6 +217,8 @@ def _literal(node: ast.expr, names: _Names, line: int) -> Any:
 
 
 def _value(node: ast.expr, names: _Names, line: int) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
     if isinstance(node, ast.Name):
         return names.at(node.id, line) if node.id in names.given else names.default(node.id, line)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
 """Methods that return a program's flags: argparse's, and transformers' ``HfArgumentParser``'s."""
@@ -11,15 +11,18 @@ LONGEST = 60
 """Letters of an expression that a message shows."""
 
 
-def settings(tree: ast.Module) -> dict[str, ast.expr]:
+def settings(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
     """Return ``args.key`` -> its default, of a program's flags and of classes that hold settings; none of one that has two.
 
     Flags are arguments of ``add_argument``, whose results ``parse_args`` returns; a class holds what its body assigns, by
     itself or as the default of a ``field``.
+
+    Args:
+        nodes: All of a file's, level by level.
     """
     defaults: list[tuple[str, ast.expr]] = []
     holders: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and called_name(node.func).endswith("add_argument"):
             defaults += _flag(node)
         elif isinstance(node, ast.ClassDef):
@@ -28,22 +31,22 @@ def settings(tree: ast.Module) -> dict[str, ast.expr]:
                 name = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
                 value = _default(getattr(part, "value", None))
                 defaults += [(name.id, value)] if isinstance(name, ast.Name) and value is not None else []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and _source(node.value, holders):
             holders |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    for node in ast.walk(tree):  # what is changed afterwards has two values
+    for node in nodes:  # what is changed afterwards has two values
         match node:
             case ast.Assign([ast.Attribute(ast.Name(holder), name)], value) if holder in holders:
                 defaults.append((name, value))
     texts = {name: {shown(value) for other, value in defaults if other == name} for name, _ in defaults}
     known = {f"{holder}.{name}": value for holder in holders for name, value in defaults if len(texts[name]) == 1}
-    return known | _attributes(tree)
+    return known | _attributes(nodes)
 
 
-def _attributes(tree: ast.Module) -> dict[str, ast.expr]:
+def _attributes(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
     """Return ``self.key`` -> what methods give it, where they give it one thing alone."""
     given: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Attribute) and shown(target.value) == "self":
@@ -80,14 +83,14 @@ def _default(node: ast.expr | None) -> ast.expr | None:
     return node
 
 
-def parameters(tree: ast.Module) -> dict[str, ast.expr]:
+def parameters(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
     """Return arguments of functions -> their defaults, where all functions that have one agree and no call gives another."""
     calls: dict[str, list[ast.Call]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
     defaults: list[tuple[str, ast.expr | None]] = []
-    for function, name in _functions(tree):
+    for function, name in _functions(nodes):
         given = function.args
         plain = [*given.posonlyargs, *given.args]
         own = [one.arg for one in plain if one.arg not in ("self", "cls")]
@@ -99,11 +102,11 @@ def parameters(tree: ast.Module) -> dict[str, ast.expr]:
     return {name: value for name, value in defaults if value is not None and len(texts[name]) == 1}
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
+def _functions(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.FunctionDef, str]]:
     """Yield the functions of a file with the name under which each is called: one that makes instances has its class's."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     makers = {one: node.name for node in classes for one in node.body if getattr(one, "name", "") == "__init__"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             yield node, makers.get(node, node.name)
 
