@@ -185,7 +185,9 @@ def gated(builder: Builder, gate: Value, up: Value) -> Value:
         if builder.profile.activation != "composite":
             way = OVER if builder.profile.activation == "in-place" else NEW
             ways = [(gate, way), (up, way)]
-            return builder.tape.apply(
-                "gated activation", ways, builder.fresh(up), [gate, up], traits=Traits(custom=True)
-            )
+            unused = [
+                x for x in (gate, up) if not x.needs_gradient and way is NEW
+            ]  # whose gradient it forms all the same
+            traits = Traits(workspace=[(x.quantity, x.coefficient) for x in unused], custom=True)
+            return builder.tape.apply("gated activation", ways, builder.fresh(up), [gate, up], traits=traits)
         return builder.multiply(activated(builder, gate), up)
