@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from memplan.errors import MOST_EXPLAINED, match_hint, printable, shown_value
-from memplan.importer.conditions import is_on, word
 from memplan.importer.interpreter import ARITHMETIC, is_unknown
 from memplan.importer.reading import Reading, Refusal, UsedKey
+from memplan.importer.sources.conditions import is_on, word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, key_paths
 from memplan.importer.trainer_mappings import Mapped
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
+from memplan.importer.python.python_settings import PARSED
+from memplan.importer.python.python_values import VARIABLES
 from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
-from memplan.importer.sources.python_literals import VARIABLES
-from memplan.importer.sources.python_settings import PARSED
+from memplan.importer.sources.given_keys import MISSING
 from memplan.importer.trainer_detection import is_program_of
 
 DEGREES = ("tensor", "pipeline", "context")
@@ -73,7 +74,7 @@ def _refuse_own_script(job: ImportedJob) -> None:
     transformers' parser ends a program that has no such argument, so that this one reads it.
     """
     main = job.sources[-1]
-    own = [one for one in job.keys.unknown if one.source == main.name]
+    own = [one for one in job.keys.unknown if one.source == main.name and main.value(one.key) is not MISSING]
     script = next((word for word in main.words if word.endswith((".py", ".sh"))), "")
     if main.form == "argv" and is_program_of(main, job.head):  # many scripts have names such as sft.py and finetune.py
         own = own if script and len(own) > MISSPELT else [one for one in own if script and not one.nearest]
@@ -139,7 +140,7 @@ def _fill_in(job: ImportedJob) -> None:
         why = "paged states are counted as if they stayed on the GPU; CUDA moves them to the host where it is full"
         job.reading.notes.append(("optimizer", "resident", why))
     main = job.sources[-1]
-    if main.form == "python" and any(word.endswith((*PARSED, *VARIABLES)) for word in main.words):
+    if main.form != "argv" and any(word.endswith((*PARSED, *VARIABLES)) for word in main.words):
         why = "nothing gives the program others"
         job.reading.notes.append(("flags and variables", "their defaults", why))
     if weights is not None:

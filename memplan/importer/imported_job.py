@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from memplan.documents.opening import whole_path
 from memplan.errors import InvalidFileError, printable, shown_value
 from memplan.importer.classified_keys import SortedKeys, sort_keys
+from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result, UsedKey
-from memplan.importer.referred_files import note_others, note_shipped, note_words, references, without_given
+from memplan.importer.referred_files import references, without_given
 from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
-from memplan.importer.sources.file_sources import read_keys, read_source
-from memplan.importer.sources.given_keys import MISSING, GivenKeys, with_components
-from memplan.importer.sources.named_files import NamedFiles
+from memplan.importer.sources.given_keys import GivenKeys, with_components
 from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 
@@ -98,85 +95,12 @@ class ImportedJob:
         return None if result is None else result.value
 
 
-def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
-    """Return the job that a trainer's file and those beside it describe.
+def joined_job(sources: Sequence[GivenKeys], question: Question, command: CommandLine | None = None) -> ImportedJob:
+    """Return the job that sources describe together, of a trainer's and its launcher's.
 
     Raises:
-        InvalidFileError: A file that cannot be read, keys of no trainer or of several, or impossible values.
+        InvalidFileError: Keys of no trainer or of several, or impossible values.
     """
-    sources: list[GivenKeys] = []
-    for path in paths:
-        source = read_source(path, question.text if path == paths[0] else None)
-        if isinstance(source, GivenKeys):
-            sources.append(source)
-        elif path == paths[0]:
-            beside = [read_keys(other) for other in paths[1:]]
-            return import_commands(source, replace(question, files=NamedFiles(_folders(paths))), beside)
-    return _joined(sources, replace(question, files=NamedFiles(_folders(paths))))
-
-
-def import_commands(
-    commands: Sequence[CommandLine], question: Question, beside: Sequence[GivenKeys] = ()
-) -> ImportedJob:
-    """Return the job of the first command that is one.
-
-    Raises:
-        InvalidFileError: None is.
-    """
-    problem: InvalidFileError | None = None
-    jobs: list[tuple[ImportedJob, CommandLine]] = []
-    for command in _trainers(commands, question):
-        try:
-            jobs.append((_import_command(command, question, beside), command))
-        except InvalidFileError as error:
-            problem = problem or error
-    if not jobs:
-        raise problem or InvalidFileError(["no command given"])
-    training = [pair for pair in jobs if pair[0].role == "job"]
-    job, first = (training or jobs)[0]
-    note_others(job.reading, first, [command for _, command in training[1:]])
-    return job
-
-
-def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
-    """Return the commands that are a trainer's as they stand; all of them where none is, or there is one alone."""
-    heads = question.mappings.heads() if len(commands) > 1 else ()
-    return [command for command in commands if is_owned(command.job, heads)] or commands
-
-
-def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
-    script, counted = command.job.name, command.job.counted
-    files = replace(question.files, written=command.written, script=script, counted=counted)
-    given = {Path(keys.name).name for keys in beside}
-    named = {text: files.keys(text) for text in command.config if Path(text).name not in given}
-    absent = [text for text, keys in named.items() if keys is None]
-    launcher = command.launched.value("config_file")
-    if launcher is not MISSING and not beside and (launching := files.keys(str(launcher))) is not None:
-        beside = [launching]
-    alone = launcher is not MISSING and not beside
-    shipped = question.mappings.shipped("accelerate", str(launcher)) if alone else None
-    if shipped is not None:
-        beside = [shipped]
-    sources = [*beside, *(keys for keys in named.values() if keys is not None), command.job]
-    further = [path.parent for text in command.config if (path := files.path(text)) is not None]
-    files = replace(files, folders=(*files.folders, *further))
-    job = _joined(sources, replace(question, files=files), command)
-    if shipped is not None:
-        note_shipped(job.reading, shipped.name, str(launcher), "the command")
-    elif alone:
-        absent.append(str(launcher))
-        job.reading.results["let.unread"] = Result(Path(str(launcher)).name, LAUNCHED)
-    for text in absent:
-        job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
-    note_words(job.reading, command)
-    return job
-
-
-def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
-    return (Path(), *(folder for path in paths for folder in whole_path(path).parents))
-
-
-def _joined(sources: Sequence[GivenKeys], question: Question, command: CommandLine | None = None) -> ImportedJob:
     heads = question.mappings.heads()
     jobs, launchers = _by_role(sources, heads, question)
     main = jobs[-1] if jobs else launchers[-1]
@@ -242,19 +166,33 @@ def _by_role(
     launchers: list[Owned] = []
     for keys in sources:
         launching = question.trainer is not None and is_owned(keys, [one for one in heads if one.role == "launcher"])
-        source = _beside(keys, sources[-1], heads, None if launching else question.trainer)
+        named = None if launching else question.trainer
+        try:
+            source = owner_of(keys, heads, named)
+        except InvalidFileError:
+            source = _beside(keys, sources[-1], jobs, heads, named)
         (launchers if source.head.role == "launcher" else jobs).append(source)
     return jobs, launchers
 
 
-def _beside(keys: GivenKeys, command: GivenKeys, heads: Sequence[TrainerHead], named: str | None) -> Owned:
-    """Return whose keys these are; of a file that a command names and whose own keys do not tell, that command's trainer's."""
-    try:
-        return owner_of(keys, heads, named)
-    except InvalidFileError:
-        if command is keys or command.form != "argv":
-            raise
+_TRAINS = re.compile(r"(?!.*(?:eval|infer|generat|merg|export|convert|serve|chat|predict|test))(?:.*(?:train|tun|sft|dpo|grpo|run|main|launch))", re.IGNORECASE)  # fmt: skip
+"""Names of programs that train by the file that they are given, as far as a name tells."""
+
+
+def _beside(
+    keys: GivenKeys, command: GivenKeys, jobs: Sequence[Owned], heads: Sequence[TrainerHead], named: str | None
+) -> Owned:
+    """Return whose keys are that do not tell it: a file's that a command names those of that command's trainer, and the other way round.
+
+    Raises:
+        InvalidFileError: Neither tells.
+    """
+    if command is not keys and command.form == "argv":
         return owner_of(keys, heads, owner_of(command, heads, named).head.trainer)
+    program = " ".join(word for word in keys.words if word.endswith((".py", ".sh")))
+    if jobs and keys.form == "argv" and _TRAINS.match(program):
+        return owner_of(keys, heads, jobs[-1].head.trainer)
+    return owner_of(keys, heads, named)
 
 
 def _role(main: Owned) -> Role:
@@ -272,7 +210,7 @@ def _launched(job: ImportedJob, command: CommandLine) -> GivenKeys | None:
     elif counted is not None:
         job.reading.results["launcher.processes"] = Result(counted[1], STATED, counted[0], command.job.name)
     elif shown := visible_gpus(command):
-        job.reading.results["launcher.processes"] = Result(shown, DEFAULTED, "CUDA_VISIBLE_DEVICES", command.job.name)
+        job.reading.results["launcher.processes"] = Result(shown[1], DEFAULTED, shown[0], command.job.name)
     return command.launched if command.launcher == FLAGGED and command.launched.data else None
 
 

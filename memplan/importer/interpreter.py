@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 from memplan.errors import match_hint, printable, shown_value
-from memplan.importer.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, Reading, Refusal, Result, UsedKey, need_of, target
 from memplan.importer.shell.expansions import REFERENCE
+from memplan.importer.sources.conditions import LARGEST, as_number, holds, is_on, truth, word
 from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
 from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from memplan.errors import InvalidFileError, printable
-from memplan.importer.conditions import word
+from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.reading import DEFAULTED, LAUNCHED, Reading, Result
 from memplan.importer.sources.argument_vectors import CommandLine
+from memplan.importer.sources.conditions import word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, shown_place
-from memplan.importer.sources.named_files import NamedFiles
 from memplan.importer.trainer_mappings import Mapped, Reference, TrainerMappings
 
 

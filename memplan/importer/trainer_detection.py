@@ -12,8 +12,8 @@ from typing import Any
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, unknown_name
 from memplan.importer.classified_keys import known_keys
-from memplan.importer.conditions import holds, version_parts, word
 from memplan.importer.interpreter import PROGRAM
+from memplan.importer.sources.conditions import holds, version_parts, word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_mappings import Mapped, TrainerHead
 
@@ -104,7 +104,11 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _is_of(keys: GivenKeys, head: TrainerHead) -> bool:
-    return bool(_by_words(keys, head)) or any(holds(condition, keys.value) for condition in head.detect)
+    said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING}
+    return bool(_by_words(keys, head)) or (
+        any(holds(condition, lambda key: _stated_value(keys, key, said)) for condition in head.detect)
+        and all(keys.value(name) is MISSING for name in head.without)
+    )
 
 
 def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
@@ -126,7 +130,12 @@ def other_kind(keys: GivenKeys, head: TrainerHead, *, unread: bool = False) -> s
     trains = keys.form != "python" or any(map(_TRAINING.search, keys.words))
     said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING, TRAINS: trains}
     others = [one for one in head.other_files if PROGRAM in one.when or not unread]
-    return next((one.kind for one in others if holds(one.when, lambda key: _stated_value(keys, key, said))), "")
+
+    def lookup(key: str) -> Any:
+        return _stated_value(keys, key, said)
+
+    told = (one for one in others if holds(one.when, lookup) and not (one.unless and holds(one.unless, lookup)))
+    return next((one.kind for one in told), "")
 
 
 def _stated_value(keys: GivenKeys, key: str, said: Mapping[str, Any]) -> Any:

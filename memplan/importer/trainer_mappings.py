@@ -27,6 +27,7 @@ class OtherFile:
 
     when: Condition  # What tells them
     kind: str  # What they are
+    unless: Condition = field(default_factory=dict)  # What tells others
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class TrainerHead:
     title: str  # Its name in prose
     role: str = "job"  # ``job``, or ``launcher`` for files that say how a job is launched
     detect: tuple[Condition, ...] = ()  # Conditions, of which one has to hold
+    without: tuple[str, ...] = ()  # Keys of other trainers, none of which is there where one of those holds
     words: tuple[str, ...] = ()  # Patterns of the program or subcommand of a command line
     calls: tuple[str, ...] = ()  # Functions that a Python file calls
     # What would have to be read or modelled before a file of it can be answered; it is recognised only.

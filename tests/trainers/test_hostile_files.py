@@ -63,7 +63,7 @@ def test_a_version_that_is_none_is_refused(version):
             f"x = 1\nSFTConfig(max_length=[0x{'f' * 5000}])\n",
             r"base16\.py:2: not Python: a number of thousands",
         ),
-        ("added.py", f"x += a{'.b' * 700}\n", "not Python that can be read"),
+        ("added.py", f"x += a{'.b' * 700}\n", "no trainer that memplan reads has these keys"),
         ("looped.py", f"for x in a{'.b' * 700}:\n    pass\n", "not Python that can be read"),
         ("set.py", f"a{'.b' * 700}['A'] = 1\n", "not Python that can be read"),
     ],

@@ -114,8 +114,8 @@ def test_a_trainers_class_says_what_it_trains(tmp_path, name, stage):
         ("n = 4\nif x:\n    n = 8\nargs = SFTConfig(per_device_train_batch_size=n, max_length=64)", "per_device_train_batch_size is 'n'"),
         ("args = SFTConfig(max_length=64, **settings)", "what **settings gives SFTConfig"),
         ("args = SFTConfig(max_length=64, gradient_checkpointing=opts.save)", "gradient_checkpointing is 'opts.save'"),
-        ("args = SFTConfig(max_length=64)\nmodel = get_peft_model(model, LoraConfig(r=8))", "adapters as TRL makes them"),
-        ("q = BitsAndBytesConfig(load_in_4bit=True)\nargs = SFTConfig(max_length=64)", "bnb_4bit_compute_dtype of 16 bits"),
+        ("args = SFTConfig(max_length=64)\nmodel = PeftModel.from_pretrained(model, 'a/b')", "PeftModel_from_pretrained loads others"),
+        ("q = BitsAndBytesConfig(load_in_4bit=True)\nargs = SFTConfig(max_length=64, model_init_kwargs={'quantization_config': q})", "bnb_4bit_compute_dtype of 16 bits"),
     ],
 )  # fmt: skip
 def test_what_only_a_run_would_tell_is_asked_for(tmp_path, cell, asked):

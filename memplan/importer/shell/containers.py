@@ -1,4 +1,4 @@
-"""What a container is started with: variables, and behind its image the command that runs inside."""
+"""Programs that start another: containers with their variables and images, and wrappers with flags of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot"))
+CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot", "docker-compose"))
+WRAPPERS = frozenset(("timeout", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi", "numactl", "stdbuf", "nice", "ionice", "taskset", "nsys", "ssh", "tmux", "screen", "xargs", "unbuffer", "script", "dotenv", "infisical", "doppler", "op", "aim", "mlflow"))  # fmt: skip
+"""Programs that take flags and the words of another command."""
 PROGRAMS = frozenset(
     [
         "python",
@@ -22,7 +24,9 @@ PROGRAMS = frozenset(
         "trl",
         "tune",
         "litgpt",
-        "uv",
+        "composer",
+        "autotrain",
+        "deepspeed.launcher",
     ]
 )
 """Words that begin the command of a container that trains: flags of the container, and its image, stand in front of them."""
@@ -43,14 +47,14 @@ def container_variables(words: Sequence[str]) -> dict[str, str]:
 
 
 def started_inside(words: Sequence[str]) -> int:
-    """Return where the command begins that a container runs; 0 for one that starts none, or nothing that is known here.
+    """Return where the command begins that a container or a wrapper runs; 0 for one that starts none, or nothing that is known here.
 
     Example:
         >>> started_inside(["docker", "run", "--gpus", "all", "image", "trl", "sft"])
         5
     """
     starts = (at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS)
-    return next(starts, 0) if is_container(words) else 0
+    return next(starts, 0) if is_container(words) or (words and words[0].rpartition("/")[2] in WRAPPERS) else 0
 
 
 def is_container(words: Sequence[str]) -> bool:

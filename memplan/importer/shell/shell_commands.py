@@ -214,12 +214,12 @@ class _Run:
             self.scope.arguments = self.scope.arguments[1:]
         if first in ("true", ":", "false"):
             return first != "false"
-        if first.rpartition("/")[2] not in QUIET:
+        start = started_inside(words)
+        if start or first.rpartition("/")[2] not in QUIET:
             environment = {name: self.scope.variables.get(name) for name in sorted(self.exported)}
             known = {name: value for name, value in environment.items() if isinstance(value, str)}
             own = [_ASSIGNED.fullmatch(token.text) for token in assigned]
             known |= {match[1]: text_of(match[3], self.scope) for match in own if match} | container_variables(words)
-            start = started_inside(words)
             words, lines = words[start:], lines[start:]
             self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset), dict(self.written)))
         note_edited(self.written, words)

@@ -40,6 +40,10 @@ SHORT = {
 """Their flags for processes and machines -> torchrun's and accelerate's (manuals of srun and of Open MPI's mpirun)."""
 STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "lmf", "trl")
 """Commands that start a process for each GPU that they see, where nothing says how many."""
+STARTED = ("swift", "megatron", "llamafactory-cli", "axolotl", "trl", "litgpt", "openrlhf")
+"""Commands that a launcher may be given in place of a Python program, since they are one."""
+CONFIG_VARIABLE = "CONFIG_FILE"
+"""The variable that names a configuration to torchtitan's ``run_train.sh``, as NGPU says how many processes it starts."""
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
 FILES = (".yaml", ".yml", ".json", ".toml")
 
@@ -80,10 +84,12 @@ def command_line(
     job = _flags(texts, script, len(texts))
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
     config = [str(job.flags[flag]) for flag in CONFIG_FLAGS if isinstance(job.flags.get(flag), str)]
+    given = {**(environment or {}), **variables}
+    if any(text.endswith("run_train.sh") for text in job.places) and CONFIG_VARIABLE in given:
+        config.append(given[CONFIG_VARIABLE])
     config = [text for text in (*config, *job.places) if text.endswith(FILES) or _CONFIG_SCRIPT.fullmatch(text)]
     dropped = [key for key in CONFIG_FLAGS if "." not in key and str(job.flags.get(key)) in config]
     data = {key: value for key, value in job.flags.items() if key not in dropped}
-    given = {**(environment or {}), **variables}
     counted = "line" if lines else "word"
     return CommandLine(
         GivenKeys(name, {**data, **job.assigned}, job.where(places), "argv", program, given, counted=counted),
@@ -156,7 +162,7 @@ def _launcher(texts: Sequence[str], start: int) -> tuple[str, int]:
     for place in range(at, len(texts)):
         before = texts[place - 1] if place else ""
         named = REFERENCE.match(texts[place]) and not (before.startswith("-") and "=" not in before)
-        if names[place].endswith(".py") or before in ("-m", "--module") or named:
+        if names[place].endswith(".py") or names[place] in STARTED or before in ("-m", "--module") or named:
             return names[at - 1] if names[at - 1] != "launch" else "accelerate", place
     return names[at - 1] if names[at - 1] != "launch" else "accelerate", len(texts)
 
@@ -280,24 +286,32 @@ def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int
         count = _whole(keys.data.get(per_node))
         if count:
             return per_node, count * ((_whole(keys.data.get(nodes)) or 1) if nodes else 1)
-    count = _whole(environment.get(COUNTED[0]))
-    if count:
-        return COUNTED[0], count * (_whole(environment.get(COUNTED[1])) or 1)
+    for name in (COUNTED[0], "NGPU"):
+        if count := _whole(environment.get(name)):
+            return name, count * (_whole(environment.get(COUNTED[1])) or 1)
     return None
 
 
-def visible_gpus(command: CommandLine) -> int | None:
-    """Return how many GPUs a command that starts a process for each is shown; None for another, and where nothing shows them.
+GIVEN_GPUS = "GPUs of the machine"
+"""Where a file of a scheduler says how many GPUs a job sees, beside the variables of the environment."""
+
+
+def visible_gpus(command: CommandLine) -> tuple[str, int] | None:
+    """Return how many GPUs a command that starts a process for each is shown, and what shows them; None where nothing does.
 
     Source:
         accelerate/commands/launch.py (1.15.0); llamafactory/launcher.py (0.9.5); deepspeed/launcher/runner.py (0.19.8).
     """
     environment = command.job.environment or {}
-    shown = str(environment.get("CUDA_VISIBLE_DEVICES", "")).strip("'\"").split(",")
     first = command.job.words[0].rsplit("/", 1)[-1] if command.job.words else ""
-    each = first in STARTERS or command.launched.data.get("nproc_per_node") in ("gpu", "auto")
+    if first not in STARTERS and command.launched.data.get("nproc_per_node") not in ("gpu", "auto"):
+        return None
     nodes = _whole(environment.get("NNODES")) if first in ("llamafactory-cli", "lmf") else 1
-    return len([part for part in shown if part.strip()]) * (nodes or 1) or None if each else None
+    for name in ("CUDA_VISIBLE_DEVICES", GIVEN_GPUS):
+        shown = str(environment.get(name, "")).strip("'\"").split(",")
+        if count := len([part for part in shown if part.strip()]) * (nodes or 1):
+            return name, count
+    return None
 
 
 LARGEST_DIGITS = 6

@@ -77,7 +77,7 @@ def is_trainer_file(text: str) -> bool:
 
 
 def _has_trainers_keys(path: Path) -> bool:
-    from memplan.importer.sources.file_sources import read_source
+    from memplan.importer.files.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
     from memplan.importer.trainer_detection import is_owned
 
@@ -97,7 +97,7 @@ def refuse_no_model(text: str) -> None:
     path = usable_path(text)
     if path.suffix not in MODELLESS or (path_kind(path) == "nothing" and "/" not in text and path.suffix == ".py"):
         return
-    from memplan.importer.sources.file_sources import read_source
+    from memplan.importer.files.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
     from memplan.importer.trainer_detection import SCRIPT
 
@@ -121,7 +121,8 @@ def trainer_job(
         InvalidFileError: It is no trainer's file, or no training job.
     """
     from memplan.importer.finished_job import finish
-    from memplan.importer.imported_job import Question, import_files
+    from memplan.importer.given_job import import_files
+    from memplan.importer.imported_job import Question
 
     paths = [usable_path(text), *map(usable_path, beside)]
     job = finish(import_files(paths, Question(trainer_mappings(), gpus, text=content)))

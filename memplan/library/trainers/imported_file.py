@@ -7,10 +7,11 @@ from pathlib import Path
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import usable_path
 from memplan.errors import InvalidFileError
+from memplan.importer.files.file_sources import read_keys
 from memplan.importer.finished_job import finish
-from memplan.importer.imported_job import ImportedJob, Question, import_commands, import_files
+from memplan.importer.given_job import import_commands, import_files
+from memplan.importer.imported_job import ImportedJob, Question
 from memplan.importer.sources.argument_vectors import command_line
-from memplan.importer.sources.file_sources import read_keys
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import LIMITS, number_problems

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from memplan import __version__
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import printable
-from memplan.importer.conditions import word
 from memplan.importer.imported_job import ImportedJob
 from memplan.importer.reading import DEFAULTED, OVERRIDDEN, UsedKey
+from memplan.importer.sources.conditions import word
 from memplan.report.document import Block, Document, Table
 from memplan.units import format_bytes
 

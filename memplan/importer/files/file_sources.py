@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
 from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text, shown_path
 from memplan.errors import InvalidFileError
+from memplan.importer.files.included_files import interpolated, with_includes
 from memplan.importer.sources.argument_vectors import CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
-from memplan.importer.sources.included_files import interpolated, with_includes
 
 if TYPE_CHECKING:
     from memplan.importer.shell.shell_commands import ShellCommand
@@ -55,14 +55,20 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     if path.suffix == NOTEBOOK:
         return _notebook(_json_value(text, name), name)
     if path.suffix == ".py":
-        from memplan.importer.sources.python_literals import python_keys
-        from memplan.importer.sources.trl_calls import trl_keys
+        from memplan.importer.python.called_trainers import trainer_keys
+        from memplan.importer.python.python_literals import python_keys
 
-        return trl_keys(python_keys(text, name))
+        return trainer_keys(python_keys(text, name))
     if path.suffix not in DOCUMENTS and (script := _launcher(path, text)) is not None:
         return _script(script, name)
+    if path.suffix != ".json" and (commands := _several_documents(text, name)):
+        return commands
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
+    if "_target_:" in text:
+        from memplan.importer.python.hydra_targets import with_targets
+
+        keys = with_targets(keys)
     if isinstance(keys.data.get(MEGATRON), Mapping):
         return replace(_plain_names(keys.at(MEGATRON)), environment=_variables(keys, "ENV_VARS"))
     if isinstance(keys.data.get(ENVIRONMENT), Mapping):
@@ -74,6 +80,26 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
             command_line([str(word) for word in words], name) for words in commands if isinstance(words, list) and words
         )
     return keys
+
+
+_BETWEEN = re.compile(r"^---[ \t]*$", re.MULTILINE)
+
+
+def _several_documents(text: str, name: str) -> tuple[CommandLine, ...]:
+    """Return the commands that documents of one file hold, as Kubernetes has them; none where it is one document alone."""
+    from memplan.importer.files.embedded_commands import embedded_commands
+
+    starts = [0, *(one.end() for one in _BETWEEN.finditer(text))]
+    parts = [(start, text[start:end]) for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    parts = [
+        (start, part.replace("---", "")) for start, part in parts if re.search(r"^\s*[\w'\"-]+:", part, re.MULTILINE)
+    ]
+    commands: list[CommandLine] = []
+    for start, part in parts if len(parts) > 1 else ():
+        document = parse_document("\n" * text.count("\n", 0, start) + part, name, last_counts=True)
+        if isinstance(document.data, dict) and not document.problems:
+            commands += embedded_commands(given_document(document))
+    return tuple(commands)
 
 
 def _launcher(path: Path, text: str) -> str | None:
@@ -115,10 +141,10 @@ def _notebook(document: Any, name: str) -> GivenKeys | tuple[CommandLine, ...]:
     Raises:
         InvalidFileError: It cannot be read, or holds neither.
     """
+    from memplan.importer.python.called_trainers import trains
+    from memplan.importer.python.notebook_cells import code_cells, notebook_keys, python_cells
     from memplan.importer.shell.notebook_script import notebook_script
     from memplan.importer.shell.shell_commands import shell_commands
-    from memplan.importer.sources.notebook_cells import code_cells, notebook_keys, python_cells
-    from memplan.importer.sources.trl_calls import trains
 
     keys = notebook_keys(document, name, MAXIMUM_PARSED_BYTES)
     script, cells = notebook_script(list(code_cells(document, name, MAXIMUM_PARSED_BYTES)), keys.data)
@@ -158,6 +184,22 @@ def _plain_names(keys: GivenKeys) -> GivenKeys:
     names = {key: key.lstrip("-").replace("-", "_") for key in keys.data}
     lines = {(names.get(str(path[0]), path[0]), *path[1:]): line for path, line in keys.lines.items() if path}
     return replace(keys, data={names[key]: value for key, value in keys.data.items()}, lines=lines)
+
+
+def program_keys(path: Path, flags: Mapping[str, Any]) -> GivenKeys | None:
+    """Return what a program in Python that a command starts gives a trainer; None where it calls none that is read.
+
+    Args:
+        flags: What the command gives the program.
+    """
+    from memplan.importer.python.called_trainers import trainer_keys, trains
+    from memplan.importer.python.python_literals import python_keys
+
+    try:
+        called = python_keys(read_text(path, MAXIMUM_PARSED_BYTES), shown_path(path), flags)
+    except InvalidFileError:  # the command alone says what it can
+        return None
+    return trainer_keys(called) if trains(called) else None
 
 
 def _own_keys(path: Path) -> GivenKeys:

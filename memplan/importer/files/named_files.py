@@ -9,8 +9,8 @@ from pathlib import Path
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import is_file, usable_path
 from memplan.errors import InvalidFileError, printable
+from memplan.importer.files.file_sources import read_keys, read_source
 from memplan.importer.shell.written_files import Text, text_written
-from memplan.importer.sources.file_sources import read_keys, read_source
 from memplan.importer.sources.given_keys import GivenKeys
 
 

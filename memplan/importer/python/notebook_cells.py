@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.errors import InvalidFileError
+from memplan.importer.python.called_trainers import trainer_keys
+from memplan.importer.python.python_literals import python_keys
 from memplan.importer.sources.given_keys import GivenKeys
-from memplan.importer.sources.python_literals import python_keys
-from memplan.importer.sources.trl_calls import trl_keys
 
 _OWN = re.compile(
     r"^([ \t]*)(?:[!%?](?:.*\\\n)*.*|(?:pip3?|conda|cd|ls|cat|mkdir|wget) [^=(\n]*|\w[\w.]*\?{1,2})$", re.MULTILINE
@@ -40,7 +40,7 @@ def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
     keys = python_keys("".join(f"{source}\n" for _, source in cells), name)
     numbers = [number for number, _ in cells]
     lines = {path: numbers[bisect_right(starts, line) - 1] for path, line in keys.lines.items()}
-    return trl_keys(replace(keys, lines=lines, counted="cell"))
+    return trainer_keys(replace(keys, lines=lines, counted="cell"))
 
 
 def code_cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]:

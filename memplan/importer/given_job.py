@@ -1,0 +1,118 @@
+"""Given files and commands read into the job that they describe: a trainer's, its launcher's, and the programs that they start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from memplan.documents.opening import whole_path
+from memplan.errors import InvalidFileError, printable
+from memplan.importer.files.embedded_commands import embedded_commands
+from memplan.importer.files.file_sources import program_keys, read_keys, read_source
+from memplan.importer.files.named_files import NamedFiles
+from memplan.importer.imported_job import ImportedJob, Question, joined_job
+from memplan.importer.reading import LAUNCHED, Result
+from memplan.importer.referred_files import note_others, note_shipped, note_words
+from memplan.importer.sources.argument_vectors import CommandLine
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.trainer_detection import is_owned
+
+
+def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
+    """Return the job that a trainer's file and those beside it describe.
+
+    Raises:
+        InvalidFileError: A file that cannot be read, keys of no trainer or of several, or impossible values.
+    """
+    sources: list[GivenKeys] = []
+    for path in paths:
+        source = read_source(path, question.text if path == paths[0] else None)
+        if path == paths[0] and isinstance(source, GivenKeys):
+            source = _held_commands(source, question) or source
+        if isinstance(source, GivenKeys):
+            sources.append(source)
+        elif path == paths[0]:
+            beside = [read_keys(other) for other in paths[1:]]
+            return import_commands(source, replace(question, files=NamedFiles(_folders(paths))), beside)
+    return joined_job(sources, replace(question, files=NamedFiles(_folders(paths))))
+
+
+def _held_commands(keys: GivenKeys, question: Question) -> Sequence[CommandLine]:
+    """Return the commands that a file holds which is no trainer's own, but for those that no trainer has."""
+    heads = question.mappings.heads()
+    if keys.form != "file" or keys.words or question.trainer is not None or is_owned(keys, heads):
+        return ()
+    commands = embedded_commands(keys)
+    return commands if any(is_owned(command.job, heads) or command.config for command in commands) else ()
+
+
+def import_commands(
+    commands: Sequence[CommandLine], question: Question, beside: Sequence[GivenKeys] = ()
+) -> ImportedJob:
+    """Return the job of the first command that is one.
+
+    Raises:
+        InvalidFileError: None is.
+    """
+    problem: InvalidFileError | None = None
+    jobs: list[tuple[ImportedJob, CommandLine]] = []
+    for command in _trainers(commands, question):
+        try:
+            jobs.append((_import_command(command, question, beside), command))
+        except InvalidFileError as error:
+            problem = problem or error
+    if not jobs:
+        raise problem or InvalidFileError(["no command given"])
+    training = [pair for pair in jobs if pair[0].role == "job"]
+    job, first = (training or jobs)[0]
+    note_others(job.reading, first, [command for _, command in training[1:]])
+    return job
+
+
+def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[CommandLine]:
+    """Return the commands that are a trainer's as they stand; all of them where none is, or there is one alone."""
+    heads = question.mappings.heads() if len(commands) > 1 else ()
+    return [command for command in commands if is_owned(command.job, heads)] or commands
+
+
+def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
+    script, counted = command.job.name, command.job.counted
+    files = replace(question.files, written=command.written, script=script, counted=counted)
+    given = {Path(keys.name).name for keys in beside}
+    named = {text: files.keys(text) for text in command.config if Path(text).name not in given}
+    absent = [text for text, keys in named.items() if keys is None]
+    launcher = command.launched.value("config_file")
+    if launcher is not MISSING and not beside and (launching := files.keys(str(launcher))) is not None:
+        beside = [launching]
+    alone = launcher is not MISSING and not beside
+    shipped = question.mappings.shipped("accelerate", str(launcher)) if alone else None
+    if shipped is not None:
+        beside = [shipped]
+    program = None if command.config else _program(command, files)
+    sources = [*beside, *(keys for keys in named.values() if keys is not None), program or command.job]
+    further = [path.parent for text in command.config if (path := files.path(text)) is not None]
+    files = replace(files, folders=(*files.folders, *further))
+    job = joined_job(sources, replace(question, files=files), command)
+    if shipped is not None:
+        note_shipped(job.reading, shipped.name, str(launcher), "the command")
+    elif alone:
+        absent.append(str(launcher))
+        job.reading.results["let.unread"] = Result(Path(str(launcher)).name, LAUNCHED)
+    for text in absent:
+        job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
+    note_words(job.reading, command)
+    return job
+
+
+def _program(command: CommandLine, files: NamedFiles) -> GivenKeys | None:
+    """Return what a program of one's own that lies beside a command gives a trainer; None where it is not there, or calls none."""
+    name = next((word for word in command.job.words if word.endswith(".py")), "")
+    path = files.path(name) if name else None
+    if path is None or (program := program_keys(path, command.job.data)) is None:
+        return None
+    return replace(program, environment={**(program.environment or {}), **(command.job.environment or {})})
+
+
+def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:
+    return (Path(), *(folder for path in paths for folder in whole_path(path).parents))

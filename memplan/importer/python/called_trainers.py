@@ -1,0 +1,227 @@
+"""TRL and transformers in Python: what a program gives their classes and PEFT's, in the keys that TRL's own parser takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from memplan.importer.python.python_literals import TOKENIZER
+from memplan.importer.python.python_settings import PARSED
+from memplan.importer.python.python_values import VARIABLES
+from memplan.importer.sources.given_keys import MISSING, GivenKeys
+
+CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip
+"""Classes of arguments, those of TRL's trainers first."""
+TRAINERS: Mapping[str, str] = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "GRPOTrainer": "grpo",
+    "KTOTrainer": "kto",
+    "RewardTrainer": "reward_modeling",
+    "ORPOTrainer": "orpo",
+    "CPOTrainer": "cpo",
+    "RLOOTrainer": "rloo",
+}
+"""TRL's trainers -> its script of each (trl/scripts, examples/scripts)."""
+PLAIN = ("Trainer", "Seq2SeqTrainer")
+"""transformers' own trainers."""
+MODEL = re.compile(r"(?!.*(?:Tokenizer|Processor|Extractor|Config|Peft)).*(?:Model|For[A-Z]\w+)_from_pretrained")
+"""Calls that load a model; those of tokenizers, processors and adapters are others."""
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "LoraConfig": {
+        "r": "lora_r",
+        "target_modules": "lora_target_modules",
+        "lora_dropout": "lora_dropout",
+        "lora_alpha": "lora_alpha",
+        "modules_to_save": "lora_modules_to_save",
+        "task_type": "lora_task_type",
+        "use_dora": "use_dora",
+        "use_rslora": "use_rslora",
+    },
+    "BitsAndBytesConfig": {
+        "load_in_4bit": "load_in_4bit",
+        "load_in_8bit": "load_in_8bit",
+        "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+        "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
+    },
+    "model": {
+        "0": "model_name_or_path",
+        "pretrained_model_name_or_path": "model_name_or_path",
+        "dtype": "dtype",
+        "torch_dtype": "dtype",
+        "attn_implementation": "attn_implementation",
+        "use_flash_attention_2": "use_flash_attention_2",
+        "load_in_4bit": "load_in_4bit",
+        "load_in_8bit": "load_in_8bit",
+        "num_labels": "num_labels",
+    },
+}
+"""Class -> its keywords -> the keys of TRL's ``ModelConfig`` (trl/trainer/model_config.py, 1.16.0)."""
+OWN: Mapping[str, Mapping[str, Any]] = {"LoraConfig": {"r": 8, "lora_dropout": 0.0}, "model": {"dtype": "auto"}}
+"""Class -> its own defaults, where TRL's parser has others (peft/tuners/lora/config.py, 0.21.2; transformers 5.23.0)."""
+OF_TRAINERS = (
+    "max_seq_length",
+    "packing",
+    "max_length",
+    "max_prompt_length",
+    "beta",
+    "loss_type",
+    "neftune_noise_alpha",
+)
+"""Keywords that TRL's trainers took themselves until 0.13."""
+KBIT = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
+LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "max_len", "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length", "seq_len")  # fmt: skip
+"""Names of variables and arguments for how many tokens a program cuts its texts to, where it tokenizes them itself."""
+
+UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
+"""Classes of unsloth's, whose arguments are read with its own defaults."""
+
+
+def trains(keys: GivenKeys) -> bool:
+    """Whether a program calls unsloth, or a trainer that is read."""
+    return any(name in TRAINERS or name in PLAIN or UNSLOTH.search(name) for name in keys.words)
+
+
+def trainer_keys(keys: GivenKeys) -> GivenKeys:
+    """Return a trainer's keys where a program calls it with arguments that stand in it; else the keys as they are."""
+    called = next((name for name in (*TRAINERS, *PLAIN) if name in keys.words), None)
+    arguments = next((name for name in CONFIGS if name in keys.words), None)
+    if called is None or arguments is None or any(UNSLOTH.search(word) for word in keys.words):
+        return keys
+    result = _Taken(keys)
+    if called in TRAINERS:
+        for name in OF_TRAINERS:
+            result.take(called, name, name)
+    for name in _given(keys, arguments):
+        result.take(arguments, name, name)
+    _take_model(result, called)
+    _take_adapters(result, called)
+    if any(word.endswith("gradient_checkpointing_enable") for word in keys.words):  # arguments switch it on, never off
+        result.data["gradient_checkpointing"] = True
+    if called in PLAIN:
+        _take_length(result)
+    defaulted = [word for word in keys.words if word.endswith((*PARSED, *VARIABLES))][:1]
+    return replace(
+        keys,
+        data=result.data,
+        lines=result.lines,
+        form="file",
+        words=(*(("trl", f"{TRAINERS[called]}.py") if called in TRAINERS else ("transformers", "Trainer")), *defaulted),
+        absent=(*keys.absent, *_beyond(result, called)),
+    )
+
+
+class _Taken:
+    """Keys that are taken from calls."""
+
+    def __init__(self, keys: GivenKeys) -> None:
+        self.keys = keys
+        self.data: dict[str, Any] = {}
+        self.lines: dict[tuple[str | int, ...], int] = {}
+
+    def take(self, called: str, name: str, key: str) -> None:
+        """Take a keyword of a call, where it has that."""
+        value = _given(self.keys, called).get(name, MISSING)
+        if value is not MISSING:
+            self.data[key], self.lines[(key,)] = value, self.keys.lines.get((called, name), 1)
+
+    def all(self, called: str, kind: str) -> None:
+        """Take all keywords of a call that change something, and its own defaults."""
+        self.data |= {RENAMED[kind][name]: value for name, value in OWN.get(kind, {}).items()}
+        for name, value in _given(self.keys, called).items():
+            if key := RENAMED[kind].get(name, "" if _is_plain(name, value) else f"{called}.{name}"):
+                self.take(called, name, key)
+
+
+def _take_model(result: _Taken, called: str) -> None:
+    """Take what a program says of its model: where it loads that, or by the name that it gives the trainer."""
+    keys = result.keys
+    given = _given(keys, called)
+    loaded = next((word for word in keys.words if MODEL.fullmatch(word)), "")
+    named = called in TRAINERS and any(type(given.get(name)) is str for name in ("0", "model"))
+    if loaded and not named:  # else TRL loads it by its name, whatever else the program loads
+        result.all(loaded, "model")
+        result.data["model_class"] = loaded.removesuffix("_from_pretrained")
+        if loaded.startswith("AutoLigerKernel"):
+            result.data["use_liger_kernel"] = True
+        quantised = _given(keys, loaded).get("quantization_config", MISSING)
+    else:
+        for name in ("0", "model"):
+            result.take(called, name, "model_name_or_path")
+        inner = result.data.pop("model_init_kwargs", None)
+        result.data |= {
+            RENAMED["model"].get(name, name): value
+            for name, value in (inner if isinstance(inner, dict) else {}).items()
+        }
+        quantised = result.data.pop("quantization_config", given.get("quantization_config", MISSING))
+    if "BitsAndBytesConfig" in keys.words and quantised not in (None, MISSING):
+        result.all("BitsAndBytesConfig", "BitsAndBytesConfig")
+
+
+def _take_adapters(result: _Taken, called: str) -> None:
+    """Take adapters that a program makes itself, or has its trainer make."""
+    keys = result.keys
+    configured = _given(keys, called).get("peft_config", None)
+    if "LoraConfig" in keys.words and (configured is not None or _wraps(keys)):
+        result.all("LoraConfig", "LoraConfig")
+        result.data["use_peft"], result.lines[("use_peft",)] = True, keys.lines.get(("LoraConfig", "r"), 1)
+    for prepared in (word for word in keys.words if word in KBIT):
+        result.data[KBIT[0]] = {"use_gradient_checkpointing": True, **{name: value for name, value in _given(keys, prepared).items() if name == "use_gradient_checkpointing"}}  # fmt: skip
+
+
+def _take_length(result: _Taken) -> None:
+    """Take how long rows are: what a program cuts its texts to."""
+    keys, own = result.keys, {name.lower(): name for name in result.keys.data}
+    loaded = [word for word in keys.words if word.endswith("Tokenizer_from_pretrained")]
+    for called, name in [(TOKENIZER, "max_length"), *((word, "model_max_length") for word in loaded)]:
+        result.take(called, name, "max_length")
+        if "max_length" in result.data:
+            return
+    named = next((own[name] for name in LENGTHS if type(keys.data.get(own.get(name, ""))) is int), None)
+    inner = ((called, name) for called, given in keys.data.items() for name in LENGTHS if isinstance(given, Mapping) and type(given.get(name)) is int)  # fmt: skip
+    if named is not None:
+        result.data["max_length"], result.lines[("max_length",)] = keys.data[named], keys.lines.get((named,), 1)
+    elif place := next(inner, None):
+        result.take(*place, "max_length")
+
+
+def _wraps(keys: GivenKeys) -> bool:
+    return any(word == "get_peft_model" or word.endswith("add_adapter") for word in keys.words)
+
+
+CHOSEN = ("requires_grad", "requires_grad_")
+"""Ends of what a program calls, or sets, to say which weights train."""
+
+
+def _beyond(result: _Taken, called: str) -> Iterator[str]:
+    """Yield what has to be said otherwise for the program to be what its trainer's keys say."""
+    keys = result.keys
+    first = keys.words.index(called)
+    for word in keys.words[:first]:
+        if word == "PeftModel_from_pretrained":
+            yield f"adapters as the trainer makes them: {word} loads others, peft_config of its trainer is read"
+        elif word.endswith(CHOSEN) and not _wraps(keys) and "embeddings" not in word:
+            yield f"which weights train: the program sets requires_grad, which unfrozen parts of {'TRL' if called in TRAINERS else 'transformers'}'s model do not say"
+        elif word == "torch_compile":
+            yield "a model that is not compiled before its trainer has it; torch_compile of its arguments is read"
+    quantised = _given(keys, "BitsAndBytesConfig")
+    if (
+        result.data.get("load_in_4bit") is True
+        and quantised
+        and quantised.get("bnb_4bit_compute_dtype") not in ("bfloat16", "float16")
+    ):
+        yield "bnb_4bit_compute_dtype of 16 bits: products of 4-bit weights in fp32, its default, are not modelled"
+
+
+def _given(keys: GivenKeys, called: str) -> Mapping[str, Any]:
+    inner = keys.data.get(called)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Tell whether a keyword changes nothing of what is held on a GPU, as it stands."""
+    quiet = ("quantization_config", "device_map", "trust_remote_code", "use_cache", "token", "use_auth_token", "cache_dir", "revision", "low_cpu_mem_usage", "inference_mode", "bnb_4bit_compute_dtype", "local_files_only", "config", "id2label", "label2id", "pad_token_id", "1", "problem_type", "ignore_mismatched_sizes", "llm_int8_threshold")  # fmt: skip
+    return name in quiet or (name == "bias" and value == "none") or value in (None, False)

@@ -1,0 +1,305 @@
+"""Python files, read as text: literals that are assigned, and literal keywords of calls; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from memplan.errors import InvalidFileError
+from memplan.importer.python.python_settings import LONGEST, called_name, parameters, settings, shown
+from memplan.importer.python.python_values import CAPABILITY, literal, value_of
+from memplan.importer.sources.given_keys import Expression, GivenKeys
+
+
+def python_keys(text: str, name: str, flags: Mapping[str, Any] | None = None) -> GivenKeys:
+    """Return the keywords of a file's calls as ``function.keyword``, of several calls the first's, and the literals of its assignments.
+
+    A keyword that is no literal, nor a name that has one there, is an :class:`Expression`.
+
+    Args:
+        flags: What a command gives the program, which counts over the defaults of its own flags.
+
+    Raises:
+        InvalidFileError: It is not Python, or nested more deeply than Python itself can follow.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _keys(_tree(text), name, flags or {})
+    except SyntaxError as error:
+        raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
+    except (ValueError, RecursionError, MemoryError):
+        raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
+
+
+def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any]) -> GivenKeys:
+    names = _Names(tree, flags)
+    data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
+    lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
+    calls, absent = [], []
+    classes = _bases(tree)
+    for node in sorted(_calls(tree, names), key=lambda call: (call.lineno, call.col_offset)):
+        called = called_name(node.func) if isinstance(node, ast.Call) else called_name(node)
+        called = classes.get(called, called)
+        if isinstance(node, ast.Call) and called not in calls:  # a later one loads what was trained, or trains again
+            unread = _keywords(called, node, names, data, lines)
+            absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
+        if isinstance(node, ast.Call) and any(keyword.arg == "truncation" for keyword in node.keywords):
+            _keywords(TOKENIZER, node, names, data, lines)
+        calls.append(called)
+    for called, key, given, line, inside in names.changed:
+        known = data.get(called)
+        if isinstance(known, dict):
+            value = literal(given, names, line)
+            either = inside and known.get(key) != value
+            known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
+            lines[called, key] = line
+    words = (*(call for call in calls if call), *_parsed_classes(tree, classes, names, data, lines))
+    return GivenKeys(name, data, lines, "python", words, environment=names.environment, absent=tuple(absent))
+
+
+TOKENIZER = "tokenizer"
+"""What a call is named whose keywords cut texts to a length, whatever the name of its object is."""
+
+
+def _bases(tree: ast.Module) -> dict[str, str]:
+    """Return classes of a file -> what they are made of, as far as that is no class of the file; names that modules give others."""
+    first: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.bases:
+            first[node.name] = called_name(node.bases[0])
+        elif isinstance(node, ast.ImportFrom):
+            first |= {one.asname: one.name for one in node.names if one.asname}
+    for _ in range(4):
+        first = {name: first.get(base, base) if base != name else base for name, base in first.items()}
+    return first
+
+
+def _parsed_classes(
+    tree: ast.Module, classes: Mapping[str, str], names: _Names, data: dict[str, Any], lines: dict[Any, int]
+) -> Iterator[str]:
+    """Yield classes of settings that transformers' parser makes of flags, with the defaults that a file's own gives them."""
+    own = {
+        node.name: {
+            part.target.id
+            for part in node.body
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        }
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and called_name(node.func).endswith(("HfArgumentParser", "TrlParser"))):
+            continue
+        for part in [inner for given in node.args for inner in getattr(given, "elts", [given])]:
+            given = called_name(part)
+            called = classes.get(given, given)
+            if not called.endswith(SETTINGS[:2]) or called in data:
+                continue
+            fields = {
+                key[len(given) + 1 :]: value for key, value in names.settings.items() if key.startswith(f"{given}.")
+            }
+            of_class = own.get(given, set())
+            others = set().union(*own.values()) - of_class
+            data[called] = {key: literal(value, names, node.lineno) for key, value in fields.items() if key in of_class}
+            data[called] |= {key: value for key, value in names.flags.items() if key not in others}
+            lines |= {(called, key): getattr(fields.get(key), "lineno", 1) for key in data[called]}
+            yield called
+
+
+def _calls(tree: ast.Module, names: _Names) -> Iterator[ast.Call | ast.Attribute]:
+    """Yield the calls of a file, and where it sets ``requires_grad``, but for branches that are not taken and functions that are not called."""
+    idle = _idle_functions(tree)
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        freezes = isinstance(node, ast.Attribute) and node.attr == "requires_grad" and isinstance(node.ctx, ast.Store)
+        if isinstance(node, ast.Call) or freezes:
+            yield node  # type: ignore[misc]
+        if isinstance(node, ast.If | ast.IfExp) and isinstance(test := literal(node.test, names, node.lineno), bool):
+            parts = node.body if test else node.orelse
+            nodes += [node.test, *(parts if isinstance(parts, list) else [parts])]
+        elif node not in idle:
+            nodes += ast.iter_child_nodes(node)
+
+
+def _idle_functions(tree: ast.Module) -> set[ast.AST]:
+    """Return functions of a program that nothing in it names; none of a module, which others call."""
+    starts = any(isinstance(node, ast.If) and "__name__" in shown(node.test) for node in tree.body)
+    if not (starts or any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in tree.body)):
+        return set()
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name not in named and not node.decorator_list
+    }
+
+
+def _environment(tree: ast.Module) -> dict[str, str]:
+    """Return the variables that a file sets as ``os.environ["NAME"] = "..."``."""
+    variables: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Subscript(of, ast.Constant(name))], ast.Constant(value)):
+                if ast.unparse(of) == "os.environ":
+                    variables[str(name)] = str(value)
+    return variables
+
+
+class _Names:
+    """What names are given, one assignment after the other."""
+
+    def __init__(self, tree: ast.Module, flags: Mapping[str, Any]) -> None:
+        self.given: dict[str, list[tuple[int, Any]]] = {}
+        self.settings, self.defaults = settings(tree, flags), parameters(tree)
+        self.environment = _environment(tree)
+        self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
+        self.made: dict[str, str] = {}
+        self.flags, self.steps = flags, 0
+        for node, inside in _statements(tree.body, self, inside=False):
+            self._note_change(node, inside)
+            if isinstance(node, ast.Expr):
+                continue
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                value = literal(node.value, self, node.lineno)
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                before = ast.Name(node.target.id, ast.Load())
+                value = literal(ast.BinOp(before, node.op, node.value), self, node.lineno)
+            else:
+                value = Expression(ast.unparse(node)[:LONGEST])
+            targets: list[ast.AST] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]  # type: ignore[assignment]
+            for target in targets:
+                self._assign(target, value, node.lineno, inside)
+
+    def _assign(self, target: ast.AST, value: Any, line: int, inside: bool) -> None:
+        if isinstance(target, ast.Name):
+            self._set(target.id, line, value, inside)
+            return
+        parts = list(target.elts) if isinstance(target, ast.Tuple | ast.List) else []
+        if isinstance(value, list) and len(value) == len(parts):
+            for part, one in zip(parts, value, strict=True):
+                self._assign(part, one, line, inside)
+            return
+        for place, named in enumerate(ast.walk(target)):
+            if isinstance(named, ast.Name) and isinstance(named.ctx, ast.Store):
+                capable = "get_device_capability" in str(value) and place == 1
+                self._set(named.id, line, CAPABILITY if capable else Expression(named.id), inside)
+
+    def _note_change(self, node: ast.stmt, inside: bool) -> None:
+        """Note what is made of a class of settings, what its instance is given afterwards, and what a mapping is."""
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Call(function)) if called_name(function).endswith(SETTINGS):
+                self.made[name] = called_name(function)
+            case ast.Assign([ast.Attribute(ast.Name(name), key)], value) if name in self.made:
+                self.changed.append((self.made[name], key, value, node.lineno, inside))
+            case ast.Expr(ast.Call(ast.Name("setattr"), [ast.Name(name), ast.Constant(key), value])) if (
+                name in self.made
+            ):
+                self.changed.append((self.made[name], str(key), value, node.lineno, inside))
+            case ast.Assign([ast.Subscript(ast.Name(name), ast.Constant(key))], value):
+                self._add(name, {key: literal(value, self, node.lineno)}, node.lineno, inside)
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "update"), values, keywords)):
+                added = literal(ast.Call(ast.Name("dict", ast.Load()), values, keywords), self, node.lineno)
+                if isinstance(added, dict):
+                    self._add(name, added, node.lineno, inside)
+
+    def _add(self, name: str, added: dict[Any, Any], line: int, inside: bool) -> None:
+        """Note keys that a mapping is given after it is made; of those that may not be, another value is not known."""
+        known = self.at(name, line)
+        if isinstance(known, dict):
+            unsure = {key: Expression(f"{key} or not") if inside and known.get(key) != value else value for key, value in added.items()}  # fmt: skip
+            self.given[name].append((line, known | unsure))
+
+    def _set(self, name: str, line: int, value: Any, inside: bool) -> None:
+        """Note an assignment; of one that may not happen, the value is known where the name has it already, or no other."""
+        earlier = self.given.setdefault(name, [])
+        if inside and earlier and earlier[-1][1] != value:
+            value = Expression(name)
+        earlier.append((line, value))
+
+    def at(self, name: str, line: int) -> Any:
+        """Return what a name is at a line; where no statement gives it anything, what an argument of a function is by default."""
+        if name not in self.given:
+            default = self.defaults.get(name)
+            return Expression(name) if default is None else value_of(default, self, max(line, default.lineno))
+        values = [value for set_at, value in self.given[name] if set_at < line]
+        return values[-1] if values else Expression(name)
+
+    def last(self) -> dict[str, tuple[int, Any]]:
+        """Return what names are in the end, and where they were given it."""
+        return {name: values[-1] for name, values in self.given.items()}
+
+
+def _statements(body: Sequence[ast.stmt], names: _Names, *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield statements that may set names, in their order, each with whether it stands inside a branch, loop or function.
+
+    A branch whose condition is known, as those that ask for the GPU's compute capability are, is taken, and the other is not.
+    """
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.Expr):
+            yield node, inside
+        test = literal(node.test, names, node.lineno) if isinstance(node, ast.If) else None
+        taken = isinstance(test, bool)
+        for part in ("body", "orelse", "finalbody"):
+            below = getattr(node, part, None)
+            if isinstance(below, list) and not (taken and (part == "body") is not test):
+                plain = taken or isinstance(node, ast.With | ast.Try)
+                yield from _statements(below, names, inside=inside or not plain)
+
+
+_MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
+"""Lines of a notebook's cells that IPython runs, such as ``!pip install unsloth`` and ``%%capture``."""
+
+
+def _tree(text: str) -> ast.Module:
+    """Return the parsed file; where it is a notebook's cells, without IPython's own lines."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        plain = _MAGIC.sub(r"\1pass", text)
+        if plain == text:
+            raise
+        tree = ast.parse(plain)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
+            raise SyntaxError("a number of thousands of digits", (None, node.lineno, None, None))
+    return tree
+
+
+MOST_BITS = 4_096
+"""Of a whole number: Python refuses to write one of 4,300 digits out, which those in base 16 and 2 may have."""
+FIRST = "0"
+"""The keyword of what is given first, without one."""
+SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
+"""Ends of the names of what settings are given to."""
+
+
+def _keywords(
+    called: str, node: ast.Call, names: _Names, data: dict[str, Any], lines: dict[tuple[str | int, ...], int]
+) -> list[str]:
+    """Take up the keywords of a call; return the mappings among them that settings may hold and nobody can tell."""
+    given = [
+        (keyword.arg, literal(keyword.value, names, node.lineno), keyword.value.lineno) for keyword in node.keywords
+    ]
+    if (
+        called.endswith(("_from_pretrained", "Trainer", "get_peft_model")) and node.args
+    ):  # a model is often named without a keyword
+        given += [
+            (str(place), literal(part, names, node.lineno), node.lineno) for place, part in enumerate(node.args[:2])
+        ]
+    unread = []
+    for name, value, line in given if called else ():
+        inner = data.setdefault(called, {})
+        if not isinstance(inner, dict):
+            continue
+        if name is not None:
+            inner[name], lines[called, name] = value, line
+        elif isinstance(value, dict):
+            inner.update(value)
+        elif called.endswith(SETTINGS):
+            unread.append(f"**{value}")
+    return unread

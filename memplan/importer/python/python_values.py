@@ -1,0 +1,318 @@
+"""What an expression of a Python file comes to: literals, names that have one, and what is plainly computed of them; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from memplan.importer.python.python_settings import called_name, shown
+from memplan.importer.sources.given_keys import Expression
+
+
+class Known(Protocol):
+    """What names of a file are known to be."""
+
+    settings: Mapping[str, ast.expr]  # ``args.key`` -> its default
+    environment: Mapping[str, str]  # Variables that the file sets
+    steps: int  # Expressions that were looked at
+
+    def at(self, name: str, line: int) -> Any:
+        """Return what a name is at a line, or an :class:`Expression`."""
+
+
+VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
+"""Functions that return a variable of the environment, or their second argument where it is not set."""
+YES = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available", "cuda_is_available")
+"""Questions that a GPU of compute capability 8.0 and above answers with yes, as memplan takes it where a trainer asks."""
+NO = ("mps_is_available", "xpu_is_available", "npu_is_available", "is_torch_xla_available")
+"""Questions about other devices than NVIDIA's."""
+CAPABILITY = Expression("the first number of the GPU's compute capability")
+MAPPED = ("dict", "SimpleNamespace", "Namespace", "OmegaConf_create", "DictConfig", "EasyDict", "DotDict", "AttrDict", "Box", "DictDefault", "ConfigDict")  # fmt: skip
+"""Functions that return what they are given as a mapping, whose keys are attributes too."""
+CONVERTED: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list, "tuple": list, "sorted": sorted, "round": round, "abs": abs, "Path": str}  # fmt: skip
+"""Functions of one literal, such as that of a variable of the environment, which is text."""
+METHODS = ("lower", "upper", "strip", "split", "copy", "removeprefix", "removesuffix", "get")
+"""Methods of texts and mappings that change nothing."""
+_SIGNATURE = re.compile(r"param|signature|fields|supported|accepted|allowed", re.IGNORECASE)
+"""Names of what a program asks whether a class takes an argument, as the version that is read does."""
+_FILTER = re.compile(r"filter|supported|compat|clean|drop|strip|valid", re.IGNORECASE)
+"""Names of functions that leave out of a mapping what a class does not take."""
+LARGEST = 2**40
+LARGEST_VALUE = 100_000
+"""Letters and items of a value; a file may double one in each line."""
+MOST_STEPS = 500_000
+
+COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+COMPUTED: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def literal(node: ast.expr, names: Known, line: int) -> Any:
+    """Return a literal's value, or that of a name that was given one; else the expression."""
+    try:
+        return value_of(node, names, line)
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+    ):
+        return Expression(shown(node))
+
+
+def value_of(node: ast.expr, names: Known, line: int) -> Any:
+    """Return what an expression comes to, or an :class:`Expression`.
+
+    Raises:
+        ValueError: Nobody can tell; and what else computing raises.
+    """
+    names.steps += 1
+    if names.steps > MOST_STEPS:
+        raise ValueError(node)
+    read = _KINDS.get(type(node))
+    value = ast.literal_eval(node) if read is None else read(node, names, line)
+    if isinstance(value, str | list | dict) and _size(value) > LARGEST_VALUE:
+        raise ValueError(node)
+    return value
+
+
+def _size(value: Any) -> int:
+    """Return how many letters and items a value has, those of its parts with them; it stops where they are too many."""
+    if isinstance(value, str):
+        return len(value)
+    total = 0
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        total += 1 + _size(part)
+        if total > LARGEST_VALUE:
+            break
+    return total
+
+
+def _known(node: ast.expr, names: Known, line: int) -> Any:
+    """Return what a part of an expression comes to.
+
+    Raises:
+        ValueError: Nobody can tell.
+    """
+    value = value_of(node, names, line)
+    if isinstance(value, Expression):
+        raise ValueError(value)
+    return value
+
+
+def _name(node: ast.Name, names: Known, line: int) -> Any:
+    return names.at(node.id, line)
+
+
+def _attribute(node: ast.Attribute, names: Known, line: int) -> Any:
+    if isinstance(node.value, ast.Name) and node.value.id == "torch":
+        return node.attr
+    if (default := names.settings.get(shown(node))) is not None:
+        return value_of(default, names, line)
+    return _known(node.value, names, line)[node.attr]
+
+
+def _subscript(node: ast.Subscript, names: Known, line: int) -> Any:
+    if shown(node.value) == "os.environ":
+        return names.environment[_known(node.slice, names, line)]
+    if called_name(getattr(node.value, "func", node.value)).endswith("get_device_capability"):
+        return CAPABILITY
+    if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        default = names.settings.get(f"{shown(node.value)}.{node.slice.value}")
+        if default is not None:
+            return value_of(default, names, line)
+    values = _known(node.value, names, line)
+    return values[_known(node.slice, names, line)] if isinstance(values, dict | list) else Expression(shown(node))
+
+
+def _call(node: ast.Call, names: Known, line: int) -> Any:
+    called = called_name(node.func)
+    if called.endswith(VARIABLES):
+        return _variable(node, names, line)
+    if called.endswith(YES) or called.endswith(NO):
+        return called.endswith(YES)
+    if called.endswith("get_device_capability"):
+        return Expression(shown(node))
+    if called in MAPPED:
+        return _mapping(node, names, line)
+    if called in ("vars", "asdict") and len(node.args) == 1:
+        holder = f"{shown(node.args[0])}."
+        given = {key[len(holder) :]: value for key, value in names.settings.items() if key.startswith(holder)}
+        return {key: literal(value, names, line) for key, value in given.items()} or Expression(shown(node))
+    if called == "getattr":
+        return _of_object(node, names, line)
+    if called in ("max", "min") and node.args:
+        return {"max": max, "min": min}[called](*(_known(part, names, line) for part in node.args))
+    if called in CONVERTED and len(node.args) == 1:
+        return CONVERTED[called](_known(node.args[0], names, line))
+    if called.endswith("path_join"):
+        return "/".join(_known(part, names, line) for part in node.args)
+    if (
+        len(node.args) == 1
+        and _FILTER.search(called)
+        and isinstance(value := value_of(node.args[0], names, line), dict)
+    ):
+        return value
+    if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and len(node.keywords) == 0:
+        values = _known(node.func.value, names, line)
+        parts = [_known(part, names, line) for part in node.args]
+        return (
+            getattr(values, node.func.attr)(*parts)
+            if isinstance(values, str | dict | list)
+            else Expression(shown(node))
+        )
+    return Expression(shown(node))
+
+
+def _variable(node: ast.Call, names: Known, line: int) -> Any:
+    """Return what a variable of the environment is: what the file sets, or else its default."""
+    name = literal(node.args[0], names, line)
+    if name in names.environment:
+        return names.environment[name]
+    others = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+    return value_of(others[0], names, line) if others else Expression(shown(node))
+
+
+def _of_object(node: ast.Call, names: Known, line: int) -> Any:
+    """Return an attribute that a text names: of torch a dtype, of settings one of theirs, or else the default."""
+    key = _known(node.args[1], names, line)
+    if shown(node.args[0]) == "torch":
+        return key
+    default = names.settings.get(f"{shown(node.args[0])}.{key}", node.args[2] if len(node.args) > 2 else None)
+    return Expression(shown(node)) if default is None else value_of(default, names, line)
+
+
+def _mapping(node: ast.Call, names: Known, line: int) -> Any:
+    values = dict(_known(node.args[0], names, line)) if node.args else {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            values |= _known(keyword.value, names, line)
+        else:
+            values[keyword.arg] = literal(keyword.value, names, line)
+    return values
+
+
+def _dict(node: ast.Dict, names: Known, line: int) -> Any:
+    values: dict[Any, Any] = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        if key is None:
+            values |= _known(value, names, line)
+        else:
+            values[_known(key, names, line)] = literal(value, names, line)
+    return values
+
+
+def _compare(node: ast.Compare, names: Known, line: int) -> Any:
+    """Return whether a comparison holds; a GPU's compute capability is 8.0 or above."""
+    left, sign = value_of(node.left, names, line), type(node.ops[0])
+    if sign is ast.In and isinstance(left, str) and _SIGNATURE.search(shown(node.comparators[0])):
+        return True
+    right = _known(node.comparators[0], names, line)
+    if len(node.ops) > 1 or sign not in COMPARED:
+        return Expression(shown(node))
+    if left is CAPABILITY and right in (7, 8) and sign in (ast.GtE, ast.Lt):
+        return sign is ast.GtE
+    return Expression(shown(node)) if isinstance(left, Expression) else COMPARED[sign](left, right)
+
+
+def _bool_op(node: ast.BoolOp, names: Known, line: int) -> Any:
+    """Return what ``and`` and ``or`` come to, of which the first part that decides does."""
+    decides = isinstance(node.op, ast.Or)
+    value: Any = not decides
+    for part in node.values:
+        value = _known(part, names, line)
+        if bool(value) is decides:
+            return value
+    return value
+
+
+def _unary(node: ast.UnaryOp, names: Known, line: int) -> Any:
+    value = _known(node.operand, names, line)
+    return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else value
+
+
+def _choice(node: ast.IfExp, names: Known, line: int) -> Any:
+    return value_of(node.body if _known(node.test, names, line) else node.orelse, names, line)
+
+
+def _sequence(node: ast.List | ast.Tuple | ast.Set, names: Known, line: int) -> Any:
+    items: list[Any] = []
+    for item in node.elts:
+        if isinstance(item, ast.Starred):
+            items += _known(item.value, names, line)
+        else:
+            items.append(_known(item, names, line))
+    return items
+
+
+def _computed(node: ast.BinOp, names: Known, line: int) -> Any:
+    """Return what numbers, texts and lists come to; nothing large is computed."""
+    left, right = _known(node.left, names, line), _known(node.right, names, line)
+    if isinstance(node.op, ast.BitOr) and isinstance(left, dict) and isinstance(right, dict):
+        return left | right
+    numbers = all(type(part) in (int, float) and abs(part) < LARGEST for part in (left, right))
+    joined = isinstance(node.op, ast.Add) and type(left) is type(right) and isinstance(left, str | list)
+    if type(node.op) not in COMPUTED or not (numbers or joined) or (isinstance(node.op, ast.Pow) and right > 8):
+        return Expression(shown(node))
+    return COMPUTED[type(node.op)](left, right)
+
+
+def _joined(node: ast.JoinedStr, names: Known, line: int) -> Any:
+    parts = [
+        str(_known(part.value if isinstance(part, ast.FormattedValue) else part, names, line)) for part in node.values
+    ]
+    return "".join(parts)
+
+
+def _passed_on(node: ast.DictComp, names: Known, line: int) -> Any:
+    """Return a mapping of which a comprehension leaves out what a class does not take."""
+    of = node.generators[0].iter
+    if shown(node.key) + ", " + shown(node.value) != shown(node.generators[0].target).strip("()"):
+        raise ValueError(node)
+    if not (isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) and of.func.attr == "items"):
+        raise ValueError(node)
+    return {key: value for key, value in _known(of.func.value, names, line).items() if value is not None}
+
+
+_KINDS: Mapping[type[ast.expr], Callable[[Any, Known, int], Any]] = {
+    ast.Name: _name,
+    ast.Attribute: _attribute,
+    ast.Subscript: _subscript,
+    ast.Call: _call,
+    ast.Dict: _dict,
+    ast.Compare: _compare,
+    ast.BoolOp: _bool_op,
+    ast.UnaryOp: _unary,
+    ast.IfExp: _choice,
+    ast.List: _sequence,
+    ast.Tuple: _sequence,
+    ast.Set: _sequence,
+    ast.BinOp: _computed,
+    ast.JoinedStr: _joined,
+    ast.DictComp: _passed_on,
+}
