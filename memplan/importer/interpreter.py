@@ -181,6 +181,8 @@ class _Step:
                 self._problem(key, f"{wanted}, at least 1" if least == 1 else wanted, value)
                 return MISSING
             return int(number) if kind == "whole" else number
+        if self.rule.get("as") == "text":  # a file's number or list is no text yet: moe_layer_freq is 1, or [0, 1]
+            return str(value)
         if "match" in self.rule:
             result = re.fullmatch(self.rule["match"], str(value))
             return result[1] if result else str(value)

@@ -70,6 +70,9 @@ def test_megatrons_experts_and_latent_attention(tmp_path):
     assert [run.count for run in sparse.spec.runs] == [1, 3]
     assert sparse.spec.runs[0].layer.feed_forward.intermediate_size == 14336
     assert sparse.spec.runs[1].layer.feed_forward.num_experts == 8
+    every, other = (model(command(tmp_path, f"{tied} --num-experts 8 --moe-layer-freq {n}")) for n in (1, 2))
+    assert [run.count for run in every.spec.runs] == [4]
+    assert [run.count for run in other.spec.runs] == [1, 1, 1, 1]
     plain = model(command(tmp_path, f"{tied} --num-experts 8 --moe-ffn-hidden-size 512".replace("--swiglu", "")))
     ungated = 3 * 8 * 512 * 4096 - 2 * 8 * 512 * 4096
     gated = model(command(tmp_path, f"{tied} --num-experts 8 --moe-ffn-hidden-size 512"))
