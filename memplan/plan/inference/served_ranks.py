@@ -36,7 +36,9 @@ def served_shard(model: Model, ranks: int) -> Model:
         raise CannotAnswerError(f"{spec.name}: how GPUs share a vision tower in serving is not modelled")
     if problem := _problem(spec, ranks):
         near = max(degree for degree in range(1, ranks) if not _problem(spec, degree))
-        raise InvalidFileError([f"--gpus {ranks}: {problem} of {spec.name} cannot be shared evenly; {near} GPU{'s' * (near > 1)} can"])
+        raise InvalidFileError(
+            [f"--gpus {ranks}: {problem} of {spec.name} cannot be shared evenly; {near} GPU{'s' * (near > 1)} can"]
+        )
     runs = tuple(_shared_run(spec, run, ranks) for run in spec.runs)
     own = replace(spec, vocab_size=round_up(spec.vocab_size, VOCABULARY_PADDING) // ranks, runs=runs)
     return replace(model, spec=own, inventory=inventory_of(own))
