@@ -80,9 +80,7 @@ class Gpu:
     notes: str = ""
 
     @classmethod
-    def of_memory(
-        cls, name: str, size: int, kind: Literal["measured", "stated"], compute_capability: str | None = None
-    ) -> Gpu:
+    def of_memory(cls, name: str, size: int, kind: Literal["measured", "stated"], capability: str | None = None) -> Gpu:
         """Return a GPU that is in no catalog, of which little but the memory in bytes is known."""
         return cls(
             name=name,
@@ -97,7 +95,7 @@ class Gpu:
             interconnect=Interconnect("unknown", 0),
             unified_memory=False,
             sources=(),
-            compute_capability=compute_capability,
+            compute_capability=capability,
         )
 
 
@@ -125,8 +123,7 @@ class StorageFormat:
     """How numbers are stored: ``block_elements`` of them in ``block_bytes``.
 
     Attributes:
-        blocking: ``row``: blocks lie within rows of a matrix, whose width must divide into
-            them (GGML); ``tensor``: blocks run over the flattened tensor.
+        blocking: ``row``: blocks lie within rows, whose width must divide into them (GGML); ``tensor``: over the flattened tensor.
         tensor_bytes: Bytes once per tensor, such as a scale; ``tensor_parts``: of the tensors that these are in, one by default.
         levels: Elements that share an entry and its bytes, by tensor; by default codes with one fp32 scale a block.
         coded_scale_elements: Elements that share a scale which is a code itself; 0 where scales are floats.
@@ -332,6 +329,7 @@ class ModelEntry:
         hf_id: Its published id, of the base model where there are several.
         ids: Ids of the same publisher's with the same shapes: instruction-tuned ones, say.
         mirrors: Other publishers' ids with the same shapes: copies, quantised uploads, fine-tunes.
+        tuned: Ids of fine-tunes by what their pages say: a guess, since they may have other rows of tokens.
         released: Day or month of the release.
     """
 
@@ -344,6 +342,7 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
     mirrors: tuple[str, ...] = ()
+    tuned: tuple[str, ...] = ()
     released: str | None = None
     expected_active_parameters: int | None = None
     published: Published | None = None

@@ -146,10 +146,12 @@ def _is_apart(inputs: StepInputs, taped: ModelOnTape) -> bool:
     """Tell whether the first layer is given something else than the embeddings that the model has a name for.
 
     Source:
-        ``GemmaModel.forward`` in transformers/models/gemma/modeling_gemma.py (4.44.2), line 856: a product with another name.
+        ``GemmaModel.forward`` in transformers/models/gemma/modeling_gemma.py (4.44.2), line 856: a product with another name;
+        ``GraniteModel.forward`` in models/granite/modeling_granite.py (5.24.0), line 388, below ``LlavaNextModel.forward``.
     """
-    spec = inputs.spec
-    scaled = spec.architecture in inputs.setup.stack.models.scales_embedded
+    spec, stack = inputs.spec, inputs.setup.stack
+    below = spec.tower is not None and spec.embedding_scale and family_code(stack, spec.architecture).scales_embedded
+    scaled = bool(below) or spec.architecture in stack.models.scales_embedded
     return bool(spec.embedding_norm or spec.learned_positions or taped.settings.embedding_dropout) or scaled
 
 

@@ -21,6 +21,7 @@ KEYS = {
     "aliases",
     "ids",
     "mirrors",
+    "tuned",
     "released",
     "expected_parameters",
     "expected_active_parameters",
@@ -84,7 +85,10 @@ def test_names_and_aliases_are_unique_without_case_and_separators():
 
 
 def test_no_model_stands_twice():
-    ids = [name.lower() for e in ENTRIES.values() for name in (e["hf_id"], *e.get("ids", ()), *e.get("mirrors", ()))]
+    lists = ("ids", "mirrors", "tuned")
+    ids = [
+        name.lower() for e in ENTRIES.values() for name in (e["hf_id"], *(i for key in lists for i in e.get(key, ())))
+    ]
     assert sorted(ids) == sorted(set(ids))
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", name) for name in ids)
 

@@ -57,6 +57,8 @@ QWEN_TOWER = TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 64}
 OTHER_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 56}
 GEMMA4_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
 SIGLIP = OTHER_TOWER | {"vision_use_head": False}
+IS_SIGLIP = {"model_type": "siglip_vision_model"}
+GEMMA_TEXT = GROUPED | {"head_dim": 16}
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", BASE),
@@ -317,9 +319,30 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         UNTIED
         | {"text_config": LFM2, "vision_config": SIGLIP, "projector_use_layernorm": False, "projector_bias": False},
     ),
+    "llava-next-granite": (
+        "llava_next",
+        TIED | {"text_config": GROUPED | {"model_type": "granite"}, "vision_config": OTHER_TOWER | IS_SIGLIP},
+    ),
+    "llava-next-video": (
+        "llava_next_video",
+        UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER, "vision_feature_layer": [-2, -1]},
+    ),
+    "paligemma": ("paligemma", {"text_config": GEMMA_TEXT, "vision_config": SIGLIP, "projection_dim": 64}),
+    "paligemma-2": (
+        "paligemma",
+        {"text_config": GEMMA_TEXT | {"model_type": "gemma2"}, "vision_config": SIGLIP, "projection_dim": 64},
+    ),
     "llava-onevision": ("llava_onevision", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": SIGLIP}),
     "llava-onevision-tied": ("llava_onevision", {"text_config": GROUPED | TIED, "vision_config": SIGLIP}),
     "internvl": ("internvl", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
+    "internvl-llama": (
+        "internvl",
+        UNTIED | {"text_config": GROUPED | {"model_type": "llama"}, "vision_config": OTHER_TOWER},
+    ),
+    "internvl-moe": (
+        "internvl",
+        UNTIED | {"text_config": QWEN3_MOE | EXPERTS | {"model_type": "qwen3_moe"}, "vision_config": OTHER_TOWER},
+    ),
     "internvl-qwen3": (
         "internvl",
         TIED
@@ -344,6 +367,7 @@ THEIRS = (
     "granitemoehybrid",
     "nemotron_h",
     "gemma3",
+    "paligemma",
     "gemma4",
     "idefics3",
     "internvl",

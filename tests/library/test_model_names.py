@@ -7,7 +7,7 @@ import pytest
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, UnknownNameError
 from memplan.importer.quantised_names import weights_by_name
 from memplan.library.lookup import Shapes, find_model, resolve_model_name
-from memplan.library.lookup.model_names import hub_cache
+from memplan.library.lookup.model_names import hub_cache, is_known
 from memplan.library.lookup.name_guesses import refuse_unmodelled
 from tests.jobs import shipped_catalog
 
@@ -59,12 +59,21 @@ def put(folder, name="config.json", **keys):
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b", "catalog"),
         ("HuggingFaceH4/zephyr-7b-gemma-v0.1", "gemma-7b", "mirror"),
         ("zephyr-7b-beta", "mistral-7b-v0.1", "mirror"),
+        ("Gryphe/MythoMax-L2-13b", "llama-2-13b", "guess"),
+        ("TheBloke/MythoMax-L2-13B-GPTQ", "llama-2-13b", "guess"),
     ],
 )
 def test_a_name_means_an_entry(catalog, text, target, how):
     resolved = resolve_model_name(text, catalog)
     assert (resolved.target, resolved.how) == (target, how)
     assert bool(resolved.notes) == (how == "guess")
+
+
+def test_a_guess_says_what_it_is_made_by(catalog):
+    assert "guessed from what it was trained from to have" in resolve_model_name("GAIR/LIMO", catalog).notes[0]
+    assert "guessed from its name to have" in resolve_model_name("someone/Qwen2.5-7B-poems", catalog).notes[0]
+    assert is_known("Qwen/Qwen2.5-7B", catalog)
+    assert not is_known("GAIR/LIMO", catalog)
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,13 @@ TOWERS = {
     "mistral3": ("mistral", "ministral3", "mistral4"),
     "qwen2_5_vl": ("qwen2",),
     "qwen2_vl": ("qwen2",),
-    **dict.fromkeys(("llava", "llava_next"), ("llama", "mistral", "qwen2")),
+    **dict.fromkeys(("llava", "llava_next_video"), ("llama", "mistral", "qwen2")),
+    "llava_next": ("granite", "llama", "mistral", "qwen2"),
+    "paligemma": ("gemma", "gemma2"),
     **dict.fromkeys(("idefics3", "smolvlm"), ("llama",)),
     "lfm2_vl": ("lfm2",),
     "llava_onevision": ("qwen2",),
-    "internvl": ("qwen2", "qwen3"),
+    "internvl": ("llama", "qwen2", "qwen3", "qwen3_moe"),
     "qwen3_vl": ("qwen3",),
     "qwen3_vl_moe": ("qwen3_moe",),
     "qwen3_5": ("qwen3_5_text",),
@@ -178,13 +180,18 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
     if family == "gemma4_unified":
         width = rng.choice((16, 40, 64))
         vision = {"patch_size": 4, "mm_embed_dim": width, "output_proj_dims": width, "mm_posemb_size": 20}
-    if family in ("gemma3", "idefics3", "internvl", "llava_onevision", "smolvlm"):
+    if family in ("gemma3", "idefics3", "internvl", "llava_onevision", "paligemma", "smolvlm"):
         vision |= {"image_size": 56}
     if family in ("gemma3", "lfm2_vl", "llava_onevision"):
         vision |= {"vision_use_head": False}
+    elif family == "paligemma":
+        vision["vision_use_head"] = rng.random() < 0.3
+    if family == "llava_next" and rng.random() < 0.3:
+        vision |= {"model_type": "siglip_vision_model", "image_size": 56}
     if len(TOWERS[family]) > 1:
         text["model_type"] = kind
-    return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    own = {"projection_dim": text["hidden_size"]} if family == "paligemma" else {}
+    return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **own}
 
 
 def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values:

@@ -97,12 +97,10 @@ def _cached_repository(text: str) -> str:
     return next(("/".join(words[1:]) for words in folders if len(words) == 3 and words[0] == "models"), "")
 
 
-def _guessed(text: str, name: str, catalog: Catalog) -> ResolvedName:
-    """Return a guess, with the sentence that says so."""
+def _guessed(text: str, name: str, catalog: Catalog, by: str = "its name") -> ResolvedName:
+    """Return a guess, with the sentence that says so, and ``by`` what it is made."""
     title = catalog.models.entries[name].title
-    note = (
-        f"{printable(text)!r} is guessed from its name to have the shapes of {title}: give its config.json to be sure"
-    )
+    note = f"{printable(text)!r} is guessed from {by} to have the shapes of {title}: give its config.json to be sure"
     return ResolvedName(name, "guess", (note,), weights_by_name(text))
 
 
@@ -110,7 +108,10 @@ def is_known(text: str, catalog: Catalog) -> bool:
     """Tell whether a name means something for sure, on this machine or in the catalog."""
     if path_kind(usable_path(text)) != "nothing":
         return True
-    return _local(text) is not None or cached_config(text) is not None or _listed(text, catalog) is not None
+    if _local(text) is not None or cached_config(text) is not None:
+        return True
+    known = _listed(text, catalog)
+    return known is not None and known.how != "guess"
 
 
 def _resolved(text: str, catalog: Catalog, bases: int) -> ResolvedName:
@@ -121,6 +122,8 @@ def _resolved(text: str, catalog: Catalog, bases: int) -> ResolvedName:
     if cached is not None:
         return _or_base(ResolvedName(cached, "cache"), text, catalog, bases)
     known = _listed(text, catalog)
+    if known is not None and known.how == "guess":
+        return _guessed(text, str(known.target), catalog, "what it was trained from")
     if known is not None:
         return replace(known, weights=weights_by_name(text))
     from memplan.library.lookup.name_guesses import guessed_name, refuse_unmodelled
@@ -138,7 +141,12 @@ def _listed(text: str, catalog: Catalog) -> ResolvedName | None:
         return ResolvedName(catalog.models.name_of(text), "catalog")
     spelled: dict[str, tuple[str, How]] = {}
     owners: set[tuple[str, How]] = set()
-    keys: tuple[tuple[str, How], ...] = (("hf_id", "catalog"), ("ids", "catalog"), ("mirrors", "mirror"))
+    keys: tuple[tuple[str, How], ...] = (
+        ("hf_id", "catalog"),
+        ("ids", "catalog"),
+        ("mirrors", "mirror"),
+        ("tuned", "guess"),
+    )
     for key, how in keys:
         for spelling, name in catalog.models.listed(key):
             spelled.setdefault(spelling.lower(), (name, how))

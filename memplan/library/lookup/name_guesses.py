@@ -130,7 +130,7 @@ def known_names(catalog: Catalog) -> Mapping[tuple[str, ...], str]:
     """Return the words of every name, alias and id -> the entry; words that several entries share are left out."""
     names: dict[tuple[str, ...], set[str]] = {}
     spellings = ((name, name) for name in catalog.models)
-    lists = (catalog.models.listed(key) for key in ("aliases", "hf_id", "ids", "mirrors"))
+    lists = (catalog.models.listed(key) for key in ("aliases", "hf_id", "ids", "mirrors", "tuned"))
     for text, name in chain(spellings, *lists):
         names.setdefault(tokens(text), set()).add(name)
     return {words: owners.pop() for words, owners in names.items() if words and len(owners) == 1}

@@ -27,7 +27,7 @@ MAXIMUM_RUNS = 128
 """Each run of equal layers is planned by itself, in time that grows faster than their number; the deepest released
 model has 126 layers (https://arxiv.org/abs/2407.21783, table 3), so that none has more runs."""
 
-TOWER_MODULES = ("projected_vision", "vision")
+TOWER_MODULES = ("image_prefixes", "projected_vision", "vision")
 """Modules whose families read a whole vision-language config; of others the text model alone is read."""
 
 

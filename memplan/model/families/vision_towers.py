@@ -133,3 +133,24 @@ def with_tower(
     """Return a text model with a tower in front of it, and a projector, whose modules have these names, between them."""
     tower = Tower(tuple(parts.tensors), text.architecture, shape, tuple(f"{name}." for name in projector))
     return replace(text, architecture=config.family, tower=tower)
+
+
+PIXTRAL_LAYER = "model.vision_tower.transformer.layers.{}"
+
+
+def pixtral_tower(config: ConfigValues) -> TowerParts:
+    """Return Pixtral's tower, whose patches are rotated by where they lie."""
+    vision = config.part("vision_config", "pixtral")
+    parts = TowerParts(vision, (1024, 4096, 24, 16, 16))
+    hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
+    parts.add("model.vision_tower.patch_conv", hidden, parts.channels, parts.patch, parts.patch, role="embedding")
+    parts.add("model.vision_tower.ln_pre", hidden, role="norm")
+    parts.add(f"{PIXTRAL_LAYER}.attention_norm", hidden, role="norm", count=blocks)
+    for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        parts.add(f"{PIXTRAL_LAYER}.feed_forward.{name}", rows, columns, count=blocks)
+    for name in ("k_proj", "v_proj", "q_proj", "o_proj"):
+        parts.add(f"{PIXTRAL_LAYER}.attention.{name}", hidden, hidden, count=blocks)
+    parts.add(f"{PIXTRAL_LAYER}.ffn_norm", hidden, role="norm", count=blocks)
+    vision.ignore("head_dim", "image_size")
+    config.take(vision)
+    return parts

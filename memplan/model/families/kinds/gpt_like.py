@@ -13,7 +13,7 @@ from memplan.model.families.common_parts import (
 )
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import runs_as
-from memplan.model.families.kinds.parallel_families import FALCON_NAMES
+from memplan.model.families.kinds.interleaved_and_parallel import FALCON_NAMES
 from memplan.model.spec import Layer, Mlp, ModelSpec, Norm, TensorNames
 
 GPT2_NAMES = GPT_NAMES._replace(

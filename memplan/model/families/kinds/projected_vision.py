@@ -1,20 +1,18 @@
 """Vision-language models whose tower attends to whole images by itself: CLIP's, SigLIP's and Pixtral's, behind a projector."""
 
-from dataclasses import replace
 from math import isqrt
-from typing import Any
 
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import GEMMA4, runs_as
 from memplan.model.families.kinds.gemma_like import gemma3_text, gemma4_text, gemma4_unified_text
-from memplan.model.families.kinds.llama_like import llama, ministral3, mistral, qwen2
+from memplan.model.families.kinds.llama_like import ministral3, mistral
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
 from memplan.model.families.vision_towers import (
     Parts,
     TowerParts,
-    add_clip_layers,
     add_siglip,
     named_text,
+    pixtral_tower,
     text_inside,
     with_tower,
 )
@@ -53,9 +51,6 @@ def gemma3(config: ConfigValues) -> ModelSpec:
     return with_tower(config, text, parts, (PROJECTOR,), shape if tokens <= side else None)
 
 
-PIXTRAL_LAYER = "model.vision_tower.transformer.layers.{}"
-
-
 @runs_as(scored=True)
 def _mistral4(config: ConfigValues) -> ModelSpec:
     """Mistral Small 4, text: DeepSeek-V3's latent attention, whose queries are scaled by their position, and experts beside a shared one.
@@ -86,26 +81,9 @@ def mistral3(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/mistral3/modeling_mistral3.py``, ``transformers/models/pixtral/modeling_pixtral.py``.
     """
     text = named_text(config, PIXTRAL_TEXTS, "mistral")
-    parts = _pixtral_tower(config)
+    parts = pixtral_tower(config)
     _add_projector(config, parts, text.hidden_size)
     return with_tower(config, text, parts, (PROJECTOR,))
-
-
-def _pixtral_tower(config: ConfigValues) -> TowerParts:
-    vision = config.part("vision_config", "pixtral")
-    parts = TowerParts(vision, (1024, 4096, 24, 16, 16))
-    hidden, inner, blocks = parts.hidden, parts.inner, parts.blocks
-    parts.add("model.vision_tower.patch_conv", hidden, parts.channels, parts.patch, parts.patch, role="embedding")
-    parts.add("model.vision_tower.ln_pre", hidden, role="norm")
-    parts.add(f"{PIXTRAL_LAYER}.attention_norm", hidden, role="norm", count=blocks)
-    for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-        parts.add(f"{PIXTRAL_LAYER}.feed_forward.{name}", rows, columns, count=blocks)
-    for name in ("k_proj", "v_proj", "q_proj", "o_proj"):
-        parts.add(f"{PIXTRAL_LAYER}.attention.{name}", hidden, hidden, count=blocks)
-    parts.add(f"{PIXTRAL_LAYER}.ffn_norm", hidden, role="norm", count=blocks)
-    vision.ignore("head_dim", "image_size")
-    config.take(vision)
-    return parts
 
 
 def _add_projector(config: ConfigValues, parts: TowerParts, width: int) -> None:
@@ -118,85 +96,6 @@ def _add_projector(config: ConfigValues, parts: TowerParts, width: int) -> None:
     parts.add(f"{PROJECTOR}.linear_2", width, width, bias=bias)
     config.only("vision_feature_layer", -1)
     config.ignore("projector_hidden_act")
-
-
-LLAVA_TEXTS = {"llama": llama, "mistral": mistral, "qwen2": qwen2}
-
-
-@runs_as(scored=False, wrapped=True, ahead=False)
-def llava(config: ConfigValues) -> ModelSpec:
-    """LLaVA 1.5, Pixtral 12B: Llama's, Mistral's or Qwen2's layers behind a tower of CLIP or Pixtral and a projector of two layers.
-
-    Source: ``transformers/models/llava/modeling_llava.py``, ``transformers/models/clip/modeling_clip.py`` (v5.23.0);
-    https://arxiv.org/abs/2310.03744.
-    """
-    text = named_text(config, LLAVA_TEXTS, "llama")
-    parts = _pixtral_tower(config) if _tower_kind(config) == "pixtral" else _clip_tower(config)
-    return _behind_projector(config, text, parts)
-
-
-@runs_as(scored=False, wrapped=True, ahead=False)
-def llava_next(config: ConfigValues) -> ModelSpec:
-    """LLaVA 1.6: LLaVA's parts, and an embedding of where rows of an image's tiles end.
-
-    Source: ``transformers/models/llava_next/modeling_llava_next.py`` (v5.23.0).
-    """
-    text, parts = named_text(config, LLAVA_TEXTS, "llama"), _clip_tower(config)
-    parts.tensors.append(TowerTensor("model.image_newline", (text.hidden_size,), "embedding"))
-    config.ignore("image_grid_pinpoints", "use_image_newline_parameter")
-    return _behind_projector(config, text, parts)
-
-
-@runs_as(scored=False, wrapped=False, ahead=False)
-def llava_onevision(config: ConfigValues) -> ModelSpec:
-    """LLaVA-OneVision: LLaVA 1.6's parts with Qwen2's layers and SigLIP's tower.
-
-    Source: ``transformers/models/llava_onevision/modeling_llava_onevision.py`` (v5.24.0).
-    """
-    text = text_inside(config, "qwen2", qwen2)
-    if config.mapping("text_config").get("tie_word_embeddings"):  # which counts where the whole's is false
-        text = replace(text, tie_word_embeddings=True)
-    vision = config.part("vision_config", "siglip_vision_model")
-    parts = TowerParts(vision, (1152, 4304, 26, 16, 14))
-    add_siglip(vision, parts, "model.vision_tower", 384)
-    if vision.flag("vision_use_head", default=bool(config.mapping("vision_config"))):
-        vision.refuse("vision_use_head", "a head that pools patches is not modelled: the model is released with false")
-    config.take(vision)
-    parts.tensors.append(TowerTensor("model.image_newline", (text.hidden_size,), "embedding"))
-    config.ignore("image_grid_pinpoints", "vision_aspect_ratio", "video_token_index")
-    return _behind_projector(config, text, parts)
-
-
-def _tower_kind(config: ConfigValues) -> Any:
-    return config.mapping("vision_config").get("model_type")
-
-
-def _behind_projector(config: ConfigValues, text: ModelSpec, parts: TowerParts) -> ModelSpec:
-    """Return a text model behind a tower and two layers, the first of which is given what one of the tower's layers returns, or several."""
-    given = config.keys.get("vision_feature_layer")
-    layers = len(given) if isinstance(given, list) else 1
-    bias = config.flag("multimodal_projector_bias", default=True)
-    parts.add(f"{PROJECTOR}.linear_1", text.hidden_size, parts.hidden * max(layers, 1), bias=bias)
-    parts.add(f"{PROJECTOR}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
-    config.ignore("vision_feature_layer", "vision_feature_select_strategy", "projector_hidden_act", "image_seq_length")
-    return with_tower(config, text, parts, (PROJECTOR,))
-
-
-def _clip_tower(config: ConfigValues) -> TowerParts:
-    """Return CLIP's tower, whose first token stands for the whole image."""
-    vision = config.part("vision_config", "clip_vision_model")
-    vision.only("model_type", "clip_vision_model")
-    parts = TowerParts(vision, (1024, 4096, 24, 16, 14))
-    embeddings, hidden = "model.vision_tower.embeddings", parts.hidden
-    parts.tensors.append(TowerTensor(f"{embeddings}.class_embedding", (hidden,), "embedding"))
-    parts.add(f"{embeddings}.patch_embedding", hidden, parts.channels, parts.patch, parts.patch, role="embedding")
-    side = max(vision.integer("image_size", default=224) // parts.patch, 1)
-    parts.add(f"{embeddings}.position_embedding", side**2 + 1, hidden, role="embedding")
-    parts.add("model.vision_tower.pre_layrnorm", hidden, bias=True, role="norm")
-    add_clip_layers(parts, "model.vision_tower")
-    vision.ignore("projection_dim")
-    config.take(vision)
-    return parts
 
 
 GEMMA_NORMS = (

@@ -281,7 +281,7 @@ LFM2_PROCESSING = (
 INTERN = "model.vision_tower.encoder.layer.{}"
 
 
-@runs_as(scored=False, wrapped=True, ahead=False, norms_at_once=True)
+@runs_as(scored=False, wrapped=True, ahead=False, norms_at_once=True, adapted_experts="left")
 def internvl(config: ConfigValues) -> ModelSpec:
     """InternVL 3 and 3.5 as transformers has them (``-hf``): a tower that scales what its blocks add, and a projector of several patches.
 
@@ -317,7 +317,7 @@ def internvl(config: ConfigValues) -> ModelSpec:
         parts.add("model.vision_tower.layernorm", hidden, bias=True, role="norm")
     vision.ignore("hidden_dropout_prob", "projection_dropout", "layer_scale_init_value")
     config.take(vision)
-    text = named_text(config, {"qwen2": qwen2, "qwen3": qwen3}, "qwen2")
+    text = named_text(config, {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}, "qwen2")
     merged = hidden * int(1 / config.number("downsample_ratio", default=0.5)) ** 2
     projector = "model.multi_modal_projector"
     parts.add(f"{projector}.layer_norm", merged, bias=True, role="norm")
