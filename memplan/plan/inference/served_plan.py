@@ -29,9 +29,6 @@ SAMPLING_BYTES = 4
 """Bytes of a logit that is sampled from: the last position's logits are copied in fp32
 (transformers/generation/utils.py, ``_sample``, v5.23.0)."""
 
-SUMMED = "what GPUs add up of their results is a tensor of its own"
-"""``CudaCommunicator.all_reduce`` in vllm/distributed/device_communicators/cuda_communicator.py (0.10), out of place either way."""
-
 LEAST_LARGE, LARGE_ROUND, SMALL_SEGMENT = 10 * 2**20, 2 * 2**20, 20 * 2**20
 """Tensors from which segments are their own, what those are rounded to, and the segment that smaller ones share."""
 
@@ -105,7 +102,10 @@ class ServedModel:
         Formula:
             ``weights + sum over layers of concurrency * tokens * (keys + values) * bytes + the fullest moment of one
             layer's forward without gradients over the tokens of a prefill + a decoded matrix + logits of one position``; on
-            each of several GPUs its shares, a sum of results over these (:data:`SUMMED`) and its share of the logits besides
+            each of several GPUs its shares, the sum of their results, which is a tensor of its own, and its share of the logits
+
+        Source:
+            ``CudaCommunicator.all_reduce`` in vllm/distributed/device_communicators/cuda_communicator.py (0.10)
         """
         layers = cached_layers(self.model.spec, self.keys)
         cache = cache_bytes(layers, request)
