@@ -62,12 +62,16 @@ class AdapterPart:
         x = dropped(own, drops, self.run.options.target)
         norm, frozen = self._norm(own, weight, transposed)
         scale = (self.magnitude / norm).view(1, -1)
+        del norm
         if drops:
             base = F.linear(self.run.lowered(x), self.run.lowered(frozen))
         else:
             base = result if bias is None else result - bias
         del frozen
-        return result + ((scale - 1) * base + scale * self._low_rank(x) * SCALING).to(result.dtype)
+        added = (scale - 1) * base + scale * self._low_rank(x) * SCALING
+        del x, scale
+        added = added.to(result.dtype)
+        return result + added
 
     def _norm(self, x: Tensor, weight: Weight, transposed: bool) -> tuple[Tensor, Tensor]:
         """Return the norm of each output of the adapted weight, which DoRA treats as a constant, and the frozen weight."""
