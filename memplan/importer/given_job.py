@@ -29,7 +29,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     for path in paths:
         source = read_source(path, question.text if path == paths[0] else None)
         if path == paths[0] and isinstance(source, GivenKeys):
-            source = _held_commands(source, question) or source
+            source = commands_within(source, question) or source
         if isinstance(source, GivenKeys):
             sources.append(source)
         elif path == paths[0]:
@@ -38,7 +38,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     return joined_job(sources, replace(question, files=NamedFiles(_folders(paths))))
 
 
-def _held_commands(keys: GivenKeys, question: Question) -> Sequence[CommandLine]:
+def commands_within(keys: GivenKeys, question: Question) -> Sequence[CommandLine]:
     """Return the commands that a file holds which is no trainer's own, but for those that no trainer has."""
     heads = question.mappings.heads()
     if keys.form != "file" or keys.words or question.trainer is not None or is_owned(keys, heads):

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from memplan.importer.python.python_literals import TOKENIZER
+from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
 from memplan.importer.python.python_settings import PARSED
 from memplan.importer.python.python_values import VARIABLES
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
-CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip
+CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "PPOConfig", "GKDConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip
 """Classes of arguments, those of TRL's trainers first."""
 TRAINERS: Mapping[str, str] = {
     "SFTTrainer": "sft",
@@ -23,10 +23,22 @@ TRAINERS: Mapping[str, str] = {
     "ORPOTrainer": "orpo",
     "CPOTrainer": "cpo",
     "RLOOTrainer": "rloo",
+    "PPOTrainer": "ppo",
+    "GKDTrainer": "gkd",
 }
 """TRL's trainers -> its script of each (trl/scripts, examples/scripts)."""
 PLAIN = ("Trainer", "Seq2SeqTrainer")
 """transformers' own trainers."""
+DIRECT: Mapping[str, tuple[str, str]] = {
+    "TrainArguments": ("swift", "sft"),
+    "SftArguments": ("swift", "sft"),
+    "PretrainArguments": ("swift", "pt"),
+    "RLHFArguments": ("swift", "rlhf"),
+    "run_exp": ("llamafactory-cli", "train"),
+    "DictDefault": ("axolotl", "train"),
+}
+"""What other trainers take from a program in Python, whose keys are those of their files -> the command that does the same."""
+DIRECT_CALLS = ("sft_main", "pt_main", "rlhf_main", "run_exp", "train", "do_train")
 MODEL = re.compile(r"(?!.*(?:Tokenizer|Processor|Extractor|Config|Peft)).*(?:Model|For[A-Z]\w+)_from_pretrained")
 """Calls that load a model; those of tokenizers, processors and adapters are others."""
 RENAMED: Mapping[str, Mapping[str, str]] = {
@@ -70,25 +82,39 @@ OF_TRAINERS = (
     "beta",
     "loss_type",
     "neftune_noise_alpha",
+    "model_init_kwargs",
 )
 """Keywords that TRL's trainers took themselves until 0.13."""
+OTHER_ADAPTERS = ("IA3Config", "PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "AdaLoraConfig", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig", "VeraConfig", "LNTuningConfig", "VBLoRAConfig", "FourierFTConfig", "HRAConfig", "BoneConfig", "RandLoraConfig", "XLoraConfig", "AdaptionPromptConfig", "MultitaskPromptTuningConfig")  # fmt: skip
+"""Classes of PEFT's for what is not LoRA (peft/tuners, 0.21.2)."""
+CAST = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
+"""Methods of a model that cast all of its weights."""
 KBIT = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
-LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "max_len", "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length", "seq_len")  # fmt: skip
-"""Names of variables and arguments for how many tokens a program cuts its texts to, where it tokenizes them itself."""
-
 UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 """Classes of unsloth's, whose arguments are read with its own defaults."""
 
 
 def trains(keys: GivenKeys) -> bool:
     """Whether a program calls unsloth, or a trainer that is read."""
-    return any(name in TRAINERS or name in PLAIN or UNSLOTH.search(name) for name in keys.words)
+    return any(name in TRAINERS or name in PLAIN or UNSLOTH.search(name) for name in keys.words) or bool(_direct(keys))
+
+
+def _direct(keys: GivenKeys) -> str:
+    """Return what a program gives another trainer, by the name of the class or function; nothing where it calls none."""
+    starts = any(word in DIRECT_CALLS or word.endswith(DIRECT_CALLS[:4]) for word in keys.words)
+    return next((name for name in DIRECT if starts and _given(keys, name)), "")
 
 
 def trainer_keys(keys: GivenKeys) -> GivenKeys:
     """Return a trainer's keys where a program calls it with arguments that stand in it; else the keys as they are."""
     called = next((name for name in (*TRAINERS, *PLAIN) if name in keys.words), None)
     arguments = next((name for name in CONFIGS if name in keys.words), None)
+    if direct := _direct(keys):
+        given = _given(keys, direct)
+        inner = given.get("0")
+        data = inner if isinstance(inner, dict) else given
+        lines = {(name,): keys.lines.get((direct, name), 1) for name in data}
+        return replace(keys, data=data, lines=lines, form="file", words=DIRECT[direct])
     if called is None or arguments is None or any(UNSLOTH.search(word) for word in keys.words):
         return keys
     result = _Taken(keys)
@@ -145,6 +171,9 @@ def _take_model(result: _Taken, called: str) -> None:
     if loaded and not named:  # else TRL loads it by its name, whatever else the program loads
         result.all(loaded, "model")
         result.data["model_class"] = loaded.removesuffix("_from_pretrained")
+        for word in keys.words:
+            if word.startswith("model_") and (kind := CAST.get(word.removeprefix("model_"))):
+                result.data["dtype"] = kind
         if loaded.startswith("AutoLigerKernel"):
             result.data["use_liger_kernel"] = True
         quantised = _given(keys, loaded).get("quantization_config", MISSING)
@@ -168,28 +197,37 @@ def _take_adapters(result: _Taken, called: str) -> None:
     if "LoraConfig" in keys.words and (configured is not None or _wraps(keys)):
         result.all("LoraConfig", "LoraConfig")
         result.data["use_peft"], result.lines[("use_peft",)] = True, keys.lines.get(("LoraConfig", "r"), 1)
-    for prepared in (word for word in keys.words if word in KBIT):
+    other = next(
+        (name for name in OTHER_ADAPTERS if name in keys.words and (configured is not None or _wraps(keys))), None
+    )
+    if other is not None:
+        result.data["peft_method"] = other.removesuffix("Config")
+    for prepared in (word for word in keys.words if word.endswith(KBIT)):
         result.data[KBIT[0]] = {"use_gradient_checkpointing": True, **{name: value for name, value in _given(keys, prepared).items() if name == "use_gradient_checkpointing"}}  # fmt: skip
 
 
 def _take_length(result: _Taken) -> None:
-    """Take how long rows are: what a program cuts its texts to."""
+    """Take how long rows are: what a program cuts its texts to, in the first place that says a number."""
     keys, own = result.keys, {name.lower(): name for name in result.keys.data}
     loaded = [word for word in keys.words if word.endswith("Tokenizer_from_pretrained")]
-    for called, name in [(TOKENIZER, "max_length"), *((word, "model_max_length") for word in loaded)]:
-        result.take(called, name, "max_length")
-        if "max_length" in result.data:
-            return
-    named = next((own[name] for name in LENGTHS if type(keys.data.get(own.get(name, ""))) is int), None)
-    inner = ((called, name) for called, given in keys.data.items() for name in LENGTHS if isinstance(given, Mapping) and type(given.get(name)) is int)  # fmt: skip
-    if named is not None:
-        result.data["max_length"], result.lines[("max_length",)] = keys.data[named], keys.lines.get((named,), 1)
-    elif place := next(inner, None):
-        result.take(*place, "max_length")
+    places = [(TOKENIZER, "max_length"), *((word, "model_max_length") for word in loaded)]
+    places += [
+        (called, name)
+        for called, given in keys.data.items()
+        for name in LENGTHS
+        if isinstance(given, Mapping) and name in given
+    ]
+    plain = next((own[name] for name in LENGTHS if type(keys.data.get(own.get(name, ""))) is int), None)
+    given = [(called, name) for called, name in places if name in _given(keys, called)]
+    place = next((one for one in given if type(_given(keys, one[0])[one[1]]) is int), None)
+    if place is None and plain is not None:
+        result.data["max_length"], result.lines[("max_length",)] = keys.data[plain], keys.lines.get((plain,), 1)
+    elif place is not None or given:
+        result.take(*(place or given[0]), "max_length")
 
 
 def _wraps(keys: GivenKeys) -> bool:
-    return any(word == "get_peft_model" or word.endswith("add_adapter") for word in keys.words)
+    return any(word.endswith(("get_peft_model", "add_adapter")) for word in keys.words)
 
 
 CHOSEN = ("requires_grad", "requires_grad_")
@@ -201,7 +239,9 @@ def _beyond(result: _Taken, called: str) -> Iterator[str]:
     keys = result.keys
     first = keys.words.index(called)
     for word in keys.words[:first]:
-        if word == "PeftModel_from_pretrained":
+        if word == "PeftModel_from_pretrained" and not _wraps(
+            keys
+        ):  # else adapters of an earlier run, where there are any
             yield f"adapters as the trainer makes them: {word} loads others, peft_config of its trainer is read"
         elif word.endswith(CHOSEN) and not _wraps(keys) and "embeddings" not in word:
             yield f"which weights train: the program sets requires_grad, which unfrozen parts of {'TRL' if called in TRAINERS else 'transformers'}'s model do not say"

@@ -13,6 +13,7 @@ TARGET = "_target_"
 """The key that names a class or function (hydra 1.3: ``hydra.utils.instantiate``)."""
 OBJECTS = ("get_object", "get_class", "get_method", "get_dtype", "getattr")
 """Functions that return what a path names."""
+LIBRARIES = ("transformers", "trl", "peft")
 DEEPEST = 20
 
 
@@ -39,7 +40,7 @@ def _targets(
     data: Any, path: tuple[str | int, ...], depth: int
 ) -> Iterator[tuple[tuple[str | int, ...], str, Mapping[str, Any]]]:
     if isinstance(data, Mapping) and depth < DEEPEST:
-        if isinstance(target := data.get(TARGET), str):
+        if isinstance(target := data.get(TARGET), str) and target.partition(".")[0] in LIBRARIES:
             yield path, _called(target), data
         for key, value in data.items():
             yield from _targets(value, (*path, key), depth + 1)

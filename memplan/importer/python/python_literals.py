@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from memplan.errors import InvalidFileError
-from memplan.importer.python.python_settings import LONGEST, called_name, parameters, settings, shown
+from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps
+from memplan.importer.python.python_settings import LONGEST, Settings, called_name, parameters
 from memplan.importer.python.python_values import CAPABILITY, literal, value_of
 from memplan.importer.sources.given_keys import Expression, GivenKeys
 
@@ -39,8 +40,13 @@ def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any]) -> GivenKeys:
     names = _Names(tree, flags)
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
-    calls, absent = [], []
-    classes = _bases(tree)
+    for key, node in names.settings.single.items():  # how long rows are may be said by a flag alone
+        if key.lower() in LENGTHS and isinstance(value := literal(node, names, node.lineno), int):
+            data.setdefault(key, value)
+            lines.setdefault((key,), node.lineno)
+    calls: dict[str, None] = {}
+    words, absent = [], []
+    classes = bases(tree)
     for node in sorted(_calls(tree, names), key=lambda call: (call.lineno, call.col_offset)):
         called = called_name(node.func) if isinstance(node, ast.Call) else called_name(node)
         called = classes.get(called, called)
@@ -49,7 +55,8 @@ def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any]) -> GivenKeys:
             absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
         if isinstance(node, ast.Call) and any(keyword.arg == "truncation" for keyword in node.keywords):
             _keywords(TOKENIZER, node, names, data, lines)
-        calls.append(called)
+        calls[called] = None
+        words.append(called)
     for called, key, given, line, inside in names.changed:
         known = data.get(called)
         if isinstance(known, dict):
@@ -57,25 +64,15 @@ def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any]) -> GivenKeys:
             either = inside and known.get(key) != value
             known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
             lines[called, key] = line
-    words = (*(call for call in calls if call), *_parsed_classes(tree, classes, names, data, lines))
+    words = (*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines))
+    absent += own_steps(tree, classes, words)
     return GivenKeys(name, data, lines, "python", words, environment=names.environment, absent=tuple(absent))
 
 
+LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "max_len", "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length", "seq_len")  # fmt: skip
+"""Names of variables and arguments for how many tokens a program cuts its texts to, where it tokenizes them itself."""
 TOKENIZER = "tokenizer"
 """What a call is named whose keywords cut texts to a length, whatever the name of its object is."""
-
-
-def _bases(tree: ast.Module) -> dict[str, str]:
-    """Return classes of a file -> what they are made of, as far as that is no class of the file; names that modules give others."""
-    first: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and node.bases:
-            first[node.name] = called_name(node.bases[0])
-        elif isinstance(node, ast.ImportFrom):
-            first |= {one.asname: one.name for one in node.names if one.asname}
-    for _ in range(4):
-        first = {name: first.get(base, base) if base != name else base for name, base in first.items()}
-    return first
 
 
 def _parsed_classes(
@@ -99,9 +96,7 @@ def _parsed_classes(
             called = classes.get(given, given)
             if not called.endswith(SETTINGS[:2]) or called in data:
                 continue
-            fields = {
-                key[len(given) + 1 :]: value for key, value in names.settings.items() if key.startswith(f"{given}.")
-            }
+            fields = names.settings.fields(given)
             of_class = own.get(given, set())
             others = set().union(*own.values()) - of_class
             data[called] = {key: literal(value, names, node.lineno) for key, value in fields.items() if key in of_class}
@@ -112,7 +107,7 @@ def _parsed_classes(
 
 def _calls(tree: ast.Module, names: _Names) -> Iterator[ast.Call | ast.Attribute]:
     """Yield the calls of a file, and where it sets ``requires_grad``, but for branches that are not taken and functions that are not called."""
-    idle = _idle_functions(tree)
+    idle = idle_functions(tree)
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()
@@ -124,19 +119,6 @@ def _calls(tree: ast.Module, names: _Names) -> Iterator[ast.Call | ast.Attribute
             nodes += [node.test, *(parts if isinstance(parts, list) else [parts])]
         elif node not in idle:
             nodes += ast.iter_child_nodes(node)
-
-
-def _idle_functions(tree: ast.Module) -> set[ast.AST]:
-    """Return functions of a program that nothing in it names; none of a module, which others call."""
-    starts = any(isinstance(node, ast.If) and "__name__" in shown(node.test) for node in tree.body)
-    if not (starts or any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in tree.body)):
-        return set()
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return {
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name not in named and not node.decorator_list
-    }
 
 
 def _environment(tree: ast.Module) -> dict[str, str]:
@@ -155,12 +137,14 @@ class _Names:
 
     def __init__(self, tree: ast.Module, flags: Mapping[str, Any]) -> None:
         self.given: dict[str, list[tuple[int, Any]]] = {}
-        self.settings, self.defaults = settings(tree, flags), parameters(tree)
+        self.settings, self.defaults = Settings(tree, flags), parameters(tree)
         self.environment = _environment(tree)
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
         self.made: dict[str, str] = {}
-        self.flags, self.steps = flags, 0
-        for node, inside in _statements(tree.body, self, inside=False):
+        self.flags, self.steps, self.scope = flags, 0, ""
+        self.scopes: dict[str, str] = {}  # Name -> the function that gave it something last
+        for node, inside, scope in _statements(tree.body, self, inside=False, scope=""):
+            self.scope = scope
             self._note_change(node, inside)
             if isinstance(node, ast.Expr):
                 continue
@@ -217,6 +201,8 @@ class _Names:
     def _set(self, name: str, line: int, value: Any, inside: bool) -> None:
         """Note an assignment; of one that may not happen, the value is known where the name has it already, or no other."""
         earlier = self.given.setdefault(name, [])
+        inside = inside or (self.scope != "" and self.scopes.get(name) != self.scope)
+        self.scopes[name] = self.scope
         if inside and earlier and earlier[-1][1] != value:
             value = Expression(name)
         earlier.append((line, value))
@@ -234,21 +220,25 @@ class _Names:
         return {name: values[-1] for name, values in self.given.items()}
 
 
-def _statements(body: Sequence[ast.stmt], names: _Names, *, inside: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield statements that may set names, in their order, each with whether it stands inside a branch, loop or function.
+def _statements(
+    body: Sequence[ast.stmt], names: _Names, *, inside: bool, scope: str
+) -> Iterator[tuple[ast.stmt, bool, str]]:
+    """Yield statements that may set names, in their order, each with whether it stands inside a branch or loop, and its function.
 
     A branch whose condition is known, as those that ask for the GPU's compute capability are, is taken, and the other is not.
     """
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.Expr):
-            yield node, inside
+            yield node, inside, scope
         test = literal(node.test, names, node.lineno) if isinstance(node, ast.If) else None
         taken = isinstance(test, bool)
+        own = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for part in ("body", "orelse", "finalbody"):
             below = getattr(node, part, None)
             if isinstance(below, list) and not (taken and (part == "body") is not test):
-                plain = taken or isinstance(node, ast.With | ast.Try)
-                yield from _statements(below, names, inside=inside or not plain)
+                plain = taken or own or isinstance(node, ast.With | ast.Try | ast.ClassDef)
+                name = f"{scope}.{node.name}:{node.lineno}" if own else scope  # type: ignore[attr-defined]
+                yield from _statements(below, names, inside=not own and (inside or not plain), scope=name)
 
 
 _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
@@ -274,8 +264,6 @@ MOST_BITS = 4_096
 """Of a whole number: Python refuses to write one of 4,300 digits out, which those in base 16 and 2 may have."""
 FIRST = "0"
 """The keyword of what is given first, without one."""
-SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
-"""Ends of the names of what settings are given to."""
 
 
 def _keywords(
@@ -286,7 +274,7 @@ def _keywords(
         (keyword.arg, literal(keyword.value, names, node.lineno), keyword.value.lineno) for keyword in node.keywords
     ]
     if (
-        called.endswith(("_from_pretrained", "Trainer", "get_peft_model")) and node.args
+        called.endswith(("_from_pretrained", "Trainer", "get_peft_model", "run_exp", "DictDefault")) and node.args
     ):  # a model is often named without a keyword
         given += [
             (str(place), literal(part, names, node.lineno), node.lineno) for place, part in enumerate(node.args[:2])
@@ -300,6 +288,6 @@ def _keywords(
             inner[name], lines[called, name] = value, line
         elif isinstance(value, dict):
             inner.update(value)
-        elif called.endswith(SETTINGS):
+        elif called.endswith(SETTINGS) and not (called.endswith("Trainer") and "data" in str(value)):
             unread.append(f"**{value}")
     return unread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
@@ -14,70 +14,135 @@ OPTIONS = ("Option", "Argument", "option")
 """Functions of typer and click whose default is that of an argument."""
 
 
-def settings(tree: ast.Module, flags: Mapping[str, Any]) -> dict[str, ast.expr]:
-    """Return ``args.key`` -> its default, of a program's flags and of classes that hold settings; none of one that has two.
+class Settings:
+    """What a program's flags and classes of settings are by default, under the names that hold them."""
 
-    Flags are arguments of ``add_argument``, whose results ``parse_args`` returns; a class holds what its body assigns, by
-    itself or as the default of a ``field``.
+    def __init__(self, tree: ast.Module, flags: Mapping[str, Any]) -> None:
+        """Read a file.
 
-    Args:
-        flags: What a command gives the program, over those defaults.
-    """
-    defaults: list[tuple[str, ast.expr]] = []
-    classes: set[str] = set()
-    for node in ast.walk(tree):
+        Args:
+            tree: The file.
+            flags: What a command gives the program, over its own defaults.
+        """
+        self.by_class: dict[str, dict[str, ast.expr]] = {}
+        self.holders: dict[str, str] = {}  # Name -> the class that it is of, or nothing for a program's flags
+        self.own = _attributes(tree)  # ``name.key`` -> what an instance alone is given
+        nodes = list(ast.walk(tree))
+        defaults = [pair for node in nodes for pair in self._defaults(node)]
+        self.holders |= dict.fromkeys(self.by_class, "") | {name: name for name in self.by_class}
+        self._follow(nodes)
+        for node in nodes:  # what is changed afterwards has two values
+            match node:
+                case ast.Assign([ast.Attribute(ast.Name(holder), name)], value) if holder in self.holders:
+                    defaults.append((name, value))
+                    self.by_class.get(self.holders[holder], {}).pop(name, None)
+        texts: dict[str, set[str]] = {}
+        for name, value in defaults:
+            texts.setdefault(name, set()).add(shown(value))
+        self.single = {name: value for name, value in defaults if len(texts[name]) == 1}
+        given = {name: _constant(value) for name, value in flags.items() if isinstance(value, str | int | float)}
+        self.single |= given
+        for fields in self.by_class.values():
+            fields |= {name: value for name, value in given.items() if name in fields}
+
+    def get(self, path: str, default: ast.expr | None = None) -> ast.expr | None:
+        """Return the default of ``args.key``, of which a program's flags and its classes have one alone."""
+        holder, _, name = path.rpartition(".")
+        if path in self.own or holder not in self.holders:
+            return self.own.get(path, default)
+        return self.by_class.get(self.holders[holder], {}).get(name) or self.single.get(name, default)
+
+    def fields(self, holder: str) -> dict[str, ast.expr]:
+        """Return all that a name holds."""
+        if holder not in self.holders:
+            return {}
+        return self.by_class.get(self.holders[holder]) or self.single
+
+    def _defaults(self, node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+        """Yield the flags and fields that a node declares with their defaults."""
         if isinstance(node, ast.Call) and called_name(node.func).endswith("add_argument"):
-            defaults += _flag(node)
-        elif isinstance(node, ast.Call) and called_name(node.func).partition("DEFINE_")[1] and len(node.args) > 1:
-            defaults.append((str(getattr(node.args[0], "value", "")), node.args[1]))
-            classes.add("FLAGS")
+            yield from _flag(node)
+        elif isinstance(node, ast.Call) and "DEFINE_" in called_name(node.func) and len(node.args) > 1:
+            self.holders["FLAGS"] = ""
+            yield str(getattr(node.args[0], "value", "")), node.args[1]
         elif isinstance(node, ast.ClassDef):
-            classes.add(node.name)
+            fields = self.by_class.setdefault(node.name, {})
             for part in node.body:
                 name = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
                 value = _default(getattr(part, "value", None))
-                defaults += [(name.id, value)] if isinstance(name, ast.Name) and value is not None else []
-    holders, own = _holders(tree, classes)
-    for node in ast.walk(tree):  # what is changed afterwards has two values
-        match node:
-            case ast.Assign([ast.Attribute(ast.Name(holder), name)], value) if holder in holders:
-                defaults.append((name, value))
-    texts: dict[str, set[str]] = {}
-    for name, value in defaults:
-        texts.setdefault(name, set()).add(shown(value))
-    single = {name: value for name, value in defaults if len(texts[name]) == 1}
-    single |= {name: ast.Constant(value) for name, value in flags.items() if isinstance(value, str | int | float)}
-    return {f"{holder}.{name}": value for holder in holders for name, value in single.items()} | own | _attributes(tree)
+                if isinstance(name, ast.Name) and value is not None:
+                    fields[name.id] = value
+                    yield name.id, value
+
+    def _follow(self, nodes: Sequence[ast.AST]) -> None:
+        """Note the names that hold settings: what is made of those classes, or parsed, and arguments that are given one."""
+        makers = self._makers(nodes)
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        functions = {name: node for node, name in _functions(nodes)}
+        for node in assigned:
+            if made := self._made(node.value, makers):
+                names = [shown(part) for target in node.targets for part in getattr(target, "elts", [target])]
+                called = called_name(made.func)
+                of = makers.get(called, called if called in self.by_class else "")
+                self.holders |= dict.fromkeys(names, of)
+                self.own |= {f"{name}.{one.arg}": one.value for name in names for one in made.keywords if one.arg}
+        for node in (one for one in nodes if isinstance(one, ast.arg) and one.annotation is not None):
+            if (of := shown(node.annotation)) in self.by_class:
+                self.holders[node.arg] = of
+        pairs = [pair for node in functions.values() for pair in _defaulted(node)]
+        pairs += [(shown(target), node.value) for node in assigned for target in node.targets if isinstance(node.value, ast.Name | ast.Attribute)]  # fmt: skip
+        for call in calls:
+            if (function := functions.get(last_part(call.func))) is not None:
+                plain = [part.arg for part in (*function.args.posonlyargs, *function.args.args) if part.arg != "self"]
+                pairs += [*zip(plain, call.args, strict=False), *((one.arg or "", one.value) for one in call.keywords)]
+        texts = [(name, shown(value), value) for name, value in pairs if name]
+        for _ in range(4):  # as far as they are handed on
+            before = len(self.holders)
+            for name, text, value in texts:
+                if name not in self.holders and text in self.holders:
+                    self.holders[name] = self.holders[text]
+                elif (
+                    name not in self.holders
+                    and isinstance(value, ast.Call)
+                    and called_name(value.func) in self.by_class
+                ):
+                    self.holders[name] = called_name(value.func)
+            if len(self.holders) == before:
+                return
+
+    def _makers(self, nodes: Sequence[ast.AST]) -> dict[str, str]:
+        """Return functions that return a program's flags, or an instance of a class of its own -> that class, or nothing."""
+        makers: dict[str, str] = {}
+        for node in (one for one in nodes if isinstance(one, ast.FunctionDef)):
+            made: dict[str, ast.Call] = {}
+            for part in ast.walk(node):
+                if isinstance(part, ast.Assign) and (call := self._made(part.value, {})):
+                    made |= {shown(target): call for target in part.targets}
+            returned = [
+                part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value is not None
+            ]
+            for value in returned:
+                if call := self._made(value, {}) or made.get(shown(value)):
+                    called = called_name(call.func)
+                    makers[node.name] = called if called in self.by_class else ""
+        return makers
+
+    def _made(self, node: ast.expr, makers: Mapping[str, str]) -> ast.Call | None:
+        """Return the call that returns a program's flags, or makes an instance of a class of its own; None of any other value."""
+        node = node.value if isinstance(node, ast.Subscript) else node
+        if not isinstance(node, ast.Call):
+            return None
+        called = called_name(node.func)
+        own = called in self.by_class and not node.args
+        return node if called.endswith(PARSED) or called in makers or own else None
 
 
-def _holders(tree: ast.Module, classes: set[str]) -> tuple[set[str], dict[str, ast.expr]]:
-    """Return names that hold settings: those classes, what is made of them, or parsed, and arguments that are given one.
-
-    And what an instance is given when it is made, as ``name.key``.
-    """
-    holders, own = set(classes), {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and (made := _source(node.value, classes)):
-            names = {shown(part) for target in node.targets for part in getattr(target, "elts", [target])}
-            holders |= names
-            own |= {f"{name}.{one.arg}": one.value for name in names for one in made.keywords if one.arg}
-    functions = {
-        name: [part.arg for part in (*node.args.posonlyargs, *node.args.args)] for node, name in _functions(tree)
-    }
-    for _ in range(4):  # as far as they are handed on
-        before = len(holders)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and (names := functions.get(ast.unparse(node.func).rpartition(".")[2])):
-                plain = names[1:] if names[:1] == ["self"] else names
-                pairs = [*zip(plain, node.args, strict=False), *((one.arg, one.value) for one in node.keywords)]
-                holders |= {str(name) for name, value in pairs if name and shown(value) in holders}
-            elif isinstance(node, ast.Assign) and shown(node.value) in holders:
-                holders |= {shown(target) for target in node.targets}
-            elif isinstance(node, ast.arg) and node.annotation is not None and shown(node.annotation) in classes:
-                holders.add(node.arg)
-        if len(holders) == before:
-            break
-    return holders, own
+def _defaulted(function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the arguments of a function that have a default."""
+    taken = function.args
+    yield from ((one.arg, value) for one, value in zip(reversed(taken.args), reversed(taken.defaults), strict=False))
+    yield from ((one.arg, value) for one, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if value)
 
 
 def _attributes(tree: ast.Module) -> dict[str, ast.expr]:
@@ -91,13 +156,8 @@ def _attributes(tree: ast.Module) -> dict[str, ast.expr]:
     return {name: values[0] for name, values in given.items() if len({shown(value) for value in values}) == 1}
 
 
-def _source(node: ast.expr, classes: set[str]) -> ast.Call | None:
-    """Return the call that returns a program's flags, or makes an instance of a class of its own; None of any other value."""
-    node = node.value if isinstance(node, ast.Subscript) else node
-    if not isinstance(node, ast.Call):
-        return None
-    called = called_name(node.func)
-    return node if called.endswith(PARSED) or (called in classes and not node.args) else None
+def _constant(value: Any) -> ast.Constant:
+    return ast.Constant(value, lineno=1, col_offset=0)
 
 
 def _flag(node: ast.Call) -> list[tuple[str, ast.expr]]:
@@ -108,7 +168,7 @@ def _flag(node: ast.Call) -> list[tuple[str, ast.expr]]:
     named = given.get("dest")
     name = str(named.value) if isinstance(named, ast.Constant) else long.lstrip("-").replace("-", "_")
     switch = shown(given["action"]) if "action" in given else ""
-    off = {"'store_true'": ast.Constant(False), "'store_false'": ast.Constant(True)}.get(switch)
+    off = {"'store_true'": _constant(False), "'store_false'": _constant(True)}.get(switch)
     value = given.get("default", off)
     return [(name, value)] if value is not None and name else []
 
@@ -128,9 +188,9 @@ def parameters(tree: ast.Module) -> dict[str, ast.expr]:
     calls: dict[str, list[ast.Call]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
+            calls.setdefault(last_part(node.func), []).append(node)
     given: dict[str, list[ast.expr | None]] = {}
-    for function, name in _functions(tree):
+    for function, name in _functions(list(ast.walk(tree))):
         taken = function.args
         plain = [*taken.posonlyargs, *taken.args]
         values = [None] * (len(plain) - len(taken.defaults)) + taken.defaults
@@ -157,13 +217,18 @@ def _options(function: ast.FunctionDef) -> dict[str, ast.expr]:
     return dict(flags)
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
+def _functions(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.FunctionDef, str]]:
     """Yield the functions of a file with the name under which each is called: one that makes instances has its class's."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     makers = {one: node.name for node in classes for one in node.body if getattr(one, "name", "") == "__init__"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             yield node, makers.get(node, node.name)
+
+
+def last_part(function: ast.expr) -> str:
+    """Return the last part of a called function's name."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _passed(call: ast.Call, names: list[str]) -> dict[str, ast.expr]:

@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from memplan.importer.python.python_settings import called_name, shown
+from memplan.importer.python.python_settings import Settings, called_name, shown
 from memplan.importer.sources.given_keys import Expression
 
 
 class Known(Protocol):
     """What names of a file are known to be."""
 
-    settings: Mapping[str, ast.expr]  # ``args.key`` -> its default
+    settings: Settings  # Flags and classes of settings
     environment: Mapping[str, str]  # Variables that the file sets
     steps: int  # Expressions that were looked at
 
@@ -43,7 +43,7 @@ _FILTER = re.compile(r"filter|supported|compat|clean|drop|strip|valid", re.IGNOR
 LARGEST = 2**40
 LARGEST_VALUE = 100_000
 """Letters and items of a value; a file may double one in each line."""
-MOST_STEPS = 500_000
+MOST_STEPS = 100_000
 
 COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
@@ -161,8 +161,7 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
     if called in MAPPED:
         return _mapping(node, names, line)
     if called in ("vars", "asdict") and len(node.args) == 1:
-        holder = f"{shown(node.args[0])}."
-        given = {key[len(holder) :]: value for key, value in names.settings.items() if key.startswith(holder)}
+        given = names.settings.fields(shown(node.args[0]))
         return {key: literal(value, names, line) for key, value in given.items()} or Expression(shown(node))
     if called == "getattr":
         return _of_object(node, names, line)

@@ -218,6 +218,8 @@ def _variable(name: str, scope: Scope, place: str = "") -> Value:
         return str(len(scope.arguments))
     if _INDEX.fullmatch(name) and 0 < int(name) <= len(scope.arguments):
         return scope.arguments[int(name) - 1]
+    if (item := f"{name}[{place}]") in scope.variables:
+        return scope.variables[item]
     if name not in scope.variables:
         return "" if scope.in_test else UNKNOWN
     value = scope.variables[name]
@@ -235,7 +237,7 @@ def _braced(inner: str, scope: Scope, depth: int) -> Value:
     if parts is None:
         return UNKNOWN
     name, rest = parts["name"], parts["rest"]
-    value = _variable(name, scope, parts["at"] or "")
+    value = _variable(name, scope, _plain(parts["at"] or "", scope, depth))
     if parts["count"]:
         return UNKNOWN if value is UNKNOWN else str(len(value))
     if not rest:

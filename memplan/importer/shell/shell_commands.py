@@ -13,6 +13,7 @@ from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, tex
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
 from memplan.importer.shell.shell_tokens import HERE_DOCUMENT, Token, tokens
+from memplan.importer.shell.slurm_variables import scheduled_variables, step_variables
 from memplan.importer.shell.written_files import COPIERS, Text, note_edited, note_written
 
 MOST = 5_000
@@ -26,21 +27,12 @@ QUIET = frozenset(("echo", "printf", "cat", "mkdir", "cd", "pushd", "popd", "ls"
 WRAPPERS = frozenset(("exec", "nohup", "time", "sudo", "command", "env"))
 """Words in front of a command that change nothing of it."""
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
+_PLACED = re.compile(r"\[([^]]+)\]=(.*)", re.DOTALL)
+_ITEM = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[([^]]+)\]=(.*)", re.DOTALL)
+"""An item of an associative array, as it is given inside the array and by itself."""
 _WHOLE = re.compile(r"\"?\$\{?([A-Za-z_][A-Za-z0-9_]*)(?:\[[@*]\])?\}?\"?")
 _OWN_WORDS = re.compile(r"ARGS|OPTS|FLAGS|EXTRA|OPTIONS", re.IGNORECASE)
 """Variables for further words, which a script's caller may set."""
-_DIRECTIVE = re.compile(r"^#SBATCH\s+(?:--|-)([A-Za-z-]+)[=\s]+(\S+)", re.MULTILINE)
-_SCHEDULED = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "ntasks": ("SLURM_NTASKS",),
-    "n": ("SLURM_NTASKS",),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "gres": ("SLURM_GPUS_ON_NODE",),
-    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
-}
-"""Slurm's directives -> variables that it sets by them (sbatch's manual, OUTPUT ENVIRONMENT VARIABLES)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +76,8 @@ class _Run:
 
     def scheduled(self, text: str) -> None:
         """Take up the variables that Slurm sets by a script's directives."""
-        for directive, value in _DIRECTIVE.findall(text):
-            last = value.rpartition(":")[2]
-            for variable in _SCHEDULED.get(directive, ()) if last.isdigit() else ():
-                self.scope.variables[variable] = last
+        self.scope.variables |= (given := scheduled_variables(text))
+        self.exported |= given.keys()
 
     def all(self, nodes: Sequence[Node], *, sure: bool) -> bool | None:
         """Follow commands; return whether the last ends well, or None where nobody can tell."""
@@ -201,7 +191,9 @@ class _Run:
             return self._called(first, words[1:], sure)
         place = _script_word(words)
         if first == "eval" or place is not None:
-            self.scope.variables |= (inside := container_variables(words[:place]))
+            self.scope.variables |= (
+                inside := container_variables(words[:place]) | step_variables(words[:place], self.scope.variables)
+            )
             self.exported |= inside.keys()
             text = " ".join(words[1:]) if first == "eval" else words[place or 0]
             return self._again(text, lines[0], sure)
@@ -289,6 +281,9 @@ class _Run:
     def _assign(self, token: Token, sure: bool) -> None:
         if token.words is not None:
             name = token.text.removesuffix("+")
+            placed = [_PLACED.fullmatch(word.text) for word in token.words]
+            for match in placed if all(placed) else ():
+                self._set(f"{name}[{text_of(match[1], self.scope)}]", text_of(match[2], self.scope), (token,), sure)
             words = [(item, word.line) for word in token.words for item in fields(word.text, self.scope)]
             before = self.scope.variables.get(name) if token.text.endswith("+") else []
             earlier_lines = self.lines.get(name, []) if before else []
@@ -296,6 +291,9 @@ class _Run:
             self._set(name, joined, token.words, sure)
             if sure:
                 self.lines[name] = [*earlier_lines, *(line for _, line in words)]
+            return
+        if match := _ITEM.fullmatch(token.text):
+            self._set(f"{match[1]}[{text_of(match[2], self.scope)}]", text_of(match[3], self.scope), (token,), sure)
             return
         match = _ASSIGNED.fullmatch(token.text)
         if match is None:
@@ -321,7 +319,7 @@ class _Run:
 
 def _leading_assignments(words: Sequence[Token]) -> Sequence[Token]:
     for place, token in enumerate(words):
-        if token.words is None and not _ASSIGNED.fullmatch(token.text):
+        if token.words is None and not (_ASSIGNED.fullmatch(token.text) or _ITEM.fullmatch(token.text)):
             return words[:place]
     return words
 

@@ -280,8 +280,18 @@ def unknown_processes(command: CommandLine) -> tuple[str, Any] | None:
     return next((pair for pair, one in zip(given, known, strict=True) if not one), None)
 
 
+LISTED = ("include", "gpu_ids")
+"""Flags of deepspeed and accelerate that list the GPUs which are used: ``localhost:0,1@other:0,1`` and ``0,1``."""
+TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+"""Variables of Slurm for the tasks that srun starts, one process each."""
+
+
 def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int] | None:
     """Return how many processes a launcher starts, and the flag or variable that says so."""
+    for flag in LISTED:
+        hosts = [host.rpartition(":")[2].split(",") for host in _listed(keys.data.get(flag)).split("@")]
+        if all(slot.isdigit() for slots in hosts for slot in slots):
+            return flag, sum(map(len, hosts))
     for per_node, nodes in COUNTS:
         count = _whole(keys.data.get(per_node))
         if count:
@@ -289,7 +299,12 @@ def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int
     for name in (COUNTED[0], "NGPU"):
         if count := _whole(environment.get(name)):
             return name, count * (_whole(environment.get(COUNTED[1])) or 1)
-    return None
+    started = TASKS if keys.words[:1] == ("srun",) else TASKS[:1] if keys.words[:1] == ("",) else ()
+    return next(((name, count) for name in started if (count := _whole(environment.get(name)))), None)
+
+
+def _listed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
 
 GIVEN_GPUS = "GPUs of the machine"

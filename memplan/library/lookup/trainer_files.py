@@ -78,6 +78,8 @@ def is_trainer_file(text: str) -> bool:
 
 def _has_trainers_keys(path: Path) -> bool:
     from memplan.importer.files.file_sources import read_source
+    from memplan.importer.given_job import commands_within
+    from memplan.importer.imported_job import Question
     from memplan.importer.sources.given_keys import GivenKeys
     from memplan.importer.trainer_detection import is_owned
 
@@ -85,7 +87,9 @@ def _has_trainers_keys(path: Path) -> bool:
     if not isinstance(source, GivenKeys):
         return True
     own = OWN_KEYS | MODEL_KEYS if path.suffix == ".json" else OWN_KEYS
-    return not own & source.data.keys() and is_owned(source, trainer_mappings().heads())
+    if own & source.data.keys():
+        return False
+    return is_owned(source, trainer_mappings().heads()) or bool(commands_within(source, Question(trainer_mappings())))
 
 
 def refuse_no_model(text: str) -> None:

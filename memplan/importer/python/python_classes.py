@@ -1,0 +1,74 @@
+"""Classes and functions of a Python file: what they are made of, what they do otherwise, and which nothing calls."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from memplan.importer.python.python_settings import called_name, shown
+
+SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
+"""Ends of the names of what settings are given to."""
+LIBRARIES = (
+    "transformers",
+    "trl",
+    "peft",
+    "unsloth",
+    "bitsandbytes",
+    "liger_kernel",
+    "swift",
+    "llamafactory",
+    "axolotl",
+)
+"""Libraries whose classes are read; another module's may have the same names."""
+
+
+def bases(tree: ast.Module) -> dict[str, str]:
+    """Return classes of a file -> what they are made of, as far as that is no class of the file; names that modules give others.
+
+    A class of a module that is no library of those stands under that module's name.
+    """
+    first: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.bases:
+            first[node.name] = called_name(node.bases[0])
+        elif isinstance(node, ast.ImportFrom):
+            others = (node.module or ".").partition(".")[0] not in LIBRARIES
+            for one in node.names:
+                if others and one.name.endswith(SETTINGS[:3]) and one.name not in first:
+                    first[one.asname or one.name] = f"{node.module}:{one.name}"
+                elif not others:
+                    first[one.asname or one.name] = one.name
+    for _ in range(4):
+        first = {name: first.get(base, base) if base != name else base for name, base in first.items()}
+    return first
+
+
+OWN = ("compute_loss", "training_step", "create_optimizer")
+"""Methods of a trainer that decide what a step holds, where a class of the program's own has them."""
+
+
+def own_steps(tree: ast.Module, classes: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
+    """Yield what a trainer of the program's own computes otherwise than the class that it is made of."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ClassDef)
+            and classes.get(node.name, "").endswith("Trainer")
+            and classes[node.name] in words
+        ):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef) and part.name in OWN:
+                    yield f"what {node.name}.{part.name} holds: it is the program's own, in place of its trainer's; memplan run executes it"
+
+
+def idle_functions(tree: ast.Module) -> set[ast.AST]:
+    """Return functions of a program that nothing in it names; none of a module, which others call."""
+    starts = any(isinstance(node, ast.If) and "__name__" in shown(node.test) for node in tree.body)
+    if not (starts or any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in tree.body)):
+        return set()
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name not in named and not node.decorator_list
+    }
