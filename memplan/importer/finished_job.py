@@ -64,6 +64,8 @@ def finish(job: ImportedJob) -> ImportedJob:
     return job
 
 
+PLAIN_TRAINER = "transformers"
+"""Whose arguments programs of one's own take most often, so that their flags tell no other trainer."""
 MISSPELT = 1
 """Flags that a trainer does not have, and that may be misspelt ones of its own; more are another program's."""
 
@@ -78,7 +80,12 @@ def _refuse_own_script(job: ImportedJob) -> None:
     script = next((word for word in main.words if word.endswith((".py", ".sh"))), "")
     if main.form == "argv" and is_program_of(main, job.head):  # many scripts have names such as sft.py and finetune.py
         own = own if script and len(own) > MISSPELT else [one for one in own if script and not one.nearest]
-    if main.form != "argv" or not main.words or not own:
+    if main.form != "argv" or not main.words:
+        return
+    if script and job.head.trainer == PLAIN_TRAINER and not is_program_of(main, job.head):
+        why = f"{printable(script, 60)} is not given: it is taken to hand its flags to Trainer, and to train all weights where none names adapters"
+        job.reading.notes.append(("program", "transformers' Trainer", why))
+    if not own:
         return
     script = script or main.words[-1]
     flags = ", ".join(printable(f"--{one.key}", 40) for one in own[:FEW])

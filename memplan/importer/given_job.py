@@ -8,7 +8,6 @@ from pathlib import Path
 
 from memplan.documents.opening import whole_path
 from memplan.errors import InvalidFileError, printable
-from memplan.importer.files.embedded_commands import embedded_commands
 from memplan.importer.files.file_sources import program_keys, read_keys, read_source
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.imported_job import ImportedJob, Question, joined_job
@@ -29,7 +28,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     for path in paths:
         source = read_source(path, question.text if path == paths[0] else None)
         if path == paths[0] and isinstance(source, GivenKeys):
-            source = commands_within(source, question) or source
+            source = tuple(commands_within(source, question)) or source
         if isinstance(source, GivenKeys):
             sources.append(source)
         elif path == paths[0]:
@@ -43,6 +42,8 @@ def commands_within(keys: GivenKeys, question: Question) -> Sequence[CommandLine
     heads = question.mappings.heads()
     if keys.form != "file" or keys.words or question.trainer is not None or is_owned(keys, heads):
         return ()
+    from memplan.importer.files.embedded_commands import embedded_commands
+
     commands = embedded_commands(keys)
     return commands if any(is_owned(command.job, heads) or command.config for command in commands) else ()
 

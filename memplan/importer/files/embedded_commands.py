@@ -73,8 +73,9 @@ def _texts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield first, shlex.join(words)
     for key in SCRIPTS:
         value = data.get(key)
-        lines = value if isinstance(value, list) else [value]
-        if lines and all(isinstance(line, str) for line in lines):
+        given = value if isinstance(value, list) else [value]
+        lines = [line for line in given if isinstance(line, str)]
+        if lines and len(lines) == len(given):
             yield key, _placed("\n".join(lines))
 
 

@@ -61,8 +61,8 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
         return trainer_keys(python_keys(text, name))
     if path.suffix not in DOCUMENTS and (script := _launcher(path, text)) is not None:
         return _script(script, name)
-    if path.suffix != ".json" and (commands := _several_documents(text, name)):
-        return commands
+    if path.suffix != ".json" and (several := _several_documents(text, name)):
+        return several
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
     if "_target_:" in text:

@@ -87,6 +87,9 @@ OF_TRAINERS = (
 """Keywords that TRL's trainers took themselves until 0.13."""
 OTHER_ADAPTERS = ("IA3Config", "PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "AdaLoraConfig", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig", "VeraConfig", "LNTuningConfig", "VBLoRAConfig", "FourierFTConfig", "HRAConfig", "BoneConfig", "RandLoraConfig", "XLoraConfig", "AdaptionPromptConfig", "MultitaskPromptTuningConfig")  # fmt: skip
 """Classes of PEFT's for what is not LoRA (peft/tuners, 0.21.2)."""
+TRAINING = ("train", "hyperparameter_search")
+OTHERWISE = ("_evaluate", "_predict", "_generate")
+"""Methods that a program calls in place of those, which trains nothing then."""
 CAST = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
 """Methods of a model that cast all of its weights."""
 KBIT = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
@@ -113,9 +116,11 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
         given = _given(keys, direct)
         inner = given.get("0")
         data = inner if isinstance(inner, dict) else given
-        lines = {(name,): keys.lines.get((direct, name), 1) for name in data}
+        lines: dict[tuple[str | int, ...], int] = {(name,): keys.lines.get((direct, name), 1) for name in data}
         return replace(keys, data=data, lines=lines, form="file", words=DIRECT[direct])
     if called is None or arguments is None or any(UNSLOTH.search(word) for word in keys.words):
+        return keys
+    if not any(word.endswith(TRAINING) for word in keys.words) and any(word.endswith(OTHERWISE) for word in keys.words):
         return keys
     result = _Taken(keys)
     if called in TRAINERS:

@@ -32,8 +32,8 @@ def with_targets(keys: GivenKeys) -> GivenKeys:
     if not any(name in data for name in (*TRAINERS, *PLAIN)):  # the program makes the trainer of those arguments
         own = arguments.replace("Config", "Trainer")
         words.append(own if own in TRAINERS else PLAIN[0])
-    called = trainer_keys(replace(keys, data=data, lines=lines, form="python", words=tuple(words)))
-    return called if called.form == "file" else keys
+    result = trainer_keys(replace(keys, data=data, lines=lines, form="python", words=tuple(words)))
+    return result if result.form == "file" else keys
 
 
 def _targets(

@@ -64,9 +64,9 @@ def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any]) -> GivenKeys:
             either = inside and known.get(key) != value
             known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
             lines[called, key] = line
-    words = (*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines))
+    words = [*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines)]
     absent += own_steps(tree, classes, words)
-    return GivenKeys(name, data, lines, "python", words, environment=names.environment, absent=tuple(absent))
+    return GivenKeys(name, data, lines, "python", tuple(words), environment=names.environment, absent=tuple(absent))
 
 
 LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "max_len", "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length", "seq_len")  # fmt: skip

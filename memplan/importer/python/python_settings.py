@@ -87,9 +87,13 @@ class Settings:
                 of = makers.get(called, called if called in self.by_class else "")
                 self.holders |= dict.fromkeys(names, of)
                 self.own |= {f"{name}.{one.arg}": one.value for name in names for one in made.keywords if one.arg}
-        for node in (one for one in nodes if isinstance(one, ast.arg) and one.annotation is not None):
-            if (of := shown(node.annotation)) in self.by_class:
-                self.holders[node.arg] = of
+        for one in nodes:
+            if (
+                isinstance(one, ast.arg)
+                and one.annotation is not None
+                and (of := shown(one.annotation)) in self.by_class
+            ):
+                self.holders[one.arg] = of
         pairs = [pair for node in functions.values() for pair in _defaulted(node)]
         pairs += [(shown(target), node.value) for node in assigned for target in node.targets if isinstance(node.value, ast.Name | ast.Attribute)]  # fmt: skip
         for call in calls:
@@ -194,9 +198,9 @@ def parameters(tree: ast.Module) -> dict[str, ast.expr]:
         taken = function.args
         plain = [*taken.posonlyargs, *taken.args]
         values = [None] * (len(plain) - len(taken.defaults)) + taken.defaults
-        defaults = {one.arg: value for one, value in zip(plain, values, strict=True)}
-        defaults |= {one.arg: value for one, value in zip(taken.kwonlyargs, taken.kw_defaults, strict=True)}
-        defaults = {one: value and _default(value) for one, value in defaults.items()} | _options(function)
+        pairs = [*zip(plain, values, strict=True), *zip(taken.kwonlyargs, taken.kw_defaults, strict=True)]
+        defaults = {one.arg: value and _default(value) for one, value in pairs}
+        defaults.update(_options(function))
         own = [one.arg for one in plain if one.arg not in ("self", "cls")]
         passed = [_passed(call, own) for call in calls.get(name, ())] or [{}]
         for one, default in defaults.items():

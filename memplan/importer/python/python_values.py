@@ -16,7 +16,7 @@ class Known(Protocol):
     """What names of a file are known to be."""
 
     settings: Settings  # Flags and classes of settings
-    environment: Mapping[str, str]  # Variables that the file sets
+    environment: dict[str, str]  # Variables that the file sets
     steps: int  # Expressions that were looked at
 
     def at(self, name: str, line: int) -> Any:

@@ -282,8 +282,8 @@ class _Run:
         if token.words is not None:
             name = token.text.removesuffix("+")
             placed = [_PLACED.fullmatch(word.text) for word in token.words]
-            for match in placed if all(placed) else ():
-                self._set(f"{name}[{text_of(match[1], self.scope)}]", text_of(match[2], self.scope), (token,), sure)
+            for item in [one for one in placed if one] if all(placed) else ():
+                self._set(f"{name}[{text_of(item[1], self.scope)}]", text_of(item[2], self.scope), (token,), sure)
             words = [(item, word.line) for word in token.words for item in fields(word.text, self.scope)]
             before = self.scope.variables.get(name) if token.text.endswith("+") else []
             earlier_lines = self.lines.get(name, []) if before else []
