@@ -13,7 +13,7 @@ from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.imported_job import ImportedJob, Question, joined_job
 from memplan.importer.reading import LAUNCHED, Result
 from memplan.importer.referred_files import note_others, note_shipped, note_words
-from memplan.importer.sources.argument_vectors import CommandLine
+from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_detection import is_owned
 
@@ -90,8 +90,10 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     shipped = question.mappings.shipped("accelerate", str(launcher)) if alone else None
     if shipped is not None:
         beside = [shipped]
-    program = None if command.config else _program(command, files)
-    sources = [*beside, *(keys for keys in named.values() if keys is not None), program or command.job]
+    heads = question.mappings.heads()
+    configured = [keys for keys in named.values() if keys is not None]
+    program = None if any(is_owned(keys, heads) for keys in configured) else _program(command, files)
+    sources = [*beside, *(() if program else configured), program or command.job]
     further = [path.parent for text in command.config if (path := files.path(text)) is not None]
     files = replace(files, folders=(*files.folders, *further))
     job = joined_job(sources, replace(question, files=files), command)
@@ -110,7 +112,8 @@ def _program(command: CommandLine, files: NamedFiles) -> GivenKeys | None:
     """Return what a program of one's own that lies beside a command gives a trainer; None where it is not there, or calls none."""
     name = next((word for word in command.job.words if word.endswith(".py")), "")
     path = files.path(name) if name else None
-    if path is None or (program := program_keys(path, command.job.data)) is None:
+    flags = {**{flag: text for flag in CONFIG_FLAGS for text in command.config}, **command.job.data}
+    if path is None or (program := program_keys(path, flags)) is None:
         return None
     return replace(program, environment={**(program.environment or {}), **(command.job.environment or {})})
 

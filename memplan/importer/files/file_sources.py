@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
-from memplan.documents.opening import MAXIMUM_TEXT_BYTES, read_text, shown_path
+from memplan.documents.opening import MAXIMUM_TEXT_BYTES, is_file, read_text, shown_path, usable_path
 from memplan.errors import InvalidFileError
 from memplan.importer.files.included_files import interpolated, with_includes
 from memplan.importer.sources.argument_vectors import CommandLine, command_line
@@ -58,7 +58,7 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
         from memplan.importer.python.called_trainers import trainer_keys
         from memplan.importer.python.python_literals import python_keys
 
-        return trainer_keys(python_keys(text, name))
+        return trainer_keys(python_keys(text, name, files=_files_beside(path)))
     if path.suffix not in DOCUMENTS and (script := _launcher(path, text)) is not None:
         return _script(script, name)
     if path.suffix != ".json" and (several := _several_documents(text, name)):
@@ -186,6 +186,19 @@ def _plain_names(keys: GivenKeys) -> GivenKeys:
     return replace(keys, data={names[key]: value for key, value in keys.data.items()}, lines=lines)
 
 
+def _files_beside(path: Path) -> Callable[[str], Any]:
+    """Return what gives the keys of a file that a program loads: beside it, in a folder above, or where memplan runs."""
+    folders = [path.parent, *list(path.parent.parents)[:2], Path()]
+
+    def load(name: str) -> Any:
+        place = next((one for folder in folders if is_file(one := folder / usable_path(name))), None)
+        if place is None or place.suffix not in DOCUMENTS:
+            return None
+        return parse_document(read_text(place, MAXIMUM_PARSED_BYTES), shown_path(place), last_counts=True).data
+
+    return load
+
+
 def program_keys(path: Path, flags: Mapping[str, Any]) -> GivenKeys | None:
     """Return what a program in Python that a command starts gives a trainer; None where it calls none that is read.
 
@@ -196,7 +209,7 @@ def program_keys(path: Path, flags: Mapping[str, Any]) -> GivenKeys | None:
     from memplan.importer.python.python_literals import python_keys
 
     try:
-        called = python_keys(read_text(path, MAXIMUM_PARSED_BYTES), shown_path(path), flags)
+        called = python_keys(read_text(path, MAXIMUM_PARSED_BYTES), shown_path(path), flags, _files_beside(path))
     except InvalidFileError:  # the command alone says what it can
         return None
     return trainer_keys(called) if trains(called) else None

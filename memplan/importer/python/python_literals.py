@@ -10,18 +10,23 @@ from typing import Any
 
 from memplan.errors import InvalidFileError
 from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps
-from memplan.importer.python.python_settings import LONGEST, Settings, called_name, parameters
-from memplan.importer.python.python_values import CAPABILITY, literal, value_of
+from memplan.importer.python.python_settings import LONGEST, Settings, called_name, parameters, shown
+from memplan.importer.python.python_values import CAPABILITY, Files, literal, value_of
 from memplan.importer.sources.given_keys import Expression, GivenKeys
 
 
-def python_keys(text: str, name: str, flags: Mapping[str, Any] | None = None) -> GivenKeys:
+def _none(path: str) -> None:
+    """Return nothing for every file."""
+
+
+def python_keys(text: str, name: str, flags: Mapping[str, Any] | None = None, files: Files = _none) -> GivenKeys:
     """Return the keywords of a file's calls as ``function.keyword``, of several calls the first's, and the literals of its assignments.
 
     A keyword that is no literal, nor a name that has one there, is an :class:`Expression`.
 
     Args:
         flags: What a command gives the program, which counts over the defaults of its own flags.
+        files: What stands in a file of keys that the program loads.
 
     Raises:
         InvalidFileError: It is not Python, or nested more deeply than Python itself can follow.
@@ -29,15 +34,15 @@ def python_keys(text: str, name: str, flags: Mapping[str, Any] | None = None) ->
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _keys(_tree(text), name, flags or {})
+            return _keys(_tree(text), name, flags or {}, files)
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
 
 
-def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any]) -> GivenKeys:
-    names = _Names(tree, flags)
+def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any], files: Files) -> GivenKeys:
+    names = _Names(tree, flags, files)
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     for key, node in names.settings.single.items():  # how long rows are may be said by a flag alone
@@ -132,10 +137,23 @@ def _environment(tree: ast.Module) -> dict[str, str]:
     return variables
 
 
+def _opened(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return names of open files -> the call that opened them."""
+    items = [
+        (item.optional_vars, item.context_expr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+    ]
+    return {shown(name): call for name, call in items if name is not None and isinstance(call, ast.Call)}
+
+
 class _Names:
     """What names are given, one assignment after the other."""
 
-    def __init__(self, tree: ast.Module, flags: Mapping[str, Any]) -> None:
+    def __init__(self, tree: ast.Module, flags: Mapping[str, Any], files: Files) -> None:
+        self.opened: Mapping[str, ast.expr] = _opened(tree)
+        self.files = files
         self.given: dict[str, list[tuple[int, Any]]] = {}
         self.settings, self.defaults = Settings(tree, flags), parameters(tree)
         self.environment = _environment(tree)

@@ -25,6 +25,7 @@ class Settings:
             flags: What a command gives the program, over its own defaults.
         """
         self.by_class: dict[str, dict[str, ast.expr]] = {}
+        self.order: dict[str, list[str]] = {}  # Class -> its fields, as its own arguments are
         self.holders: dict[str, str] = {}  # Name -> the class that it is of, or nothing for a program's flags
         self.own = _attributes(tree)  # ``name.key`` -> what an instance alone is given
         nodes = list(ast.walk(tree))
@@ -67,6 +68,7 @@ class Settings:
             yield str(getattr(node.args[0], "value", "")), node.args[1]
         elif isinstance(node, ast.ClassDef):
             fields = self.by_class.setdefault(node.name, {})
+            self.order[node.name] = [shown(part.target) for part in node.body if isinstance(part, ast.AnnAssign)]
             for part in node.body:
                 name = part.targets[0] if isinstance(part, ast.Assign) else getattr(part, "target", None)
                 value = _default(getattr(part, "value", None))
@@ -86,7 +88,11 @@ class Settings:
                 called = called_name(made.func)
                 of = makers.get(called, called if called in self.by_class else "")
                 self.holders |= dict.fromkeys(names, of)
-                self.own |= {f"{name}.{one.arg}": one.value for name in names for one in made.keywords if one.arg}
+                given = [
+                    *zip(self.order.get(of, ()), made.args, strict=False),
+                    *((one.arg, one.value) for one in made.keywords),
+                ]
+                self.own |= {f"{name}.{key}": value for name in names for key, value in given if key}
         for one in nodes:
             if (
                 isinstance(one, ast.arg)
@@ -138,7 +144,7 @@ class Settings:
         if not isinstance(node, ast.Call):
             return None
         called = called_name(node.func)
-        own = called in self.by_class and not node.args
+        own = called in self.by_class and all(one.arg for one in node.keywords)  # what it unpacks may be anything
         return node if called.endswith(PARSED) or called in makers or own else None
 
 

@@ -18,11 +18,17 @@ class Known(Protocol):
     settings: Settings  # Flags and classes of settings
     environment: dict[str, str]  # Variables that the file sets
     steps: int  # Expressions that were looked at
+    opened: Mapping[str, ast.expr]  # Name of an open file -> its path
+    files: Files  # What stands in a file that the program loads
 
     def at(self, name: str, line: int) -> Any:
         """Return what a name is at a line, or an :class:`Expression`."""
 
 
+Files = Callable[[str], Any]
+"""Path of a file of keys that a program loads -> what it holds, or None."""
+LOADED = ("safe_load", "yaml_load", "json_load", "full_load", "OmegaConf_load")
+"""Functions that read a file of keys, or ``open``'s result."""
 VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
 """Functions that return a variable of the environment, or their second argument where it is not set."""
 YES = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available", "cuda_is_available")
@@ -158,6 +164,8 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
         return called.endswith(YES)
     if called.endswith("get_device_capability"):
         return Expression(shown(node))
+    if called.endswith(LOADED) and node.args:
+        return _loaded(node.args[0], names, line)
     if called in MAPPED:
         return _mapping(node, names, line)
     if called in ("vars", "asdict") and len(node.args) == 1:
@@ -186,6 +194,21 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
             else Expression(shown(node))
         )
     return Expression(shown(node))
+
+
+def _loaded(node: ast.expr, names: Known, line: int) -> Any:
+    """Return what stands in a file that is loaded by its path, or by what ``open`` returned for it.
+
+    Raises:
+        ValueError: Nobody can tell which it is, or it is not there.
+    """
+    node = names.opened.get(shown(node), node)
+    if isinstance(node, ast.Call):  # open(path), path.open(), path.read_text()
+        node = node.args[0] if called_name(node.func) == "open" and node.args else getattr(node.func, "value", node)
+    values = names.files(str(_known(node, names, line)))
+    if not isinstance(values, dict):
+        raise ValueError(node)
+    return values
 
 
 def _variable(node: ast.Call, names: Known, line: int) -> Any:
