@@ -975,11 +975,17 @@ def test_quantised_weights_that_only_the_models_name_tells_are_not_planned_as_fl
 def test_evaluation_has_the_rows_that_its_own_key_or_its_trainers_default_says(tmp_path):
     text = "model_name_or_path: Qwen/Qwen3-0.6B\nstage: sft\nfinetuning_type: lora\ncutoff_len: 512\ndataset: x\ntemplate: qwen\nper_device_train_batch_size: 1\n"
     sizes = []
-    for more in ("", "eval_strategy: steps\nper_device_eval_batch_size: 1\n", "eval_strategy: steps\n"):
+    for more in (
+        "",
+        "eval_strategy: steps\nper_device_eval_batch_size: 1\n",
+        "eval_strategy: steps\n",
+        "eval_on_start: true\n",
+    ):
         plan = memplan.plan(written(tmp_path, text + more), gpu="a100-80gb")
         sizes.append(dict(plan.memory.instants).get("evaluation", 0))
     assert 0 == sizes[0] < sizes[1]
     assert sizes[2] > 4 * sizes[1] - 4 * plan.memory.states.weight_bytes
+    assert sizes[3] == sizes[2]  # before the first step
     assert plan.memory.peak.name == "evaluation"
 
 
