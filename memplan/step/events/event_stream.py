@@ -113,7 +113,7 @@ class PlayedSection:
         owned: Whether the part before keeps that for itself, so that it is not to be freed here.
     """
 
-    __slots__ = ("_aliases", "_base", "_events", "_given", "_stream", "visited")
+    __slots__ = ("_aliases", "_base", "_events", "_given", "_left", "_stream", "visited")
 
     def __init__(
         self, stream: EventStream, events: SectionEvents, sizes: Sequence[int], entry: int, owned: bool = False
@@ -123,6 +123,7 @@ class PlayedSection:
         stream.sections.append((self._base, events))
         self._aliases = {events.entry: NO_STORAGE if owned else entry}
         self._given: dict[int, Sequence[int]] = {}
+        self._left = False  # Whether its region of autocast has ended
         self.visited: Callable[[str, str], None] | None = None  # Writes what comes as a module begins or ends
 
     def is_given(self, storage: int, others: Sequence[int]) -> None:
@@ -172,26 +173,39 @@ class PlayedSection:
         """What the model has names for until all layers have run, by quantity."""
         return [(quantity, self.own_name(storage)) for quantity, storage in self._events.named]
 
-    def returns(self, libraries: Libraries, before: int, behind_product: Callable[[], None] | None = None) -> int:
+    def returns(
+        self,
+        libraries: Libraries,
+        before: int,
+        behind_product: Callable[[], None] | None = None,
+        leave_region: Callable[[], None] | None = None,
+    ) -> int:
         """Write the events of forward, whose function returns another result besides the output; return that, which stays, or ``NO_STORAGE``.
 
         Args:
             before: What the function of the part before has returned, which goes now; ``NO_STORAGE`` for nothing.
             behind_product: Writes what comes behind the first product.
+            leave_region: Writes what comes where a region of autocast ends within.
         """
         own = self._events.returned
         if own == NO_STORAGE:
             self._stream.free_all([] if before == NO_STORAGE else [before])
-            self.forward(libraries, behind_product)
+            self.forward(libraries, behind_product, leave_region)
             return NO_STORAGE
         self.frees_instead(own, before)
-        self.forward(libraries, behind_product)
+        self.forward(libraries, behind_product, leave_region)
         del self._aliases[own]
         return self.own_name(own)
 
-    def forward(self, libraries: Libraries, behind_product: Callable[[], None] | None = None) -> None:
+    def forward(
+        self,
+        libraries: Libraries,
+        behind_product: Callable[[], None] | None = None,
+        leave_region: Callable[[], None] | None = None,
+    ) -> None:
         """Write the events of forward, and the workspaces that libraries make at their first product."""
         more = self._visits(0) + ([(self._first_product(0), behind_product)] if behind_product else [])
+        more += [(place, leave_region) for place in self._events.left if leave_region]
         self._with_libraries(self._events.forward, self._events.products[0], libraries, more=more)
 
     def _visits(self, way: int) -> list[tuple[int, Callable[[], None]]]:
@@ -204,8 +218,10 @@ class PlayedSection:
         return min((place for _, place in self._events.products[way]), default=0)
 
     def region_end(self) -> None:
-        """Write the events at the end of the whole forward."""
-        self._write(self._events.region_end)
+        """Write the events at the end of the whole forward, once."""
+        if not self._left:
+            self._write(self._events.region_end)
+        self._left = True
 
     @property
     def leaving(self) -> int:
@@ -298,3 +314,9 @@ class SectionPlayer:
         if id(events) not in self._sizes:
             self._sizes[id(events)] = events, events.sizes(self.values)
         return PlayedSection(self._stream, events, self._sizes[id(events)][1], entry, owned)
+
+
+def leave_region(parts: Iterable[PlayedSection]) -> None:
+    """Write the end of a region of autocast that parts have run in."""
+    for part in parts:
+        part.region_end()

@@ -14,7 +14,7 @@ from memplan.step.ends.head_on_tape import IN_PIECES, evaluated_head
 from memplan.step.events.argument_events import ModelArguments
 from memplan.step.events.around_step import Around
 from memplan.step.events.chunk_events import loss_over_chunks
-from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, SectionPlayer, UseUp
+from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, SectionPlayer, UseUp, leave_region
 from memplan.step.events.head_events import measure_answers, measure_logits
 from memplan.step.head_instants import joined_in_place
 from memplan.step.model_on_tape import ModelOnTape
@@ -185,8 +185,7 @@ class ModelPasses:
 
     def _leave_forward(self, parts: Sequence[PlayedSection], arguments: ModelArguments) -> int | None:
         """Let go of what forward alone needs; return the layer after whose backward none needs rotary tables, or None."""
-        for part in parts:
-            part.region_end()
+        leave_region(parts)
         self._keep_logits(parts[-1])
         if self._reference is None:
             self.around.turn()
@@ -260,7 +259,8 @@ class ModelPasses:
             part.visited = None if self.around.visit is None else partial(self._visit, self.around.visit, number)
             self.around.enter(len(played))
             behind = self.around.leave_head if played and not number else None
-            returned = part.returns(self._libraries["forward"], returned, behind)
+            region = partial(leave_region, [one for _, one in played])
+            returned = part.returns(self._libraries["forward"], returned, behind, region)
             self.around.leave(len(played))
             if arguments is not None:
                 arguments.follow(number, part, len(played))
@@ -339,9 +339,9 @@ class ModelPasses:
             _, below = parts[-1]
             part = self._sections.section(head, below.output, below.output_owned)
             arguments.all_named_by(part, [] if own is None else [parts[0][1].output])
-            named = part.returns(self._libraries["forward"], named)
-            for played in (*[part for _, part in parts], part):
-                played.region_end()
+            own_parts = [played for _, played in parts]
+            named = part.returns(self._libraries["forward"], named, None, partial(leave_region, own_parts))
+            leave_region([*own_parts, part])
             self.stream.free_all(storage for _, played in parts for storage in played.cached)
             logits = [storage for _, storage in part.named]
         self.stream.free_all([] if named == NO_STORAGE else [named])

@@ -46,6 +46,7 @@ class Player:
         self.between = False
         self.cache: set[int] = set()
         self.region: set[int] = set()
+        self.region_left: Callable[[], object] = set  # Called where a region of autocast ends within forward
         packing = [index for index, item in enumerate(tape.operations) if item.node is not None and item.node.packs]
         self.first_packing = tape.operations[packing[0]].node if packing else None
         self.last_packing = packing[-1] if packing else -1
@@ -70,6 +71,7 @@ class Player:
             if index == self.tape.region_end:
                 self.live.release_all(named & self.tape.regional)
                 named -= self.tape.regional
+                self.region_left()
                 instant = BEHIND_REGION
             self.between = operation.between
             self._begin(index, "forward", instant)

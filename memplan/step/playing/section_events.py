@@ -54,6 +54,7 @@ class SectionEvents:
     ] = ()  # Keys and values that a model returns, and nothing else keeps until its loss is formed
     # Where modules begin and end among events, in forward and in backward: the place, the kind of the mark and its name.
     visits: tuple[Visits, Visits] = ((), ())
+    left: tuple[int, ...] = ()  # The place among events of forward where a region of autocast ends, if it does within
     returned: int = NO_STORAGE  # What its function returns besides its output, and forward alone frees
 
     def holding(self, storage: int) -> SectionEvents:
@@ -62,7 +63,8 @@ class SectionEvents:
             tuple([code for code in codes if code != 2 * storage + 1])
             for codes in (self.forward, self.region_end, self.backward)
         )
-        return replace(self, forward=forward, region_end=region_end, backward=backward)
+        left = tuple([place - self.forward[:place].count(2 * storage + 1) for place in self.left])
+        return replace(self, forward=forward, region_end=region_end, backward=backward, left=left)
 
     def sizes(self, values: Sequence[int]) -> list[int]:
         """Return the bytes of each storage, given the values of the quantities."""
@@ -97,7 +99,7 @@ def section_events(
     player = _player(section, mode, recomputation, recorder)
     player.visits, begun, ended = visits, list[Visit](), list[Visit]()
     player.marked = (lambda mark: begun.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
-    forward, in_forward, region_end = _forward(player, recorder, saves=True)
+    forward, in_forward, region_end, left = _forward(player, recorder, saves=True)
     player.marked = (lambda mark: ended.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
     arriving = play_backward(player, output) if tape.nodes else NO_STORAGE
     leaving = player.gradients.get(id(entry), NO_STORAGE)
@@ -123,6 +125,7 @@ def section_events(
         named=_named(tape, tape.saved_storages()),
         waits=tape.waits,
         cached=cached,
+        left=left,
         returned=_returned(tape, forward),
         visits=(tuple(begun), tuple(ended)),
     )
@@ -142,13 +145,15 @@ def _player(section: Section, mode: Mode, recomputation: Recomputation, recorder
     return player
 
 
-def _forward(player: Player, recorder: EventRecorder, *, saves: bool) -> tuple[Codes, Places, Codes]:
-    """Play forward; return its events, the places of its products, and the events at the end of the whole forward."""
+def _forward(player: Player, recorder: EventRecorder, *, saves: bool) -> tuple[Codes, Places, Codes, tuple[int, ...]]:
+    """Play forward; return its events, the places of its products, the events at the end of the whole forward, and where the region ends."""
+    left = list[int]()
+    player.region_left = lambda: left.append(len(recorder.codes))
     player.forward(saves=saves)
     recorder.end_of_forward()
     forward, products = recorder.cut()
     player.region_ends()
-    return forward, products, recorder.cut()[0]
+    return forward, products, recorder.cut()[0], tuple(left)
 
 
 def _holding(events: SectionEvents, storages: Iterable[int]) -> SectionEvents:
@@ -176,7 +181,7 @@ def forward_events(section: Section) -> SectionEvents:
     tape, entry, output = section.tape, section.entry, section.output
     recorder = EventRecorder(by_life(tape, ()), entry.storage, output.storage)
     player = Player(tape, "first", None, NOTHING_AGAIN, recorder)
-    forward, in_forward, region_end = _forward(player, recorder, saves=False)
+    forward, in_forward, region_end, left = _forward(player, recorder, saves=False)
     events = SectionEvents(
         storages=tuple(recorder.storages),
         forward=forward,
@@ -191,6 +196,7 @@ def forward_events(section: Section) -> SectionEvents:
         products=(in_forward, ()),
         named=_named(tape),
         cached=tuple(sorted(tape.cached)),
+        left=left,
         returned=_returned(tape, forward),
     )
     return _holding(events, {*tape.cached, *[storage for _, storage in events.named]})
