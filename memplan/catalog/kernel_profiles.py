@@ -135,3 +135,11 @@ class Kernels:
             **{name: getattr(own, name) if value is None else value for name, value in chosen.items()}
         )
         return replace(profile, attention="flash") if profile.attention == "auto" else profile
+
+
+@dataclass(frozen=True, slots=True)
+class CodesLoading:
+    """How weights that are quantised there come to the card: in 16 bits, one by one, into what one block of them all has left."""
+
+    ahead: int  # How many more are sent while one is quantised, by threads
+    cleared: bool  # Whether what is cached is given back to the driver before the first step

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.entries import Source
-from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile, LossKernel
+from memplan.catalog.kernel_profiles import AttentionKernel, CodesLoading, KernelProfile, LossKernel
 from memplan.catalog.training_config import Checkpointing, NamesEnd
 from memplan.documents.frozen_values import dataclass
 
@@ -333,6 +333,7 @@ class Stack:
     # ``expandable`` segments always, only where it starts several processes itself, or only on NVIDIA's cards.
     allocator: Literal["native", "expandable", "expandable-of-several", "expandable-on-nvidia"] = "native"
     exempts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Role -> classes that have exempt slots of it
+    loads_codes: CodesLoading | None = None  # How weights are quantised on the card; none: they are made as they stay
     quantised_towers: bool = True  # Whether a vision tower and its projector are quantised with the text model
     name: str = ""  # Its name, put in where it is looked up
     version: str = ""  # The version of the library that is described, put in likewise

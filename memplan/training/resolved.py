@@ -10,7 +10,7 @@ from memplan.catalog.config_keys.method_keys import SCORED, Rollout
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import GradientDtype, Optimizer, StorageFormat
 from memplan.catalog.hardware.hardware_tables import HardwareTables
-from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
+from memplan.catalog.kernel_profiles import AttentionKernel, CodesLoading, KernelProfile
 from memplan.catalog.shipped_tables import FamilyGap, ReserveShare
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Checkpointing, TrainingConfig
@@ -264,6 +264,14 @@ class TrainingSetup:
             return False  # DeepSpeed casts them back, and FSDP1 refuses to flatten two dtypes into one tensor
         quantised = beside_codes(self.config, self.format_names["hidden_matrix"])
         return self.stack.kbit_floats in ("fp32", "fp32-norms") and quantised
+
+    @property
+    def loads_codes(self) -> CodesLoading | None:
+        """How 4-bit weights are quantised on the card, where that decides what its allocator holds."""
+        blocks = self.formats["hidden_matrix"].blocking == "tensor" and not self.formats["hidden_matrix"].row_bytes
+        return (
+            self.stack.loads_codes if blocks and beside_codes(self.config, self.format_names["hidden_matrix"]) else None
+        )
 
     @property
     def stable_embedding(self) -> bool:

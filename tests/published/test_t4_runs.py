@@ -14,15 +14,16 @@ TABLE = yaml.safe_load((Path(__file__).parent / "t4_runs.yaml").read_text())
 SCRIPT = Path(__file__).parents[1] / "dryrun" / "scripts" / "checkpointed_step.py"
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-WITHIN = {"fp16": 0.0005, "nf4": 0.0125}
+WITHIN = {"fp16": 0.0005, "nf4": 0.006}
 HELD = 0.003
 """How far off the segments of a run over fp16 may be, the worst of which is 0.28 %: a segment of 20 MiB, or of ten times 2 MiB."""
 """How far off a plan may be. Codes are made while 16-bit weights load, and lie in what these left: up to 1 MiB of each is not split off
-(``should_split`` in c10/cuda/CUDACachingAllocator.cpp), which is not simulated. It fits the bytes that are published of loading: 20 MiB
-of TinyLlama, none where sizes are powers of two; it was not traced."""
+(``should_split`` in c10/cuda/CUDACachingAllocator.cpp), more or less of it as threads are ahead."""
 
 
-def planned(model: str, weights: str, attention: str, rank: int, rows: int, tokens: int) -> memplan.Plan:
+def planned(
+    model: str, weights: str, attention: str, rank: int, rows: int, tokens: int, stack: str = "plain-loop"
+) -> memplan.Plan:
     coded = weights == "nf4"
     config = {
         "adapter.rank": rank,
@@ -40,13 +41,13 @@ def planned(model: str, weights: str, attention: str, rank: int, rows: int, toke
         "weights.hidden_matrix": weights,
     }
     shape = {"micro_batch_size": rows, "sequence_length": tokens}
-    return memplan.plan(model, config="qlora" if coded else "lora", gpu="t4", stack="plain-loop", set=config, **shape)
+    return memplan.plan(model, config="qlora" if coded else "lora", gpu="t4", stack=stack, set=config, **shape)
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("run", TABLE["runs"], ids=lambda run: "-".join(map(str, run[:6])))
 def test_a_peak_measured_on_a_t4_is_the_one_that_is_planned(run):
-    plan = planned(*run[:6])
+    plan = planned(*run[:6], stack="plain-loop@5.0")
     assert plan.memory.allocated_bytes == pytest.approx(run[6], rel=WITHIN[run[1]])
     assert plan.verdict != "no"
     if run[1] == "fp16":

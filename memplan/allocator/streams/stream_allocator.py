@@ -229,7 +229,7 @@ class StreamAllocator:
         new = self._grown if self.holes else self._new_segment
         made = new(size, pool)
         if made is None:
-            self._release()
+            self.release()
             self.retries += 1
             made = new(size, pool)
             self.survives = made is not None
@@ -256,7 +256,7 @@ class StreamAllocator:
         self._segments[start] = start + segment, pool
         return start, start + segment
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Give every segment back that is free from end to end, and every whole page of a free block of expandable ones."""
         if self.holes:
             for number in reversed(range(len(self.pools))):

@@ -42,6 +42,7 @@ class Stream:
             too are played until they are known to do what they did; what they leave then has the names of the last.
         streams: The CUDA stream of each storage that is not of the first; with several, all rounds are played.
         first: The place where what comes before anything that is alike ends, if its peak is to be told.
+        cleared: A place before that where what is cached is given back to the driver (``empty_cache``); 0 for none.
 
     Example:
         >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
@@ -57,8 +58,9 @@ class Stream:
         streams: Mapping[int, int] | None = None,
         *,
         first: int = 0,
+        cleared: int = 0,
     ) -> None:
-        self._streams, self._first = streams, first
+        self._streams, self._first, self._cleared = streams, first, cleared
         rounds = () if streams else rounds
         last = MINIMUM_BLOCK_BYTES - 1
         self._blocks = [(size + last) // MINIMUM_BLOCK_BYTES for size in sizes]
@@ -79,8 +81,11 @@ class Stream:
         """
         below = downwards and not expandable
         state = StreamAllocator(capacity_bytes, downwards=below, expandable=expandable, streams=self._streams)
+        if self._cleared:
+            state.play(self._blocks, self._codes[: self._cleared])
+            state.release()
         if self._first:
-            state.play(self._blocks, self._codes[: self._first])
+            state.play(self._blocks, self._codes[self._cleared : self._first])
         first, before = state.allocated_peak, None
         for number, ((start, end), rounds) in enumerate(zip(self._stretches, self._rounds, strict=True), 1):
             now, before = state.shape(), before if number > 2 else None  # the first makes what stays

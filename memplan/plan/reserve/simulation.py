@@ -72,7 +72,8 @@ class Simulation:
         self._expandable = expandable
         self._ways = placements[:1] if expandable else placements
         first, *alike = events.steps
-        self._stream = Stream(events.sizes, events.codes, alike, events.passes, events.stream.streams, first=first)
+        codes, own = (events.sizes, events.codes, alike, events.passes), events.stream
+        self._stream = Stream(*codes, own.streams, first=first, cleared=own.cleared)
         self._peaks = [self._played(downwards=downwards) for downwards in self._ways]
 
     def runs_in(self, capacity_bytes: int, *, anywhere: bool = True) -> bool:

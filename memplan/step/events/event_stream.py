@@ -37,6 +37,7 @@ class EventStream:
     # What the step does, from the place among codes that is given on.
     phases: list[tuple[int, str]] = field(default_factory=list)
     streams: dict[int, int] = field(default_factory=dict)  # Storages of other CUDA streams than that which computes
+    cleared: int = 0  # Place among codes where what is cached is given back to the driver; 0 for none
 
     def of(self, component: str) -> None:
         """Say what the next storages are of."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
+from memplan.catalog.kernel_profiles import CodesLoading
 from memplan.catalog.stacks import StackModels
+from memplan.step.events.event_stream import EventStream
 from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import table_sizes
-from memplan.step.states.parallel_shards import Named, in_layers
+from memplan.step.states.parallel_shards import ADAPTER, Named, in_layers
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
 from memplan.step.tensors.tensor_states import TensorStates
@@ -57,6 +59,40 @@ class ModelTensors:
             return [size for e in entries for size in (self._levels(e) if e.quantized else [e.weight_bytes])]
         floats = [entry.weight_bytes for entry in entries if not entry.quantized]
         return floats + [size for entry in entries if entry.quantized for size in self._levels(entry)]
+
+    def load(self, stream: EventStream, loading: CodesLoading) -> None:
+        """Write how weights come to the card that are quantised there, some more being sent while one is, and adapters then.
+
+        Source:
+            ``caching_allocator_warmup`` in transformers/modeling_utils.py, ``convert_and_load_state_dict_in_model`` in
+            core_model_loading.py (5.24.0), whose ``GLOBAL_WORKERS`` threads sent weights ahead up to 5.3; ``Params4bit._quantize`` in
+            bitsandbytes/nn/modules.py; ``prepare_model_for_kbit_training`` in peft/utils/other.py (0.21.2), which casts and clears the
+            cache; ``_inner_training_loop`` in transformers/trainer.py, whose ``free_memory`` clears it too.
+        """
+        own = {name: entry for name, entry in self.all if ADAPTER not in name}
+        casts = self._inputs.setup.kbit_floats
+        sent = {n: min(e.weight_bytes, 2 * e.tensor.elements) if casts else e.weight_bytes for n, e in own.items()}
+        sent |= {name: 2 * entry.tensor.elements for name, entry in own.items() if entry.quantized}
+        stream.of("temporaries")
+        stream.passing(sum(sent[name] // (4 if entry.quantized else 1) for name, entry in own.items()))
+        order = sorted(own, key=_natural)
+        there: dict[str, int] = {}
+        for place, name in enumerate(order):
+            for coming in order[len(there) : place + loading.ahead + 1]:
+                stream.of("temporaries" if own[coming].quantized else "weights")
+                there[coming] = stream.allocate(sent[coming])
+            if own[name].quantized:
+                stream.of("weights")
+                stream.allocate_all(self._levels(own[name]))
+                stream.free(there[name])
+        for name, entry in own.items():
+            if not entry.quantized and sent[name] != entry.weight_bytes:
+                stream.allocate(entry.weight_bytes)
+                stream.free(there[name])
+        stream.cleared = len(stream.codes) if loading.cleared and casts else 0
+        stream.allocate_all(entry.weight_bytes for name, entry in self.all if ADAPTER in name)
+        if loading.cleared and not casts:
+            stream.cleared = len(stream.codes)
 
     def sent(self) -> list[tuple[str, int]]:
         """Return dtype and bytes of each tensor that replicas are sent: weights, without what libraries keep beside codes."""
@@ -111,6 +147,11 @@ class ModelTensors:
         average = FLOAT_BYTES.get(self._inputs.setup.config.weight_average, 0)
         masters = [entry.master_bytes for _, entry in self.trained]
         return masters + [average * entry.tensor.elements for _, entry in self.trained]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts names as ``dot_natural_key`` in transformers/core_model_loading.py does."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def in_modules(tensors: Sequence[Named], models: StackModels) -> list[Named]:

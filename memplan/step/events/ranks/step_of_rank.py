@@ -67,6 +67,10 @@ def _around(model: WrittenModel, inputs: StepInputs, tensors: ModelTensors, shar
         from memplan.step.events.ranks.replicated_events import Replicas
 
         return Replicas(stream, inputs, tensors, model.taped.head.logits, model.values).around()
+    loading = inputs.setup.loads_codes
+    whole = inputs.spec.tower is None and all(run.layer.mixture is None for run in inputs.spec.runs)
+    if loading is not None and whole:  # experts that are stacked as they load, and towers, are not followed
+        return Around(make_weights=lambda stream, _: tensors.load(stream, loading))
     return Around()
 
 
