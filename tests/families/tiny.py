@@ -57,6 +57,8 @@ QWEN_TOWER = TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 64}
 OTHER_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 56}
 GEMMA4_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
 SIGLIP = OTHER_TOWER | {"vision_use_head": False}
+GLM_TOWER = TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 64, "image_size": 56}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 IS_SIGLIP = {"model_type": "siglip_vision_model"}
 GEMMA_TEXT = GROUPED | {"head_dim": 16}
 
@@ -239,6 +241,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "deepseek-v3-direct-query": ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 2}),
+    "youtu": ("youtu", BASE | LATENT | {"num_key_value_heads": 4, "q_lora_rank": 24}),
+    "youtu-direct-query": ("youtu", BASE | LATENT | UNTIED | {"num_key_value_heads": 4, "q_lora_rank": None}),
     "deepseek-v3-bias": ("deepseek_v3", DEEPSEEK | {"attention_bias": True, "n_shared_experts": 1} | TIED),
     "ministral3": ("ministral3", GROUPED | {"head_dim": 32}),
     "qwen2.5-vl": ("qwen2_5_vl", {"text_config": GROUPED | EPSILON, "vision_config": QWEN_TOWER}),
@@ -335,6 +339,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "llava-onevision": ("llava_onevision", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": SIGLIP}),
     "llava-onevision-tied": ("llava_onevision", {"text_config": GROUPED | TIED, "vision_config": SIGLIP}),
     "internvl": ("internvl", UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER}),
+    "glm4v": ("glm4v", UNTIED | {"text_config": GROUPED | {"rope_parameters": MROPE}, "vision_config": GLM_TOWER}),
     "internvl-llama": (
         "internvl",
         UNTIED | {"text_config": GROUPED | {"model_type": "llama"}, "vision_config": OTHER_TOWER},
@@ -370,6 +375,7 @@ THEIRS = (
     "paligemma",
     "gemma4",
     "idefics3",
+    "glm4v",
     "internvl",
     "lfm2",
     "smolvlm",

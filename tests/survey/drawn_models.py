@@ -91,6 +91,7 @@ TOWERS = {
     **dict.fromkeys(("llava", "llava_next_video"), ("llama", "mistral", "qwen2")),
     "llava_next": ("granite", "llama", "mistral", "qwen2"),
     "paligemma": ("gemma", "gemma2"),
+    "glm4v": ("glm4",),
     **dict.fromkeys(("idefics3", "smolvlm"), ("llama",)),
     "lfm2_vl": ("lfm2",),
     "llava_onevision": ("qwen2",),
@@ -177,6 +178,8 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0][: rng.randint(0, 1)]
+    if family == "glm4v":
+        return _glm4v(rng, text, vision, tied=tied)
     if family == "gemma4_unified":
         width = rng.choice((16, 40, 64))
         vision = {"patch_size": 4, "mm_embed_dim": width, "output_proj_dims": width, "mm_posemb_size": 20}
@@ -192,6 +195,22 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         text["model_type"] = kind
     own = {"projection_dim": text["hidden_size"]} if family == "paligemma" else {}
     return {"model_type": family, "text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **own}
+
+
+def _glm4v(rng: Random, text: Values, vision: Values, *, tied: bool) -> Values:
+    """Return a GLM-4.1V: heads of its text model divide the residual stream, and half of one is rotated, as in all releases."""
+    width, part = rng.choice((16, 32, 64)), 0.5
+    text = {key: value for key, value in text.items() if key not in ("attention_bias", "head_dim")}
+    text |= {"hidden_size": text["num_attention_heads"] * width}
+    sections = [int(width * part) // 2 - 4, 2, 2]
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, "partial_rotary_factor": part}
+    vision |= {"out_hidden_size": text["hidden_size"], "image_size": 56}
+    return {
+        "model_type": "glm4v",
+        "text_config": {**text, "rope_parameters": rotary},
+        "vision_config": vision,
+        "tie_word_embeddings": tied,
+    }
 
 
 def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values:
@@ -397,6 +416,8 @@ def _particular(rng: Random, family: str, values: Mapping[str, Any], groups: int
         return _nemotron(rng, mixture)
     if family in STATE_SPACE:
         return _state_space(rng, family, values)
+    if family == "youtu":
+        return {key: value for key, value in _latent(rng, values).items() if key.endswith(("_rank", "_dim", "_heads"))}
     if family.startswith("deepseek") or family in ("glm4_moe_lite", "mistral4"):
         latent = {**mixture, **_latent(rng, values)}
         if family == "glm4_moe_lite":  # which says of each layer what it is

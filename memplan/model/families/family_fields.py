@@ -119,7 +119,8 @@ class FamilyCode:
     # How interleaved dimensions of a head are rotated, where these and not halves are: ``wide`` in fp32; ``spread``
     # by tables that each layer makes anew, ``spread-wide`` where these are in fp32.
     # by key and query apart, ``in-turn`` by rows of the model's table and ``looked-up`` in one of each layer's own.
-    interleaved: Literal["", "wide", "spread", "spread-wide", "in-turn", "looked-up"] = ""
+    # ``by-model`` is by tables that the model has made so.
+    interleaved: Literal["", "wide", "spread", "spread-wide", "in-turn", "looked-up", "by-model"] = ""
     centred_norms: bool = False  # Whether layer norms are formed operation by operation, in fp32
     half_tables: bool = False  # Whether a pair of dimensions shares its entries of the rotary tables
     # Whether attention has names for the dimensions that are not rotated, and for rotated ones, until it returns.

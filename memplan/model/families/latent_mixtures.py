@@ -10,26 +10,27 @@ from memplan.model.spec import LatentAttention, Layer, MixtureOfExperts, ModelSp
 
 def latent_mixture(
     config: ConfigValues,
-    mixture: MixtureOfExperts,
-    dense: int,
-    scale: float,
+    mixture: MixtureOfExperts | None,
+    dense: int = 0,
+    scale: float = 1.0,
     *,
     epsilon: float = 1e-6,
     scales_query: bool = False,
+    tied: bool = False,
     **sizes: int,
 ) -> ModelSpec:
     """Return the shapes of a DeepSeek config whose layers past the dense ones hold ``mixture``.
 
     Args:
-        mixture: Feed-forward part of the later layers.
+        mixture: Feed-forward part of the later layers; None where all are dense.
         dense: What a missing ``first_k_dense_replace`` means.
         scale: What a missing ``routed_scaling_factor`` means.
         epsilon: What a missing ``rms_norm_eps`` means.
         scales_query: Whether queries are scaled by their position.
+        tied: What a missing ``tie_word_embeddings`` means.
         sizes: What missing sizes of latent attention mean, where not what DeepSeek's do.
     """
     layers = config.integer("num_hidden_layers", maximum=MAXIMUM_LAYERS)
-    first = config.integer("first_k_dense_replace", default=dense, minimum=0, maximum=MAXIMUM_LAYERS)
     heads = replace(_latent_attention(config, **sizes), scales_query=scales_query)
     common = Shape(
         config.integer("hidden_size"),
@@ -40,9 +41,13 @@ def latent_mixture(
         config.integer("vocab_size"),
     )
     norm = rms_norm(config, epsilon)
+    front = Layer(heads, gated_mlp(config), norm)
+    if mixture is None:
+        return model(config, common, front, tied=tied)
+    first = config.integer("first_k_dense_replace", default=dense, minimum=0, maximum=MAXIMUM_LAYERS)
     mixture = replace(mixture, score_scale=config.number("routed_scaling_factor", default=scale, maximum=1e6))
-    front, rest = Layer(heads, gated_mlp(config), norm), Layer(heads, experts(config, mixture), norm)
-    return model(config, common, [front if index < first else rest for index in range(layers)])
+    rest = Layer(heads, experts(config, mixture), norm)
+    return model(config, common, [front if index < first else rest for index in range(layers)], tied=tied)
 
 
 def grouped(config: ConfigValues, mixture: MixtureOfExperts, groups: int = 1, used: int = 1) -> MixtureOfExperts:

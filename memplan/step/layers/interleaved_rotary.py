@@ -14,8 +14,8 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
     """Return query and key rotated by a function that forms neighbours as tensors, and nothing besides.
 
     Source:
-        ``apply_rotary_pos_emb`` in transformers 5.23.0, models/cohere (``wide``), glm (``spread``) and ernie4_5
-        (``spread-wide``).
+        ``apply_rotary_pos_emb`` in transformers 5.23.0, models/cohere (``wide``), glm (``spread``), ernie4_5
+        (``spread-wide``) and glm4v (``by-model``).
     """
     query, key, _ = heads
     with builder.tape.alive(*heads):
@@ -25,6 +25,8 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
             return _in_turn(builder, query, key, part, builder.settings.residual_bytes)
         if builder.settings.code.interleaved == "wide":
             return (*_turned_wide(builder, query, key), ())
+        if builder.settings.code.interleaved == "by-model":
+            return (*_turned_in_part(builder, query, key, part, []), ())
         wide = builder.settings.code.interleaved == "spread-wide"
         spread = [_spread(builder, part, 4 if wide else builder.settings.residual_bytes) for _ in ("cos", "sin")]
         with builder.tape.alive(*spread):

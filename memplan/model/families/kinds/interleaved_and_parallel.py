@@ -100,18 +100,20 @@ def _glm(config: ConfigValues, placement: Placement, names: TensorNames) -> Mode
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1.5625e-7), placement=placement), names=names)
 
 
+GLM4_NAMES = TensorNames(
+    post_attention_norm="post_self_attn_layernorm",
+    pre_feed_forward_norm="post_attention_layernorm",
+    post_feed_forward_norm="post_mlp_layernorm",
+)
+
+
 @runs_as(scored=True, interleaved="spread")
 def glm4(config: ConfigValues) -> ModelSpec:
     """GLM-4 of 2025, without experts: GLM's layers with norms on both sides of each part.
 
     Source: ``transformers/models/glm4/modeling_glm4.py``.
     """
-    names = TensorNames(
-        post_attention_norm="post_self_attn_layernorm",
-        pre_feed_forward_norm="post_attention_layernorm",
-        post_feed_forward_norm="post_mlp_layernorm",
-    )
-    return _glm(config, "sandwich", names)
+    return _glm(config, "sandwich", GLM4_NAMES)
 
 
 @runs_as(

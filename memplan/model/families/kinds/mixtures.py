@@ -250,6 +250,16 @@ def deepseek_v3(config: ConfigValues) -> ModelSpec:
     return latent_mixture(config, grouped(config, mixture, groups=8, used=4), dense=3, scale=2.5)
 
 
+@runs_as(scored=False)
+def youtu(config: ConfigValues) -> ModelSpec:
+    """Youtu-LLM: DeepSeek-V3's latent attention, and dense layers alone.
+
+    Source: ``transformers/models/youtu/modeling_youtu.py`` (v5.24.0).
+    """
+    config.ignore("embedding_initializer_range")
+    return latent_mixture(config, None, tied=True)
+
+
 @runs_as(scored=False, adapted_experts="named")
 def glm4_moe(config: ConfigValues) -> ModelSpec:
     """GLM-4.5 to 4.7 and Air: grouped queries, half of a head rotated, a few dense layers, then DeepSeek-V3's experts.

@@ -2,9 +2,11 @@
 
 from math import isqrt
 
+from memplan.model.families.common_parts import attention, model, rms_norm, rotary_dim, shape
 from memplan.model.families.config_values import ConfigValues
 from memplan.model.families.family_fields import GEMMA4, runs_as
 from memplan.model.families.kinds.gemma_like import gemma3_text, gemma4_text, gemma4_unified_text
+from memplan.model.families.kinds.interleaved_and_parallel import GLM4_NAMES
 from memplan.model.families.kinds.llama_like import ministral3, mistral
 from memplan.model.families.latent_mixtures import grouped, latent_mixture
 from memplan.model.families.vision_towers import (
@@ -16,7 +18,7 @@ from memplan.model.families.vision_towers import (
     text_inside,
     with_tower,
 )
-from memplan.model.spec import MixtureOfExperts, ModelSpec
+from memplan.model.spec import Layer, MixtureOfExperts, Mlp, ModelSpec
 from memplan.model.tower import TowerTensor
 
 PROJECTOR = "model.multi_modal_projector"
@@ -96,6 +98,53 @@ def _add_projector(config: ConfigValues, parts: TowerParts, width: int) -> None:
     parts.add(f"{PROJECTOR}.linear_2", width, width, bias=bias)
     config.only("vision_feature_layer", -1)
     config.ignore("projector_hidden_act")
+
+
+VISUAL, GLM_BLOCK = "model.visual", "model.visual.blocks.{}"
+
+
+@runs_as(scored=False, wrapped=True, ahead=False, sequence_tables=True, interleaved="by-model")
+def glm4v(config: ConfigValues) -> ModelSpec:
+    """GLM-4.1V and GLM-4.6V-Flash: GLM-4's layers of 2025 behind a tower with gated feed-forward parts, whose patches a convolution merges.
+
+    Source: ``transformers/models/glm4v/modeling_glm4v.py`` (v5.24.0); https://arxiv.org/abs/2507.01006.
+    """
+    vision = config.part("vision_config", "glm4v_vision")
+    parts = TowerParts(vision, (1536, 13_696, 24, 12, 14))
+    hidden, blocks, output = parts.hidden, parts.blocks, vision.integer("out_hidden_size", default=4096)
+    frames, merged = vision.integer("temporal_patch_size", default=2), vision.integer("spatial_merge_size", default=2)
+    side = max(vision.integer("image_size", default=336) // parts.patch, 1)
+    parts.add(f"{VISUAL}.embeddings.position_embedding", side**2, hidden, role="embedding")
+    patch = (parts.channels, frames, parts.patch, parts.patch)
+    parts.add(f"{VISUAL}.patch_embed.proj", hidden, *patch, bias=True, role="embedding")
+    for name in ("norm1", "norm2"):
+        parts.add(f"{GLM_BLOCK}.{name}", hidden, role="norm", count=blocks)
+    parts.add(f"{GLM_BLOCK}.attn.qkv", 3 * hidden, hidden, bias=vision.flag("attention_bias"), count=blocks)
+    parts.add(f"{GLM_BLOCK}.attn.proj", hidden, hidden, count=blocks)
+    for name, width, inner, count in (
+        (f"{GLM_BLOCK}.mlp", hidden, output, blocks),
+        (f"{VISUAL}.merger", output, parts.inner, 1),
+    ):
+        parts.add(f"{name}.gate_proj", inner, width, count=count)
+        parts.add(f"{name}.up_proj", inner, width, count=count)
+        parts.add(f"{name}.down_proj", width, inner, count=count)
+    parts.add(f"{VISUAL}.merger.proj", output, output)
+    parts.add(f"{VISUAL}.merger.post_projection_norm", output, bias=True, role="norm")
+    parts.add(f"{VISUAL}.downsample", output, hidden, merged, merged, bias=True, role="embedding")
+    for name in ("post_conv_layernorm", "post_layernorm"):
+        parts.add(f"{VISUAL}.{name}", hidden, role="norm")
+    config.take(vision)
+    config.ignore(*[f"{kind}_{end}_token_id" for kind in ("image", "video") for end in ("start", "end")])
+    return with_tower(config, text_inside(config, "glm4v_text", _glm4v_text), parts, (f"{VISUAL}.merger",))
+
+
+def _glm4v_text(text: ConfigValues) -> ModelSpec:
+    """Return GLM-4's layers of 2025, whose heads divide the residual stream and have biases always."""
+    text.ignore("attention_bias", "head_dim")
+    common = shape(text, key_value_heads=2)
+    heads = attention(text, common, rotary_dim(text, common.head_dim), qkv_bias=True)
+    mlp = Mlp(text.integer("intermediate_size"), text.activation("hidden_act"), fused_gate_up=True)
+    return model(text, common, Layer(heads, mlp, rms_norm(text, 1e-5), placement="sandwich"), names=GLM4_NAMES)
 
 
 GEMMA_NORMS = (
