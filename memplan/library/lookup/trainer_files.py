@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -71,12 +72,18 @@ def is_trainer_file(text: str) -> bool:
         return False
     try:
         path = usable_path(text)
-        return is_file(path) and _has_trainers_keys(path)
-    except MemplanError:
+        if not is_file(path):
+            return False
+        about = path.stat()
+        return _has_trainers_keys(path, about.st_mtime_ns, about.st_size)
+    except (MemplanError, OSError):
         return False
 
 
-def _has_trainers_keys(path: Path) -> bool:
+@lru_cache(maxsize=16)
+def _has_trainers_keys(path: Path, changed: int, size: int) -> bool:
+    """Tell it of a file as it was changed last: a command asks several times, and a long list takes seconds to read."""
+    del changed, size
     from memplan.importer.files.file_sources import read_source
     from memplan.importer.given_job import commands_within
     from memplan.importer.imported_job import Question
