@@ -9,7 +9,7 @@ from typing import Any
 from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
 from memplan.importer.python.python_settings import PARSED
-from memplan.importer.python.python_values import VARIABLES
+from memplan.importer.python.python_words import VARIABLES
 from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
 from memplan.importer.sources.given_keys import MISSING

@@ -9,7 +9,7 @@ from typing import Any
 
 from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
 from memplan.importer.python.python_settings import PARSED
-from memplan.importer.python.python_values import VARIABLES
+from memplan.importer.python.python_words import VARIABLES
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
 CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "PPOConfig", "GKDConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip

@@ -11,7 +11,8 @@ from typing import Any
 from memplan.errors import InvalidFileError
 from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps
 from memplan.importer.python.python_settings import LONGEST, Settings, called_name, parameters, shown
-from memplan.importer.python.python_values import CAPABILITY, Files, literal, value_of
+from memplan.importer.python.python_values import Files, literal, truth_of, value_of
+from memplan.importer.python.python_words import CAPABILITY
 from memplan.importer.sources.given_keys import Expression, GivenKeys
 
 
@@ -119,7 +120,7 @@ def _calls(tree: ast.Module, names: _Names) -> Iterator[ast.Call | ast.Attribute
         freezes = isinstance(node, ast.Attribute) and node.attr == "requires_grad" and isinstance(node.ctx, ast.Store)
         if isinstance(node, ast.Call) or freezes:
             yield node  # type: ignore[misc]
-        if isinstance(node, ast.If | ast.IfExp) and isinstance(test := literal(node.test, names, node.lineno), bool):
+        if isinstance(node, ast.If | ast.IfExp) and (test := truth_of(node.test, names, node.lineno)) is not None:
             parts = node.body if test else node.orelse
             nodes += [node.test, *(parts if isinstance(parts, list) else [parts])]
         elif node not in idle:
@@ -228,7 +229,7 @@ class _Names:
     def at(self, name: str, line: int) -> Any:
         """Return what a name is at a line; where no statement gives it anything, what an argument of a function is by default."""
         if name not in self.given:
-            default = self.defaults.get(name)
+            default = self.defaults.get(name) or self.settings.single.get(name)
             return Expression(name) if default is None else value_of(default, self, max(line, default.lineno))
         values = [value for set_at, value in self.given[name] if set_at < line]
         return values[-1] if values else Expression(name)
@@ -246,15 +247,19 @@ def _statements(
     A branch whose condition is known, as those that ask for the GPU's compute capability are, is taken, and the other is not.
     """
     for node in body:
+        if isinstance(node, ast.ClassDef):  # what a class holds are settings
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            yield from _statements(methods, names, inside=inside, scope=scope)
+            continue
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.Expr):
             yield node, inside, scope
-        test = literal(node.test, names, node.lineno) if isinstance(node, ast.If) else None
-        taken = isinstance(test, bool)
+        test = truth_of(node.test, names, node.lineno) if isinstance(node, ast.If) else None
+        taken = test is not None
         own = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for part in ("body", "orelse", "finalbody"):
             below = getattr(node, part, None)
             if isinstance(below, list) and not (taken and (part == "body") is not test):
-                plain = taken or own or isinstance(node, ast.With | ast.Try | ast.ClassDef)
+                plain = taken or own or isinstance(node, ast.With | ast.Try)
                 name = f"{scope}.{node.name}:{node.lineno}" if own else scope  # type: ignore[attr-defined]
                 yield from _statements(below, names, inside=not own and (inside or not plain), scope=name)
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import ast
-import operator
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from memplan.importer.python.python_settings import Settings, called_name, shown
+from memplan.importer.python.python_words import (
+    CAPABILITY,
+    COMPARED,
+    COMPUTED,
+    CONVERTED,
+    FILTER,
+    LARGEST,
+    LARGEST_VALUE,
+    LOADED,
+    MADE,
+    MAPPED,
+    METHODS,
+    MOST_STEPS,
+    NO,
+    SIGNATURE,
+    VARIABLES,
+    YES,
+)
 from memplan.importer.sources.given_keys import Expression
 
 
@@ -27,51 +43,6 @@ class Known(Protocol):
 
 Files = Callable[[str], Any]
 """Path of a file of keys that a program loads -> what it holds, or None."""
-LOADED = ("safe_load", "yaml_load", "json_load", "full_load", "OmegaConf_load")
-"""Functions that read a file of keys, or ``open``'s result."""
-VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
-"""Functions that return a variable of the environment, or their second argument where it is not set."""
-YES = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available", "cuda_is_available")
-"""Questions that a GPU of compute capability 8.0 and above answers with yes, as memplan takes it where a trainer asks."""
-NO = ("mps_is_available", "xpu_is_available", "npu_is_available", "is_torch_xla_available")
-"""Questions about other devices than NVIDIA's."""
-CAPABILITY = Expression("the first number of the GPU's compute capability")
-MAPPED = ("dict", "SimpleNamespace", "Namespace", "OmegaConf_create", "DictConfig", "EasyDict", "DotDict", "AttrDict", "Box", "DictDefault", "ConfigDict")  # fmt: skip
-"""Functions that return what they are given as a mapping, whose keys are attributes too."""
-CONVERTED: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list, "tuple": list, "sorted": sorted, "round": round, "abs": abs, "Path": str}  # fmt: skip
-"""Functions of one literal, such as that of a variable of the environment, which is text."""
-METHODS = ("lower", "upper", "strip", "split", "copy", "removeprefix", "removesuffix", "get")
-"""Methods of texts and mappings that change nothing."""
-_SIGNATURE = re.compile(r"param|signature|fields|supported|accepted|allowed", re.IGNORECASE)
-"""Names of what a program asks whether a class takes an argument, as the version that is read does."""
-_FILTER = re.compile(r"filter|supported|compat|clean|drop|strip|valid", re.IGNORECASE)
-"""Names of functions that leave out of a mapping what a class does not take."""
-LARGEST = 2**40
-LARGEST_VALUE = 100_000
-"""Letters and items of a value; a file may double one in each line."""
-MOST_STEPS = 100_000
-
-COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-COMPUTED: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
 
 
 def literal(node: ast.expr, names: Known, line: int) -> Any:
@@ -89,6 +60,28 @@ def literal(node: ast.expr, names: Known, line: int) -> Any:
         MemoryError,
     ):
         return Expression(shown(node))
+
+
+def truth_of(node: ast.expr, names: Known, line: int) -> bool | None:
+    """Return whether a condition holds, or None where nobody can tell."""
+    match node:
+        case ast.UnaryOp(ast.Not(), operand):
+            inner = truth_of(operand, names, line)
+            return None if inner is None else not inner
+        case ast.BoolOp(op, parts):
+            decides = isinstance(op, ast.Or)
+            results = [truth_of(part, names, line) for part in parts]
+            return decides if decides in results else None if None in results else not decides
+        case ast.Compare(left, [ast.Is() | ast.IsNot() as sign], [ast.Constant(None)]):
+            value = literal(left, names, line)
+            if isinstance(value, Expression) and not MADE.match(value):
+                return None
+            return (value is None) == isinstance(sign, ast.Is)
+        case _:
+            value = literal(node, names, line)
+            if isinstance(value, Expression):
+                return True if MADE.match(value) else None
+            return bool(value)
 
 
 def value_of(node: ast.expr, names: Known, line: int) -> Any:
@@ -160,7 +153,7 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
     called = called_name(node.func)
     if called.endswith(VARIABLES):
         return _variable(node, names, line)
-    if called.endswith(YES) or called.endswith(NO):
+    if called.endswith((*YES, *NO)):
         return called.endswith(YES)
     if called.endswith("get_device_capability"):
         return Expression(shown(node))
@@ -171,6 +164,8 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
     if called in ("vars", "asdict") and len(node.args) == 1:
         given = names.settings.fields(shown(node.args[0]))
         return {key: literal(value, names, line) for key, value in given.items()} or Expression(shown(node))
+    if called == "hasattr" and len(node.args) == 2:
+        return True  # of the version that is read
     if called == "getattr":
         return _of_object(node, names, line)
     if called in ("max", "min") and node.args:
@@ -179,11 +174,7 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
         return CONVERTED[called](_known(node.args[0], names, line))
     if called.endswith("path_join"):
         return "/".join(_known(part, names, line) for part in node.args)
-    if (
-        len(node.args) == 1
-        and _FILTER.search(called)
-        and isinstance(value := value_of(node.args[0], names, line), dict)
-    ):
+    if len(node.args) == 1 and FILTER.search(called) and isinstance(value := value_of(node.args[0], names, line), dict):
         return value
     if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and len(node.keywords) == 0:
         values = _known(node.func.value, names, line)
@@ -252,7 +243,7 @@ def _dict(node: ast.Dict, names: Known, line: int) -> Any:
 def _compare(node: ast.Compare, names: Known, line: int) -> Any:
     """Return whether a comparison holds; a GPU's compute capability is 8.0 or above."""
     left, sign = value_of(node.left, names, line), type(node.ops[0])
-    if sign is ast.In and isinstance(left, str) and _SIGNATURE.search(shown(node.comparators[0])):
+    if sign is ast.In and isinstance(left, str) and SIGNATURE.search(shown(node.comparators[0])):
         return True
     right = _known(node.comparators[0], names, line)
     if len(node.ops) > 1 or sign not in COMPARED:
@@ -279,7 +270,10 @@ def _unary(node: ast.UnaryOp, names: Known, line: int) -> Any:
 
 
 def _choice(node: ast.IfExp, names: Known, line: int) -> Any:
-    return value_of(node.body if _known(node.test, names, line) else node.orelse, names, line)
+    taken = truth_of(node.test, names, line)
+    if taken is None:
+        raise ValueError(node)
+    return value_of(node.body if taken else node.orelse, names, line)
 
 
 def _sequence(node: ast.List | ast.Tuple | ast.Set, names: Known, line: int) -> Any:
