@@ -208,7 +208,7 @@ def _take_adapters(result: _Taken, called: str) -> None:
     if other is not None:
         result.data["peft_method"] = other.removesuffix("Config")
     for prepared in (word for word in keys.words if word.endswith(KBIT)):
-        result.data[KBIT[0]] = {"use_gradient_checkpointing": True, **{name: value for name, value in _given(keys, prepared).items() if name == "use_gradient_checkpointing"}}  # fmt: skip
+        result.data[KBIT[0]] = {"use_gradient_checkpointing": True, **{name: value for name, value in _given(keys, prepared).items() if name in ("use_gradient_checkpointing", "gradient_checkpointing_kwargs")}}  # fmt: skip
 
 
 def _take_length(result: _Taken) -> None:
