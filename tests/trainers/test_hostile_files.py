@@ -63,6 +63,23 @@ def test_a_version_that_is_none_is_refused(version):
             f"x = 1\nSFTConfig(max_length=[0x{'f' * 5000}])\n",
             r"base16\.py:2: not Python: a number of thousands",
         ),
+        ("documents.yaml", "a: 1\n---\n" * 1_000, r"documents\.yaml:2: not valid YAML: but found another document"),
+        (
+            "scripts.yaml",
+            "x:\n" + "- run: python sft.py --a 1\n" * 1_000,
+            "no trainer that memplan reads has these keys",
+        ),
+        (
+            "doubled.py",
+            "x0 = [1]\n" + "".join(f"x{i + 1} = [*x{i}, *x{i}]\n" for i in range(80)),
+            "no trainer that memplan reads",
+        ),
+        (
+            "nested.py",
+            "x0 = {}\n" + "".join(f"x{i + 1} = {{'a': x{i}, 'b': x{i}}}\n" for i in range(80)),
+            "no trainer that memplan reads",
+        ),
+        ("circle.py", "def f(a=b, b=a): pass\nx = a ** b ** a\n", "no trainer that memplan reads"),
         ("added.py", f"x += a{'.b' * 700}\n", "no trainer that memplan reads has these keys"),
         ("looped.py", f"for x in a{'.b' * 700}:\n    pass\n", "not Python that can be read"),
         ("set.py", f"a{'.b' * 700}['A'] = 1\n", "not Python that can be read"),

@@ -6,9 +6,10 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-from memplan.importer.shell.shell_commands import shell_commands
+from memplan.importer.shell.shell_commands import ShellCommand, shell_commands
 from memplan.importer.sources.argument_vectors import GIVEN_GPUS, CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys
 
@@ -19,6 +20,8 @@ SCRIPTS = ("run", "script", "commands", "source", "startup_script")
 VARIABLES = ("env", "envs", "environment", "environment_variables", "env_variables", "envVars")
 """Keys of variables: a mapping, or a list of pairs."""
 DEEPEST = 20
+MOST = 100
+"""Scripts of a file that is one job's; of more none is read."""
 
 
 def embedded_commands(keys: GivenKeys) -> tuple[CommandLine, ...]:
@@ -27,32 +30,39 @@ def embedded_commands(keys: GivenKeys) -> tuple[CommandLine, ...]:
     Raises:
         InvalidFileError: A script in it cannot be read.
     """
+    scripts = list(islice(_scripts(keys, keys.data, (), {}, 0), MOST + 1))
+    if len(scripts) > MOST:
+        return ()
     counted = max(_counts(keys.data, 0), default=0)
     given = {GIVEN_GPUS: ",".join(map(str, range(counted)))} if counted else {}
-    return tuple(_with_gpus(one, given) for one in _commands(keys, keys.data, (), {}, 0))
+    commands = [one for script in scripts for one in shell_commands(script, keys.name)]
+    return tuple(_with_gpus(_command(one, keys.name), given) for one in commands)
+
+
+def _command(one: ShellCommand, name: str) -> CommandLine:
+    return replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset, written=one.written)
 
 
 def _with_gpus(command: CommandLine, given: Mapping[str, str]) -> CommandLine:
     return replace(command, job=replace(command.job, environment={**given, **(command.job.environment or {})}))
 
 
-def _commands(
+def _scripts(
     keys: GivenKeys, data: Any, path: tuple[str | int, ...], outer: Mapping[str, str], depth: int
-) -> Iterator[CommandLine]:
+) -> Iterator[str]:
+    """Yield the scripts of a file, each on the lines where it stands there, behind the variables that are set for it."""
     if depth > DEEPEST:
         return
     if isinstance(data, list):
         for place, inner in enumerate(data):
-            yield from _commands(keys, inner, (*path, place), outer, depth + 1)
+            yield from _scripts(keys, inner, (*path, place), outer, depth + 1)
     elif isinstance(data, Mapping):
         variables = {**outer, **_variables(data)}
         for key, text in _texts(data):
             line = keys.lines.get((*path, key), 1)
-            for one in shell_commands("\n" * (line - 1) + _exports(variables) + text, keys.name):
-                command = command_line(one.words, keys.name, one.lines, one.environment)
-                yield replace(command, unset=one.unset, written=one.written)
+            yield "\n" * (line - 1) + _exports(variables) + text
         for key, inner in data.items():
-            yield from _commands(keys, inner, (*path, key), variables, depth + 1)
+            yield from _scripts(keys, inner, (*path, key), variables, depth + 1)
 
 
 def _texts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

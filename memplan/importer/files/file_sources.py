@@ -82,6 +82,8 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     return keys
 
 
+MOST_DOCUMENTS = 50
+"""Documents of one file that describe a job and what goes with it."""
 _BETWEEN = re.compile(r"^---[ \t]*$", re.MULTILINE)
 
 
@@ -95,7 +97,7 @@ def _several_documents(text: str, name: str) -> tuple[CommandLine, ...]:
         (start, part.replace("---", "")) for start, part in parts if re.search(r"^\s*[\w'\"-]+:", part, re.MULTILINE)
     ]
     commands: list[CommandLine] = []
-    for start, part in parts if len(parts) > 1 else ():
+    for start, part in parts if 1 < len(parts) <= MOST_DOCUMENTS else ():
         document = parse_document("\n" * text.count("\n", 0, start) + part, name, last_counts=True)
         if isinstance(document.data, dict) and not document.problems:
             commands += embedded_commands(given_document(document))
