@@ -174,7 +174,8 @@ def _flag(node: ast.Call) -> list[tuple[str, ast.expr]]:
     """Return the name under which an argument is stored, and its default."""
     given = {keyword.arg: keyword.value for keyword in node.keywords}
     names = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
-    long = next((name for name in names if name.startswith("--")), names[0] if names else "")
+    bare = next((name for name in names if not name.startswith("-")), "")  # what click calls the argument besides
+    long = bare or next((name for name in names if name.startswith("--")), names[0] if names else "")
     named = given.get("dest")
     name = str(named.value) if isinstance(named, ast.Constant) else long.lstrip("-").replace("-", "_")
     switch = shown(given["action"]) if "action" in given else ""
