@@ -90,8 +90,7 @@ def section_events(
     """Return what a part allocates and frees in forward, and in backward from the gradient of its output.
 
     Args:
-        mode: What becomes of weight gradients.
-        recomputation: What forward saves, and what is computed again.
+        mode, recomputation: What becomes of weight gradients; what forward saves, and what is computed again.
         visits: Whether it is told where modules begin and end; ``received``: whether the gradient of its output stays.
     """
     tape, entry, output = section.tape, section.entry, section.output
