@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from memplan.allocator.caching_allocator import replay
+from memplan.allocator.pools import Turn
 from memplan.allocator.settings import AllocatorSettings
 from memplan.allocator.streams.stream_allocator import StreamAllocator
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
@@ -51,6 +52,15 @@ def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_some(seed, ex
             expected.allocated_peak_bytes,
             expected.reserved_peak_bytes,
         )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_cached_is_given_back_where_a_program_clears_it(seed):
+    sizes, codes = drawn(f"cleared {seed}")
+    place = 150 + 10 * seed
+    whole = replay(events(sizes, codes), turns=[Turn(place, "release")])
+    quick = Stream(sizes, codes, first=place, cleared=place).peaks()
+    assert (quick.allocated_bytes, quick.reserved_bytes) == (whole.allocated_peak_bytes, whole.reserved_peak_bytes)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -42,7 +42,7 @@ class Stream:
             too are played until they are known to do what they did; what they leave then has the names of the last.
         streams: The CUDA stream of each storage that is not of the first; with several, all rounds are played.
         first: The place where what comes before anything that is alike ends, if its peak is to be told.
-        cleared: A place before that where what is cached is given back to the driver (``empty_cache``); 0 for none.
+        cleared: A place no later than that where what is cached is given back to the driver (``empty_cache``); 0 for none.
 
     Example:
         >>> Stream([600, 2**21], [0, 2, 1, 3]).peaks()
