@@ -31,7 +31,8 @@ def inventory_of(spec: ModelSpec) -> Inventory:
     """Return the parameter tensors of ``spec``, in the order of the model."""
     names = spec.names
     tensors = [] if spec.tower is None else [_of_tower(tensor) for tensor in spec.tower.tensors]
-    tensors.append(ParameterTensor(f"{names.embedding}.weight", (spec.vocab_size, spec.hidden_size), "embedding"))
+    rows = spec.vocab_size + spec.unsaid_words
+    tensors.append(ParameterTensor(f"{names.embedding}.weight", (rows, spec.hidden_size), "embedding"))
     if spec.embedding_norm is not None:
         tensors += _norm(names.embedding_norm, spec.embedding_norm, spec.hidden_size)
     if spec.learned_positions:

@@ -193,8 +193,7 @@ class Layer:
     feed_forward: Mlp | MixtureOfExperts | None  # None where what mixes tokens is
     norm: Norm
     # ``pre``: a norm before each part; ``post``: after each (OLMo 2); ``sandwich``: before and after (Gemma 2, 3);
-    # ``parallel``: attention and feed-forward read the same input and are added together (NeoX, Falcon, Phi);
-    # ``alone``: one part behind one norm (Nemotron-H).
+    # ``parallel``: both read the same input and are added together (NeoX, Phi); ``alone``: one part behind one norm (Nemotron-H).
     placement: Placement = "pre"
     parallel_norms: int = 1  # With ``parallel``: norms in front, one shared or one for each
     residual_scale: float = 0.0  # Factor of what attention and feed-forward add (Granite); 0.0 for none
@@ -300,6 +299,7 @@ class ModelSpec:
     tie_word_embeddings: bool = False  # Head and embedding are one tensor
     head_bias: bool = False  # Bias on the head
     cut_words: int = 0  # Rows of the head that stand for no word, whose logits are cut off (nanochat)
+    unsaid_words: int = 0  # Rows of the embedding for what the head has none for (Llama 3.2 Vision)
     learned_positions: int = 0  # Positions that a learned embedding has rows for; 0 for none
     reserved_positions: int = 0  # Rows of it that stand for no position (OPT)
     max_position_embeddings: int = 0  # Longest sequence the model is made for; 0 if unknown

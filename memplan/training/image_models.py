@@ -34,6 +34,8 @@ def with_tower(model: Model, setup: TrainingSetup) -> Model:
     if images.per_row:
         return _with_images(model, setup)
     tower = [tensor for tensor in model.inventory if not tensor.used]
+    if parallel.zero_stage and any(tensor.name.startswith(TEXTS) for tensor in tower):
+        raise CannotAnswerError(f"{where} layers between others that rows of text skip are not modelled over shards")
     shown = _shows_image(model, setup)
     if shown and _trains_shown(tower, model, setup):
         raise CannotAnswerError(

@@ -59,6 +59,15 @@ GEMMA4_TOWER = TOWER | {"num_hidden_layers": 2, "num_attention_heads": 3, "num_k
 SIGLIP = OTHER_TOWER | {"vision_use_head": False}
 GLM_TOWER = TOWER | {"depth": 2, "num_heads": 3, "out_hidden_size": 64, "image_size": 56}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+MLLAMA = GROUPED | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "pad_token_id": 0}
+MLLAMA_TOWER = {
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_global_layers": 3,
+    "vision_output_dim": 96,
+}
+MLLAMA_TOWER |= {"intermediate_layers_indices": [0], "attention_heads": 3, "image_size": 28}
 IS_SIGLIP = {"model_type": "siglip_vision_model"}
 GEMMA_TEXT = GROUPED | {"head_dim": 16}
 
@@ -331,6 +340,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "llava_next_video",
         UNTIED | {"text_config": GROUPED | EPSILON, "vision_config": OTHER_TOWER, "vision_feature_layer": [-2, -1]},
     ),
+    "mllama": ("mllama", {"text_config": MLLAMA, "vision_config": MLLAMA_TOWER}),
     "paligemma": ("paligemma", {"text_config": GEMMA_TEXT, "vision_config": SIGLIP, "projection_dim": 64}),
     "paligemma-2": (
         "paligemma",
@@ -376,6 +386,7 @@ THEIRS = (
     "gemma4",
     "idefics3",
     "glm4v",
+    "mllama",
     "internvl",
     "lfm2",
     "smolvlm",

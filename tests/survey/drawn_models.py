@@ -92,6 +92,7 @@ TOWERS = {
     "llava_next": ("granite", "llama", "mistral", "qwen2"),
     "paligemma": ("gemma", "gemma2"),
     "glm4v": ("glm4",),
+    "mllama": ("llama",),
     **dict.fromkeys(("idefics3", "smolvlm"), ("llama",)),
     "lfm2_vl": ("lfm2",),
     "llava_onevision": ("qwen2",),
@@ -178,6 +179,8 @@ def _with_tower(rng: Random, family: str, catalog: Catalog) -> Values:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     if family.startswith("qwen3_vl"):
         vision["deepstack_visual_indexes"] = [0][: rng.randint(0, 1)]
+    if family == "mllama":
+        return _mllama(rng, text, vision)
     if family == "glm4v":
         return _glm4v(rng, text, vision, tied=tied)
     if family == "gemma4_unified":
@@ -211,6 +214,20 @@ def _glm4v(rng: Random, text: Values, vision: Values, *, tied: bool) -> Values:
         "vision_config": vision,
         "tie_word_embeddings": tied,
     }
+
+
+def _mllama(rng: Random, text: Values, vision: Values) -> Values:
+    """Return a Llama 3.2 Vision, of whose layers some attend to images, and neither the first nor the last, as in all releases."""
+    others = ("attention_bias", "mlp_bias", "head_dim")
+    layers, blocks = rng.randint(3, 6), rng.randint(1, 3)
+    crossed = sorted(rng.sample(range(1, layers - 1), rng.randint(1, min(2, layers - 2))))
+    text = {key: value for key, value in text.items() if key not in others}
+    text |= {"num_hidden_layers": layers, "cross_attention_layers": crossed, "pad_token_id": 0}
+    text |= {"hidden_size": text["num_attention_heads"] * rng.choice((16, 32, 64))}
+    width = 16 * rng.randint(1, 6)
+    vision |= {"attention_heads": vision.pop("num_attention_heads"), "hidden_size": width, "num_global_layers": blocks}
+    vision |= {"image_size": 28, "intermediate_layers_indices": [0], "vision_output_dim": 2 * width}
+    return {"model_type": "mllama", "text_config": text, "vision_config": vision}
 
 
 def _released(rng: Random, family: str, entries: Sequence[ModelEntry]) -> Values:

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from memplan.model.families.config_values import ConfigValues
+from memplan.model.families.common_parts import attention, gated_mlp, model, rms_norm, shape
+from memplan.model.families.config_values import MAXIMUM_LAYERS, ConfigValues
 from memplan.model.families.family_fields import runs_as
 from memplan.model.families.kinds.gemma_like import gemma, gemma2
 from memplan.model.families.kinds.llama_like import granite, llama, mistral, qwen2
@@ -17,8 +20,8 @@ from memplan.model.families.vision_towers import (
     text_inside,
     with_tower,
 )
-from memplan.model.spec import ModelSpec
-from memplan.model.tower import TowerTensor
+from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec
+from memplan.model.tower import LANGUAGE, TowerTensor
 
 PROJECTOR = "model.multi_modal_projector"
 
@@ -99,6 +102,88 @@ def paligemma(config: ConfigValues) -> ModelSpec:
     parts.add(f"{PROJECTOR}.linear", text.hidden_size, parts.hidden, bias=True)
     config.ignore("hidden_size", "vocab_size", "num_image_tokens", "_vocab_size")
     return with_tower(config, text, parts, (PROJECTOR,))
+
+
+MLLAMA_CROSSED = (3, 8, 13, 18, 23, 28, 33, 38)
+"""Layers that attend to images where a config names none (configuration_mllama.py, 5.24.0)."""
+
+
+@runs_as(scored=False, wrapped=True, ahead=False)
+def mllama(config: ConfigValues) -> ModelSpec:
+    """Llama 3.2 Vision: Llama's layers, and between them some that attend to images alone, which rows of text skip.
+
+    Source: ``transformers/models/mllama/modeling_mllama.py`` (v5.24.0), ``MllamaTextModel.forward``; https://arxiv.org/abs/2407.21783.
+    """
+    vision = config.part("vision_config", "mllama_vision_model")
+    parts = _mllama_tower(vision)
+    output = vision.integer("vision_output_dim", default=7680)
+    config.take(vision)
+    text = text_inside(config, "mllama_text_model", partial(_mllama_text, parts=parts))
+    parts.add(PROJECTOR, text.hidden_size, output, bias=True)
+    return with_tower(config, text, parts, (PROJECTOR,))
+
+
+def _mllama_text(text: ConfigValues, parts: TowerParts) -> ModelSpec:
+    """Return the layers that rows of text pass through, in their places; others are added to the tower's ``parts``."""
+    common, norm = shape(text, key_value_heads=8), rms_norm(text, 1e-5)
+    text.only("tie_word_embeddings", False)  # the embedding has more rows than the head
+    listed = text.integers("cross_attention_layers")
+    crossed = [index for index in (MLLAMA_CROSSED if listed is None else listed) if index < common.num_hidden_layers]
+    heads, mlp = attention(text, common), gated_mlp(text)
+    for index in crossed:
+        _add_crossed(parts, f"{LANGUAGE}layers.{index}", heads, mlp)
+    ends = sorted({-1, *crossed, common.num_hidden_layers})
+    layer = Layer(heads, mlp, norm)
+    runs = [LayerRun(layer, end - start - 1, start + 1) for start, end in pairwise(ends) if end - start > 1]
+    spec = model(text, common, layer, dropout=("dropout",), unsaid_words=8)
+    return replace(spec, runs=tuple(runs))
+
+
+def _add_crossed(parts: TowerParts, layer: str, heads: Attention, mlp: Mlp) -> None:
+    """Add a layer that attends to images."""
+    hidden, inner = heads.query_size, mlp.intermediate_size
+    for name, rows in (("q", hidden), ("k", heads.key_value_size), ("v", heads.key_value_size), ("o", hidden)):
+        parts.add(f"{layer}.cross_attn.{name}_proj", rows, hidden)
+    for name in ("q_norm", "k_norm"):
+        parts.add(f"{layer}.cross_attn.{name}", heads.head_dim, role="norm")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        parts.add(f"{layer}.{name}", hidden, role="norm")
+    for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        parts.add(f"{layer}.mlp.{name}", rows, columns)
+    parts.tensors += [TowerTensor(f"{layer}.cross_attn_{part}_gate", (1,), "bias") for part in ("attn", "mlp")]
+
+
+def _mllama_tower(vision: ConfigValues) -> TowerParts:
+    """Return a tower of tiles of an image: local layers, and global ones whose sums are gated."""
+    parts, tower = TowerParts(vision, (1280, 5120, 32, 16, 14)), "model.vision_model"
+    hidden, patch, tiles = parts.hidden, parts.patch, vision.integer("max_num_tiles", default=4)
+    patches = max(vision.integer("image_size", default=448) // patch, 1) ** 2 + 1
+    ratios = vision.keys.get("supported_aspect_ratios")
+    ways = (len(ratios) if isinstance(ratios, list) else 8) + 1
+    parts.tensors.append(TowerTensor(f"{tower}.class_embedding", (hidden,), "embedding"))
+    parts.add(f"{tower}.patch_embedding", hidden, parts.channels, patch, patch, role="embedding")
+    parts.tensors.append(TowerTensor(f"{tower}.gated_positional_embedding.embedding", (patches, hidden), "embedding"))
+    parts.add(f"{tower}.gated_positional_embedding.tile_embedding", ways, tiles * patches * hidden, role="embedding")
+    for name in ("pre_tile", "post_tile"):
+        parts.add(f"{tower}.{name}_positional_embedding.embedding", ways, tiles * hidden, role="embedding")
+    gates = [
+        f"{tower}.{name}_embedding.gate" for name in ("gated_positional", "pre_tile_positional", "post_tile_positional")
+    ]
+    parts.tensors += [TowerTensor(name, (1,), "bias") for name in gates]
+    for name in ("layernorm_pre", "layernorm_post"):
+        parts.add(f"{tower}.{name}", hidden, bias=True, role="norm")
+    beyond = vision.integer("num_global_layers", default=8, maximum=MAXIMUM_LAYERS)
+    for name, count in (("transformer", parts.blocks), ("global_transformer", beyond)):
+        layer = f"{tower}.{name}.layers.{{}}"
+        for matrix in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            parts.add(f"{layer}.self_attn.{matrix}", hidden, hidden, count=count)
+        parts.add(f"{layer}.mlp.fc1", parts.inner, hidden, bias=True, count=count)
+        parts.add(f"{layer}.mlp.fc2", hidden, parts.inner, bias=True, count=count)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            parts.add(f"{layer}.{norm}", hidden, bias=True, role="norm", count=count)
+    parts.tensors += [TowerTensor(f"{layer}.gate_{part}", (1,), "bias", beyond) for part in ("attn", "ffn")]
+    vision.ignore("attention_heads", "intermediate_layers_indices", "supported_aspect_ratios", "norm_eps")
+    return parts
 
 
 def _tied_as_text(config: ConfigValues, text: ModelSpec) -> ModelSpec:
