@@ -9,6 +9,7 @@ from memplan.step.kernels.family_code import dropouts, family_code
 from memplan.step.kernels.layer_arguments import layer_arguments, position_quantity
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.playing.peak_layers import last_places
+from memplan.step.playing.section import Section
 from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
@@ -74,7 +75,7 @@ def generation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator
     around += rows * 2
     yield Instant(GENERATION, "rows in another order", around)
     logs = single_form(Part.ACTIVATIONS, Quantity.PREDICTED_TOKENS, 4 * (together - 1))
-    arguments = _arguments(inputs)
+    arguments = forward_arguments(inputs)
     several = 1 if together > 1 else 0
     if setup.copies_logits:  # the last ones keep their name until the next are there
         last = _logits(taped, Quantity.ANSWER_TOKENS) * several
@@ -124,14 +125,14 @@ def _mismatched_forwards(inputs: StepInputs, taped: ModelOnTape, around: Form, n
     """
     # Source: ``concatenated_forward`` and ``get_batch_loss_metrics`` in llamafactory/train/kto/trainer.py (0.9.5).
     whole, ids = _logits(taped, Quantity.TOKENS), joined_ids(inputs.setup, forward=True)
-    yield from forward_alone(inputs, taped, around + ids, name, _arguments(inputs))
+    yield from forward_alone(inputs, taped, around + ids, name, forward_arguments(inputs))
     yield Instant(name, "logits of desirable and undesirable answers", around + whole)
     yield from _reference_moments(inputs, taped, around + ids, name)
     yield from _reference_moments(inputs, taped, around + ids + whole, name)
     yield Instant(name, "logits of desirable and undesirable answers", around + whole * 2)
 
 
-def _arguments(inputs: StepInputs) -> Form:
+def forward_arguments(inputs: StepInputs) -> Form:
     """Return what layers of a forward are given."""
     return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
 
@@ -166,7 +167,7 @@ def _reference_moments(inputs: StepInputs, taped: ModelOnTape, around: Form, nam
         return
     if inputs.setup.config.adapter is None and not inputs.setup.stack.loop.own_comparison:
         inputs = replace(inputs, setup=reference_setup(inputs.setup))
-    for moment in forward_alone(inputs, reference, around, name, _arguments(inputs)):
+    for moment in forward_alone(inputs, reference, around, name, forward_arguments(inputs)):
         yield replace(moment, operation=f"reference: {moment.operation}")
 
 
@@ -188,14 +189,21 @@ def parts_alone(
     inputs: StepInputs, taped: ModelOnTape, around: Form, name: str, arguments: Form = ZERO, *, loss_inside: bool = True
 ) -> Iterator[tuple[int, Instant]]:
     """Yield the same, each moment with the kind of layer that it is in, or the end."""
-    parts = {EMBEDDING: taped.embedding.evaluated()}
-    parts |= {kind: section.evaluated() for kind, section in enumerate(taped.layers)}
+    for kind, below, section in places_alone(inputs, taped, around, arguments, loss_inside=loss_inside):
+        for moment in section.evaluated().forward:
+            yield kind, moment.around(around if kind == HEAD and moment.name == BEHIND_REGION else below, name)
+
+
+def places_alone(
+    inputs: StepInputs, taped: ModelOnTape, around: Form, arguments: Form = ZERO, *, loss_inside: bool = True
+) -> Iterator[tuple[int, Form, Section]]:
+    """Yield the last place of each kind of layer and the ends, with what lies around it and what runs there."""
+    sections = {EMBEDDING: taped.embedding, **dict(enumerate(taped.layers))}
     runs = [(kind, run.count) for kind, run in zip(taped.kinds, taped.runs, strict=True)]
-    left = {kind: part.carried for kind, part in parts.items()}
+    left = {kind: section.evaluated().carried for kind, section in sections.items()}
     for kind, section in enumerate(taped.layers):
         left[kind] += sum((single_form(*section.tape.storages[own]) for own in section.tape.cached), ZERO)
-    alone = around
-    places, around = last_places([(EMBEDDING, 1), *runs], left, around)
+    places, behind = last_places([(EMBEDDING, 1), *runs], left, around)
     named = _named_embeddings(inputs)
     last = {kind: run.first + run.count - 1 for kind, run in zip(taped.kinds, taped.runs, strict=True)}
     for kind, below in places:
@@ -204,10 +212,8 @@ def parts_alone(
         )  # given the embeddings themselves
         if kind != EMBEDDING:
             below += returned_before(taped, kind, graph=False) + taped.handed.made + taped.handed.read(last[kind])
-        for moment in parts[kind].forward:
-            yield kind, moment.around(below + arguments + (ZERO if first else named), name)
-    for moment in evaluated_head(taped.settings, taped.weights, loss_inside=loss_inside).evaluated().forward:
-        yield HEAD, moment.around(alone if moment.name == BEHIND_REGION else around, name)
+        yield kind, below + arguments + (ZERO if first else named), sections[kind]
+    yield HEAD, behind, evaluated_head(taped.settings, taped.weights, loss_inside=loss_inside)
 
 
 def names_embedded(inputs: StepInputs) -> bool:

@@ -28,8 +28,24 @@ def test_deepspeed_keeps_a_whole_reference_model_on_each_rank_up_to_stage_2():
     engine = {"parallel.engine": "deepspeed", "master_weights": "fp32", "optimizer": "adamw-fp32"}
     alone, beside = (plan(kind, **{**engine, "parallel.zero_stage": 2}) for kind in ("precomputed", "resident"))
     assert beside.components["weights"] - alone.components["weights"] == PARAMETERS * BF16_BYTES
-    with pytest.raises(CannotAnswerError, match="DeepSpeed's stage 1 or 2"):
-        plan("resident", **engine)
+
+
+def test_an_engine_of_its_own_gathers_a_reference_model_at_stage_3():
+    engine = {"parallel.engine": "deepspeed", "master_weights": "fp32", "optimizer": "adamw-fp32"}
+    alone, beside = (plan(kind, **engine) for kind in ("precomputed", "resident"))
+    norms = (2 * 16 + 1) * 2048  # smaller than what DeepSpeed keeps gathered where nobody says what
+    pieces = PARAMETERS // GPUS + norms
+    assert beside.components["weights"] - alone.components["weights"] == pieces * BF16_BYTES
+    assert (
+        dict(alone.memory.instants)["forward"] + PARAMETERS * BF16_BYTES // 2 < dict(beside.memory.instants)["forward"]
+    )
+    for keys in (
+        {"evaluation": True},
+        {"offload.optimizer_states": "cpu"},
+        {"method.stage": "kto", "micro_batch_size": 2},
+    ):
+        with pytest.raises(CannotAnswerError, match="stage 3: dpo and reward with a reference model of its own"):
+            plan("resident", **engine, **keys)
 
 
 @pytest.mark.parametrize("keys", [{"evaluation": True}, {"parallel.reshard_after_forward": False}])

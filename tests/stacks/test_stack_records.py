@@ -42,6 +42,7 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "transformers.ends": {20},
     "trl.shards": {14},
     "trl.evaluated.shards": {4},
+    "trl.preferences-zero-3.shards": {8},
     "transformers.fsdp1.shards": {25, 28, 29, 34},
     "transformers.fsdp1-adapters.shards": {19},
     "axolotl.fsdp1-adapters.shards": {11},
@@ -73,6 +74,7 @@ with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 wei
 `llama-factory.reference` the forward of two models whose weights outweigh their rows, 4 and 7 % high below the peak;
 with `torchtitan.tensor.muon.shards` 4 the head's backward, 2.6 % high below the peak, which is as with AdamW;
 with `trl.evaluated.shards` 4 the optimizer's step of a StableLM with adapters that has 20 kB there, 3.7 kB low;
+with `trl.preferences-zero-3.shards` 8 the padding of what a reference model's engine gathers alone and keeps, 512 bytes;
 with `llama-factory.kto` 5 Granite's scaled logits under fp16;
 with `transformers.vision-deepspeed.shards` 11 and 28 what the rank that was traced keeps, 2 bytes and 41 kB more than the fullest of the formula;
 with `transformers.ends` 1 a mixture whose layers have experts by turns, and with 20 LLM.int8 of a model with three features within,
@@ -205,6 +207,7 @@ NEAR = {
     "trl.pairs-0-29": 1.0,
     "trl.preferences": 0.98,
     "trl.preferences.shards": 0.95,
+    "trl.preferences-zero-3.shards": 0.96,
     "trl.reward": 0.97,
     "trl.reward-0-29": 0.97,
     "trl.vision": 1.0,
@@ -311,6 +314,7 @@ ROWS = {
     "transformers.evaluated.shards": "FSDP2, evaluated, Trainer by accelerate 1.15",
     "trl.evaluated.shards": "FSDP2, evaluated, TRL by accelerate 1.15",
     "trl.preferences.shards": "FSDP2, DPO and KTO, TRL by accelerate 1.15",
+    "trl.preferences-zero-3.shards": "DeepSpeed 0.19.8, ZeRO 3, DPO, TRL",
     "transformers.hsdp.shards": "HSDP, Trainer by accelerate 1.15",
     "torchtitan.hsdp.tensor.shards": "HSDP, alone and with tensor parallelism, torchtitan",
     "transformers.offload.shards": "FSDP2 and HSDP, shards in host memory",

@@ -170,10 +170,13 @@ def _untold_units(plan: MemoryPlan) -> str:
 
 def _untold_engine(plan: MemoryPlan) -> str:
     """Return why the events of a job that DeepSpeed runs are not told, or nothing."""
+    config = plan.setup.config
     if plan.setup.steps_on_host:
         return "the events of DeepSpeed's steps in host memory are not told"
-    if plan.setup.config.evaluation and is_partitioned(plan.setup.config.parallel):
+    if config.evaluation and is_partitioned(config.parallel):
         return "what DeepSpeed's stage 3 gathers to evaluate is not told as events"
+    if is_partitioned(config.parallel) and config.method.reference_model == "resident":
+        return "what DeepSpeed's stage 3 gathers of a reference model is not told as events"
     return ""
 
 

@@ -52,17 +52,18 @@ def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, 
     marks: list[Mark] = []
     player.marked, player.visits = marks.append, visits
     player.forward(saves=True)
-    forward = _cut(player, marks)
+    forward = cut(player, marks)
     if not section.tape.nodes:
         return Segments(forward)
     marks.clear()
     player.instants = []
     player.region_ends()
     play_backward(player, section.output)
-    return Segments(forward, _cut(player, marks))
+    return Segments(forward, cut(player, marks))
 
 
-def _cut(player: Player, marks: Sequence[Mark]) -> tuple[Segment, ...]:
+def cut(player: Player, marks: Sequence[Mark]) -> tuple[Segment, ...]:
+    """Return what a player has played, cut at its marks."""
     parts: list[Segment] = []
     first = 0
     for mark in marks:
@@ -251,6 +252,11 @@ class Following:
         self._gradients = gradients
         self._most: dict[int, int] = {}
         self.leaving = gradients.resident
+
+    @property
+    def resident(self) -> EngineBytes:
+        """What is there besides."""
+        return self._gradients.resident
 
     def forget(self) -> None:
         """Begin layers of another kind."""

@@ -5,7 +5,7 @@ Source:
     ``step`` and ``_post_step``; deepspeed/runtime/comm/coalesced_collectives.py, ``reduce_scatter_coalesced``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,8 +31,9 @@ from memplan.step.engines.engine_step import (
     tied_gradients,
 )
 from memplan.step.engines.gathered_parameters import GatheredParameters, Limits, Visit
-from memplan.step.engines.module_visits import Modules
+from memplan.step.engines.module_visits import Listed, Modules, followed
 from memplan.step.engines.reduced_gradients import EngineBytes
+from memplan.step.engines.reference_forward import referred
 from memplan.step.head_instants import TIED_SUM, after_backward
 from memplan.step.instants import StepForms, saved_by_layers
 from memplan.step.kernels.family_code import family_code, module_dropouts
@@ -48,55 +49,11 @@ from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, ta
 from memplan.step.tapes.linear_forms import ZERO, Form
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.step.units.host_memory import FP32_BYTES
+from memplan.training.adapters import REFERENCE
 from memplan.units import ceil_div, format_bytes
 
 NORM_ELEMENTS = 250_000_000
 """Elements of a gradient that are in fp64 at once for its norm."""
-
-BEGINNINGS = ("forward", "again", "backward")
-"""Kinds of marks at which modules begin."""
-
-
-class _Listed:
-    """Takes down the modules that begin, in order."""
-
-    def __init__(self, modules: Modules) -> None:
-        self.visits: list[Visit] = []
-        self.resident = EngineBytes(0, 0)
-        self._modules = modules
-
-    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
-        """Take down what begins."""
-        self.visits += begun(self._modules, name, kind)
-        return self.resident
-
-    def end(self) -> EngineBytes:
-        """Return nothing."""
-        return self.resident
-
-
-def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
-    """Return the modules that begin with a mark of a tape."""
-    if kind.startswith("left") and name:
-        return [*modules.follows(kind.removeprefix("left "), name)]
-    if kind not in BEGINNINGS:
-        return ()
-    return [*(modules.begins(kind, name) if kind != "backward" or modules.runs(name) else modules.enters(name))]
-
-
-def followed(modules: Modules, gathered: GatheredParameters, name: str, kind: str) -> int:
-    """Gather and let go of what a mark of a tape tells, which is no gradient; return the most that is there as modules begin."""
-    if kind == "saved":
-        gathered.hold(modules.parameters(name))
-        return 0
-    if kind == "unsaved":
-        gathered.unhold(modules.parameters(name))
-        return 0
-    if kind.startswith("left") and name:
-        way = kind.removeprefix("left ")
-        for module, parameters in modules.ends(way, name):
-            gathered.release(module, parameters, backward=way == "backward")
-    return max((gathered.fetch() for _ in begun(modules, name, kind)), default=0)
 
 
 class Leaving(NamedTuple):
@@ -203,9 +160,9 @@ class GatheredStep:
 
     def __init__(self, inputs: StepInputs, taped: ModelOnTape, rules: Partitions) -> None:
         self.inputs, self.taped, self.rules = inputs, taped, rules
-        self._pass = replace(engine_pass(inputs, taped, visits=True), forward=walked_forward, tied=_tied)
+        self._pass = replace(engine_pass(inputs, taped, visits=True), forward=self._forward, tied=_tied)
         tensors = list(in_layers(inputs.states.tensors))
-        self.elements = {name: entry.tensor.elements for name, entry in tensors}
+        self.elements = {name: e.tensor.elements for name, e in tensors if not name.startswith(REFERENCE)}
         self.frozen = frozenset(name for name, entry in tensors if not entry.trainable)
         if embedded_leaf(inputs, taped) is not ZERO:  # whose output needs a gradient, which asks for the weight
             mark = Mark(0, "backward", inputs.spec.names.embedding)
@@ -227,10 +184,19 @@ class GatheredStep:
 
     def listed(self) -> Sequence[Visit]:
         """Return all modules that run in a forward and backward, in order."""
-        listed = _Listed(self.modules())
+        listed = Listed(self.modules())
         for _ in self._pass.instants(listed):
             pass
         return listed.visits
+
+    def _forward(self, walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
+        """Yield the moments of forward, the reference model's beside what is gathered then."""
+        behind = yield from _through_forward(walk, following, played)
+        if self.inputs.setup.config.method.reference_model == "resident":
+            yield from referred(self.inputs, self.taped, (self.modules, self.elements), behind, following.resident)
+            return
+        for moment in forward_only_instants(self.inputs, self.taped, behind):
+            yield following.with_resident(moment)
 
     def instants(self) -> Iterator[Instant]:
         """Yield the candidates for the peak."""
@@ -275,7 +241,14 @@ def _tied(walk: EnginePass, following: Following, around: Form) -> Iterator[Inst
 
 
 def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
-    """Yield the moments of forward, of layers alike those beside which the most is gathered."""
+    """Yield the moments of forward, and of what runs behind it without gradients."""
+    behind = yield from _through_forward(walk, following, played)
+    for moment in forward_only_instants(walk.inputs, walk.taped, behind):
+        yield following.with_resident(moment)
+
+
+def _through_forward(walk: EnginePass, following: Following, played: PlayedModel) -> Generator[Instant, None, Form]:
+    """Yield the moments of forward, of layers alike those beside which the most is gathered; return what it leaves."""
     inputs, taped = walk.inputs, walk.taped
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     named, apart = named_embeddings(inputs, taped), leaf_apart(inputs, taped)
@@ -299,8 +272,7 @@ def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) 
                     yield replace(moment, name="forward")
     for _, moment in following.through(walk.head.forward, head):
         yield replace(moment, name="forward")
-    for moment in forward_only_instants(inputs, taped, head + played.head.saved):
-        yield following.with_resident(moment)
+    return head + played.head.saved
 
 
 def _refuse(inputs: StepInputs, rules: Partitions) -> None:

@@ -12,8 +12,12 @@ Source:
 from collections.abc import Iterable, Iterator, Sequence
 
 from memplan.model.spec import TensorNames
-from memplan.step.engines.gathered_parameters import Visit
+from memplan.step.engines.gathered_parameters import GatheredParameters, Visit
+from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.playing.recomputation import ACTIVATION
+
+BEGINNINGS = ("forward", "again", "backward")
+"""Kinds of marks at which modules begin."""
 
 HEAD = "head"
 """Stands for a head whose parameter is the embedding's."""
@@ -177,3 +181,45 @@ class Modules:
                 yield name
         if module in self._adapted:
             yield module
+
+
+class Listed:
+    """Takes down the modules that begin, in order."""
+
+    def __init__(self, modules: Modules) -> None:
+        self.visits: list[Visit] = []
+        self.resident = EngineBytes(0, 0)
+        self._modules = modules
+
+    def arrive(self, name: str, kind: str = "gradient") -> EngineBytes:
+        """Take down what begins."""
+        self.visits += begun(self._modules, name, kind)
+        return self.resident
+
+    def end(self) -> EngineBytes:
+        """Return nothing."""
+        return self.resident
+
+
+def begun(modules: Modules, name: str, kind: str) -> Sequence[Visit]:
+    """Return the modules that begin with a mark of a tape."""
+    if kind.startswith("left") and name:
+        return [*modules.follows(kind.removeprefix("left "), name)]
+    if kind not in BEGINNINGS:
+        return ()
+    return [*(modules.begins(kind, name) if kind != "backward" or modules.runs(name) else modules.enters(name))]
+
+
+def followed(modules: Modules, gathered: GatheredParameters, name: str, kind: str) -> int:
+    """Gather and let go of what a mark of a tape tells, which is no gradient; return the most that is there as modules begin."""
+    if kind == "saved":
+        gathered.hold(modules.parameters(name))
+        return 0
+    if kind == "unsaved":
+        gathered.unhold(modules.parameters(name))
+        return 0
+    if kind.startswith("left") and name:
+        way = kind.removeprefix("left ")
+        for module, parameters in modules.ends(way, name):
+            gathered.release(module, parameters, backward=way == "backward")
+    return max((gathered.fetch() for _ in begun(modules, name, kind)), default=0)

@@ -42,9 +42,14 @@ def play(
 
 def play_forward(tape: Tape) -> Played:
     """Return the moments of a forward that saves nothing, as under ``no_grad``."""
-    player = Player(tape, "first", None, NOTHING_AGAIN, LiveBytes(by_life(tape, ())))
+    player = forward_player(tape)
     player.forward(saves=False)
     return Played(dominant(player.instants), ZERO, player.region_ends(), [])
+
+
+def forward_player(tape: Tape) -> Player:
+    """Return what plays such a forward."""
+    return Player(tape, "first", None, NOTHING_AGAIN, LiveBytes(by_life(tape, ())))
 
 
 def by_life(tape: Tape, retained: Collection[int]) -> list[Storage]:

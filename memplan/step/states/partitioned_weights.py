@@ -21,8 +21,12 @@ from memplan.step.states.flat_partitions import (
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.parallel_shards import is_partitioned, reduced_elements
 from memplan.step.units.host_memory import NOTHING_ON_HOST, HostMemory, pieces_host_memory
+from memplan.training.adapters import REFERENCE
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
+
+PREFETCHED, PERSISTENT = 50_000_000, 100_000
+"""Elements that DeepSpeed gathers ahead, and that stay gathered, where nobody says it (deepspeed/runtime/zero/config.py, 0.19.8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Partitions:
     distance: int  # Elements among which a module that needs a parameter again keeps it
     copies: bool  # Whether gradients are interleaved in a tensor of their own before they are reduced
     weight_bytes: int  # Pieces of all parameters, and those that stay gathered
-    whole_bytes: int  # The latter alone
+    whole_bytes: int  # The latter alone, but for a reference model's
     master_bytes: int  # Pieces of trained ones in fp32
     gradient_bytes: int  # Their gradients, which are there always
     state_bytes: int  # The optimizer's states of them
@@ -70,8 +74,9 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
     ahead = int(0.9 * hidden_size * hidden_size) if zero.prefetch_bucket_size == "auto" else zero.prefetch_bucket_size
     tensors = [entry.tensor for entry in states.tensors]
     pieces = sum(ceil_div(tensor.elements, ranks) * tensor.count for tensor in tensors)
-    small = [tensor for tensor in tensors if tensor.elements <= threshold]
+    small = [t for t in tensors if t.elements <= threshold and not t.name.startswith(REFERENCE)]
     whole = sum(ranks * ceil_div(tensor.elements, ranks) * tensor.count for tensor in small)
+    referred = sum(t.elements * t.count for t in tensors if _stays_referred(setup, t))
     groups = subgroups(setup, states)
     stepped = [partition_states(setup, sum(part)) for part in groups]
     retained = Partitions(
@@ -83,7 +88,7 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
         live=zero.max_live_parameters,
         distance=zero.max_reuse_distance,
         copies=zero.reduce_scatter,
-        weight_bytes=width * (pieces + whole),
+        weight_bytes=width * (pieces + whole + referred),
         whole_bytes=width * whole,
         master_bytes=sum(part.weight_bytes for part in stepped),
         gradient_bytes=width * sum(map(sum, groups)),
@@ -94,6 +99,17 @@ def partitions(setup: TrainingSetup, states: ModelStates, hidden_size: int) -> P
         step_bytes=max(8 * max(map(max, groups)), *(_step_bytes(setup, part) for part in groups)),
     )
     return _offloaded(setup, states, retained, [sum(part) for part in groups]) if setup.steps_on_host else retained
+
+
+def reference_threshold(setup: TrainingSetup) -> int:
+    """Return the elements up to which a parameter of a reference model stays gathered: ``auto`` is DeepSpeed's own default there."""
+    threshold = setup.config.parallel.deepspeed.persistence_threshold
+    return PERSISTENT if threshold == "auto" else threshold
+
+
+def _stays_referred(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
+    """Tell whether a parameter of a reference model stays gathered, from when its forward first asks for it on."""
+    return tensor.name.startswith(REFERENCE) and tensor.used and tensor.elements <= reference_threshold(setup)
 
 
 def _offloaded(setup: TrainingSetup, states: ModelStates, retained: Partitions, subgroups: Sequence[int]) -> Partitions:

@@ -87,7 +87,7 @@ def record_engine(trainer: Any, recorder: Recorder) -> None:
     engine = trainer.model_wrapped
     optimizer, step = engine.optimizer, engine.step
     if engine.zero_optimization_partition_weights():
-        _pieces(engine, recorder)
+        _pieces(engine, getattr(trainer, "ref_model", None), recorder)
         partitions = optimizer.fp32_partitioned_groups_flat
     else:
         for tensor in (tensor for group in optimizer.round_robin_bit16_meta for tensor in group):
@@ -132,9 +132,9 @@ def _of_zeros(optimizer: Any) -> Iterator[Tensor]:
             yield from (gradient for gradient in group or () if not getattr(gradient, "_zero_padding", False))
 
 
-def _pieces(engine: Any, recorder: Recorder) -> None:
-    """Tell a recorder what stage 3 keeps of every parameter and its gradient."""
-    for parameter in engine.module.parameters():
+def _pieces(engine: Any, reference: Any, recorder: Recorder) -> None:
+    """Tell a recorder what stage 3 keeps of every parameter and its gradient, and of a reference model's parameters."""
+    for parameter in (*engine.module.parameters(), *(reference.parameters() if reference is not None else ())):
         recorder.mark(parameter.ds_tensor, "weights")
     recorder.mark(engine.optimizer.grad_partitions_flat_buffer, "gradients")
     for bucket in engine.optimizer.ipg_buckets.values():

@@ -10,7 +10,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
-from memplan.catalog.training_config import ALL_TRAIN, TrainingConfig
+from memplan.catalog.training_config import ALL_TRAIN, Offload, TrainingConfig
 from memplan.training.rules.image_rules import out_of_range
 from memplan.training.rules.stack_rules import beside_codes
 
@@ -234,7 +234,11 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
         and replace(config.parallel, data=config.parallel.data if referred else 1) != Parallel()
     ):
         text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
-        text += ", DeepSpeed's stage 1 or 2, or FSDP2 without evaluation" if _compares_inside(config, stack) else ""
+        text += (
+            ", DeepSpeed (stage 3: dpo and reward with a reference model of its own, or none), or FSDP2 without evaluation"
+            if _compares_inside(config, stack)
+            else ""
+        )
         if replace(config.parallel, data=1) == Parallel():
             text = f"{stage} on several GPUs as {stack.label} runs it is not modelled; as TRL's newest version does: --stack trl"
         yield ("method", "stage"), text
@@ -250,12 +254,14 @@ def _shares_model(config: TrainingConfig, stack: Stack) -> bool:
     """Tell whether a comparison by GPUs that share a model is followed.
 
     Source:
-        ``prepare_fsdp`` and ``prepare_deepspeed`` in trl/models/utils.py (1.16.0): up to stage 2 the reference model is a whole copy.
+        ``prepare_fsdp`` and ``prepare_deepspeed`` in trl/models/utils.py (1.16.0): up to stage 2 the reference model is a whole copy,
+        and an engine of its own at stage 3; a forward without adapters begins the trained one's engine anew there (``reset_step``).
     """
     parallel, resident = config.parallel, config.method.reference_model == "resident"
     if not _compares_inside(config, stack):
         return False
     if parallel.engine == "deepspeed":
-        return parallel.zero_stage < 3
+        alone = config.offload == Offload() and not config.evaluation and config.method.stage != "kto"
+        return parallel.zero_stage < 3 or (config.method.reference_model != "adapter-off" and alone)
     gathered_anew = parallel.reshard_after_forward and not config.evaluation
     return parallel.engine == "torch" and parallel.zero_stage == 3 and (gathered_anew or not resident)

@@ -16,7 +16,8 @@ from dataclasses import replace
 from memplan.step.alive_around_layers import embedded_leaf
 from memplan.step.engines.engine_step import NORM_BYTES
 from memplan.step.engines.gathered_parameters import Buffer, GatheredParameters, Limits, Visit
-from memplan.step.engines.gathered_step import NORM_ELEMENTS, GatheredStep, followed
+from memplan.step.engines.gathered_step import NORM_ELEMENTS, GatheredStep
+from memplan.step.engines.module_visits import followed
 from memplan.step.events.around_step import Around, first_and_last, handed_over
 from memplan.step.events.event_stream import EventStream
 from memplan.step.events.model_tensors import ModelTensors

@@ -316,3 +316,5 @@ class _Instants(transformers.TrainerCallback):
         del args, state, control
         watch_states(_innermost(objects["optimizer"]), self.recorder)
         mark_weights(objects["model"], self.recorder)
+        if (reference := getattr(self.trainer, "ref_model", None)) is not None:
+            mark_weights(reference, self.recorder)  # what its own engine of DeepSpeed has gathered for good since
