@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from memplan.importer.python.python_settings import called_name, shown
+from memplan.importer.python.python_settings import called_name, nodes_of, shown
 
 SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
 """Ends of the names of what settings are given to."""
@@ -29,7 +29,7 @@ def bases(tree: ast.Module) -> dict[str, str]:
     A class of a module that is no library of those stands under that module's name.
     """
     first: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ClassDef) and node.bases:
             first[node.name] = called_name(node.bases[0])
         elif isinstance(node, ast.ImportFrom):
@@ -50,7 +50,7 @@ OWN = ("compute_loss", "training_step", "create_optimizer")
 
 def own_steps(tree: ast.Module, classes: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
     """Yield what a trainer of the program's own computes otherwise than the class that it is made of."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if (
             isinstance(node, ast.ClassDef)
             and classes.get(node.name, "").endswith("Trainer")
@@ -66,7 +66,7 @@ def idle_functions(tree: ast.Module) -> set[ast.AST]:
     starts = any(isinstance(node, ast.If) and "__name__" in shown(node.test) for node in tree.body)
     if not (starts or any(isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for node in tree.body)):
         return set()
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named = {node.id for node in nodes_of(tree) if isinstance(node, ast.Name)}
     return {
         node
         for node in tree.body

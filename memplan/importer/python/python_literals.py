@@ -10,7 +10,7 @@ from typing import Any
 
 from memplan.errors import InvalidFileError
 from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps
-from memplan.importer.python.python_settings import LONGEST, Settings, called_name, parameters, shown
+from memplan.importer.python.python_settings import LONGEST, Settings, called_name, nodes_of, parameters, shown
 from memplan.importer.python.python_values import Files, literal, truth_of, value_of
 from memplan.importer.python.python_words import CAPABILITY
 from memplan.importer.sources.given_keys import Expression, GivenKeys
@@ -91,10 +91,10 @@ def _parsed_classes(
             for part in node.body
             if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
         }
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ClassDef)
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if not (isinstance(node, ast.Call) and called_name(node.func).endswith(("HfArgumentParser", "TrlParser"))):
             continue
         for part in [inner for given in node.args for inner in getattr(given, "elts", [given])]:
@@ -130,7 +130,7 @@ def _calls(tree: ast.Module, names: _Names) -> Iterator[ast.Call | ast.Attribute
 def _environment(tree: ast.Module) -> dict[str, str]:
     """Return the variables that a file sets as ``os.environ["NAME"] = "..."``."""
     variables: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Assign([ast.Subscript(of, ast.Constant(name))], ast.Constant(value)):
                 if ast.unparse(of) == "os.environ":
@@ -142,7 +142,7 @@ def _opened(tree: ast.Module) -> dict[str, ast.expr]:
     """Return names of open files -> the call that opened them."""
     items = [
         (item.optional_vars, item.context_expr)
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.With)
         for item in node.items
     ]
@@ -277,7 +277,7 @@ def _tree(text: str) -> ast.Module:
         if plain == text:
             raise
         tree = ast.parse(plain)
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
             raise SyntaxError("a number of thousands of digits", (None, node.lineno, None, None))
     return tree

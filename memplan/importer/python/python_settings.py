@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
@@ -12,6 +13,12 @@ LONGEST = 60
 """Letters of an expression that a message shows."""
 OPTIONS = ("Option", "Argument", "option")
 """Functions of typer and click whose default is that of an argument."""
+
+
+@lru_cache(maxsize=2)
+def nodes_of(tree: ast.Module) -> Sequence[ast.AST]:
+    """Return all nodes of a file, level by level, as ``ast.walk`` does: of a long list a walk takes a second."""
+    return tuple(ast.walk(tree))
 
 
 class Settings:
@@ -28,7 +35,7 @@ class Settings:
         self.order: dict[str, list[str]] = {}  # Class -> its fields, as its own arguments are
         self.holders: dict[str, str] = {}  # Name -> the class that it is of, or nothing for a program's flags
         self.own = _attributes(tree)  # ``name.key`` -> what an instance alone is given
-        nodes = list(ast.walk(tree))
+        nodes = nodes_of(tree)
         defaults = [pair for node in nodes for pair in self._defaults(node)]
         self.holders |= dict.fromkeys(self.by_class, "") | {name: name for name in self.by_class}
         self._follow(nodes)
@@ -158,7 +165,7 @@ def _defaulted(function: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
 def _attributes(tree: ast.Module) -> dict[str, ast.expr]:
     """Return ``self.key`` -> what methods give it, where they give it one thing alone."""
     given: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Attribute) and shown(target.value) == "self":
@@ -197,11 +204,11 @@ def _default(node: ast.expr | None) -> ast.expr | None:
 def parameters(tree: ast.Module) -> dict[str, ast.expr]:
     """Return arguments of functions -> what all calls give them, or their defaults, where that is one thing alone."""
     calls: dict[str, list[ast.Call]] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Call):
             calls.setdefault(last_part(node.func), []).append(node)
     given: dict[str, list[ast.expr | None]] = {}
-    for function, name in _functions(list(ast.walk(tree))):
+    for function, name in _functions(nodes_of(tree)):
         taken = function.args
         plain = [*taken.posonlyargs, *taken.args]
         values = [None] * (len(plain) - len(taken.defaults)) + taken.defaults
