@@ -17,6 +17,9 @@ from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.trainer_detection import is_owned
 
+NEAR = 4
+"""Folders in which a command's program is looked for: where memplan runs, that of the script, and two above it."""
+
 
 def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     """Return the job that a trainer's file and those beside it describe.
@@ -111,7 +114,8 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
 def _program(command: CommandLine, files: NamedFiles) -> GivenKeys | None:
     """Return what a program of one's own that lies beside a command gives a trainer; None where it is not there, or calls none."""
     name = next((word for word in command.job.words if word.endswith(".py")), "")
-    path = files.path(name) if name else None
+    near = replace(files, folders=files.folders[:NEAR])
+    path = near.path(name) if name else None
     flags = {**{flag: text for flag in CONFIG_FLAGS for text in command.config}, **command.job.data}
     if path is None or (program := program_keys(path, flags)) is None:
         return None
