@@ -255,7 +255,8 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     # Gradients of codes are added in their store, which a second micro-step finds filled.
     stored = sum(w.gradient_bytes for w in trained if w.coded and w.own_mode(mode) == "first")
     floats = [weight for weight in head.weights if weight.trainable and not weight.coded]
-    retained = all(weight.stays_summed(weight.own_mode(mode)) for weight in floats)
+    # A copy's sum is cast when it is whole, whatever waits then.
+    retained = all(not weight.converted and weight.stays_summed(weight.own_mode(mode)) for weight in floats)
     sums_in = Part.GRADIENTS if retained else Part.TEMPORARIES
     codes = constant_form(Part.GRADIENTS, stored)
     summed = constant_form(sums_in, plain) + codes

@@ -41,12 +41,6 @@ def verdicts(seed, numbers, catalog):
     return [verdict(drawn_job(seed, number, catalog), catalog) for number in numbers]
 
 
-def told_apart(found):
-    """Whether a vocabulary is as wide as no other tensor: a trace tells logits by their width."""
-    sizes = [value for key, value in found.job.model.items() if key != "vocab_size"]
-    return found.job.model.get("vocab_size") not in sizes
-
-
 @pytest.mark.parametrize("batch", BATCHES)
 def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
     """No job crashes, states are equal to the byte, no peak is off by more than 1 %, and one at most by 0.1 %."""
@@ -62,9 +56,7 @@ def test_formula_and_trace_agree_wherever_one_looks(batch, catalog):
     ]
     assert len(far) <= 1, far
     assert len(answered) >= TOGETHER - 3
-    assert not [
-        (v.job.text, dict(v.components)) for v in answered if v.component_share > COMPONENT_SHARE and told_apart(v)
-    ]
+    assert not [(v.job.text, dict(v.components)) for v in answered if v.component_share > COMPONENT_SHARE]
     played = [(v.job.text, v.reserved_bytes / v.traced_reserved_bytes) for v in answered if v.reserved_bytes]
     assert played
     assert not [pair for pair in played if not LEAST_RESERVED <= pair[1] <= MOST_RESERVED]
@@ -237,6 +229,58 @@ def test_gradients_of_weighted_rows_are_blocks_of_their_own_in_the_allocator(cat
     training |= {"kernels": {"attention": "math", "loss": "chunked"}, "micro_batch_size": 5, "sequence_length": 128}
     agreed = verdict(Job(model, training), catalog)
     assert agreed.reserved_bytes == agreed.traced_reserved_bytes
+
+
+SIZES = {
+    "model_type": "llama", "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_hidden_layers": 2,
+    "max_position_embeddings": 512, "vocab_size": 97,
+}  # fmt: skip
+LATENT = {
+    "model_type": "deepseek_v2", "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32, "v_head_dim": 64, "moe_intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}
+MENDED = {
+    "all parameters are one group, and the last norm's update is left over at the head": (
+        {"tie_word_embeddings": False, "vocab_size": 8191},
+        {"optimizer": {"default": "adafactor-transformers"}},
+    ),
+    "what attention's kernel made goes once it is joined": (
+        LATENT,
+        {**FP32, "adapter": {"kind": "dora", "targets": ["o_proj"]}, "evaluation": True},
+    ),
+    "one kernel forms the gradient of a gate that needs none": (
+        {"intermediate_size": 1000},
+        {"adapter": {"targets": ["up_proj"]}, "kernels": {"activation": "fused"}, "activation_checkpointing": "full"},
+    ),
+    "DoRA's dropped input goes before its sum": (
+        {},
+        {
+            **FP32,
+            "adapter": {"kind": "dora", "dtype": "fp16", "dropout": 0.1, "targets": ["down_proj"]},
+            "activation_checkpointing": "full",
+            "evaluation": True,
+        },
+    ),
+    "the chunks' sum of a copy's gradients is no gradient yet": (
+        {"tie_word_embeddings": True, "vocab_size": 50_257},
+        {"weights": {"default": "fp32"}, "kernels": {"loss": "chunked"}, "optimizer": {"default": "adamw-fp32"}},
+    ),
+    "scores as long as the vocabulary is wide are no logits": (
+        {"vocab_size": 192},
+        {"kernels": {"attention": "math"}, "sequence_length": 192},
+    ),
+}
+"""Jobs that a survey drew, made small: each had an instant or a component at its peak that was not the trace's."""
+
+
+@pytest.mark.parametrize("case", MENDED)
+def test_what_a_survey_has_shown_agrees_at_every_instant_and_by_component(case, catalog):
+    model, training = MENDED[case]
+    common = {"description": case, "micro_batch_size": 3, "sequence_length": 128}
+    agreed = verdict(Job(SIZES | model, common | training), catalog)
+    assert (agreed.outcome, dict(agreed.differences), dict(agreed.components)) == ("agrees", {}, {})
 
 
 def test_every_family_is_drawn_and_every_model_is_one():
