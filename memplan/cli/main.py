@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import count
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -270,11 +269,12 @@ def _is_model(word: str) -> bool:
 
 def _extra_hint(word: str, where: str) -> str:
     """Return what a surplus word may have been meant as."""
+    from memplan.documents.opening import is_file, usable_path
     from memplan.library.lookup import open_catalog
 
     try:
         catalog = open_catalog(None)
-        if Path(word).is_file():
+        if is_file(usable_path(word)):
             options = ("--message",) if where.startswith("memplan why") else ("--config", "--with")
             return f"; did you mean {' or '.join(f'{option} {word}' for option in options)}?"
         if word in catalog.gpus:

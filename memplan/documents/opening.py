@@ -114,6 +114,19 @@ def is_folder(path: Path) -> bool:
     return path_kind(path) == "folder"
 
 
+def require_folder_of(path: Path, option: str = "") -> None:
+    """Refuse a path that is to be written to and whose folder is not there.
+
+    Args:
+        option: Where it was given, followed by a space.
+
+    Raises:
+        InvalidFileError: No folder lies there, or none can.
+    """
+    if not is_folder(path.parent):
+        raise InvalidFileError([f"{option}{shown_path(path)}: there is no folder {shown_path(path.parent)}"])
+
+
 def files_in(folder: Path, pattern: str, deep: bool = False) -> list[Path]:
     """Return the regular files in a folder whose names match, sorted; with ``deep`` those in its folders too.
 

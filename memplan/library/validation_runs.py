@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.documents.frozen_values import dataclass
-from memplan.documents.opening import read_text
+from memplan.documents.opening import read_text, require_folder_of
 from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.host.this_machine import require_torch
@@ -90,8 +90,8 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         raise InvalidFileError(
             [f"--record: {task.name} is no model of the catalog, so that a record could not be checked later"]
         )
-    if request.record is not None and not request.record.parent.is_dir():
-        raise InvalidFileError([f"--record {request.record}: there is no folder {request.record.parent}"])
+    if request.record is not None:
+        require_folder_of(request.record, "--record ")
     measurements = _measure(request, task)
     if request.record is not None and measurements[0].status in ("measured", "out of memory"):
         from memplan.measure.records.measurement_records import write_record

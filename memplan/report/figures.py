@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.documents.escaping import escaped_lines
+from memplan.documents.opening import require_folder_of
 from memplan.documents.writing import write_file
 from memplan.errors import CannotAnswerError, InvalidFileError
 
@@ -52,8 +53,7 @@ def check_drawable(path: Path) -> None:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidFileError([f"{path}: a picture is {' or '.join(SUFFIXES)}"])
-    if not path.parent.is_dir():
-        raise InvalidFileError([f"{path}: there is no folder {path.parent}"])
+    require_folder_of(path)
     if find_spec("matplotlib") is None:
         raise CannotAnswerError(MISSING)
 

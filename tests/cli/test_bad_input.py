@@ -150,6 +150,14 @@ def test_a_value_that_looks_like_an_option_is_a_value(refused):
     assert "-h: a picture is .svg or .png" in refused("frontier", "gpt2", *GPU, "--config", "lora", "--plot", "-h")
 
 
+def test_a_name_too_long_for_a_file_is_refused_wherever_it_stands(refused):
+    name = "x" * 400
+    job = ("fit", "gpt2", *GPU, "--config", "lora")
+    assert "unexpected extra argument" in refused(*job, name)
+    assert "not a usable path: File name too long" in refused(*job, "--plot", f"{name}/x.svg")
+    assert "nosuch/x.svg: there is no folder nosuch" in refused(*job, "--plot", "nosuch/x.svg")
+
+
 def test_an_empty_name_is_not_all_tables(refused):
     assert "unknown table ''" in refused("tables", "")
 

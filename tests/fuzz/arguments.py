@@ -82,7 +82,7 @@ OPTIONS: Mapping[str, Words] = {
     "--context": NUMBERS, "--concurrency": NUMBERS, "--kv-dtype": ("bf16", "fp8-e4m3", "x", ""), "--weights": ("bf16", "q4-k", "x"),
     "--gpus-per-node": NUMBERS, "--micro-batches": NUMBERS, "--network": ("infiniband-400g", "x", ""), "--output": ("/dev/full", "/", "", "x/y/z"),
     "--batches": ("1,2", ",", "1,,2", "-1", "9" * 30), "--lengths": ("512,4k", "k", "4k4k", ","), "--only": ("wrong", "x"),
-    "--message": ("-", "x.log", "/dev/null"), "--steps": NUMBERS, "--largest": NUMBERS, "--timeout": NUMBERS,
+    "--plot": ("-h", "no/such/x.svg", f"{'x' * 300}/x.svg", "x.gif", ""), "--message": ("-", "x.log", "/dev/null"), "--steps": NUMBERS, "--largest": NUMBERS, "--timeout": NUMBERS,
     **dict.fromkeys(("--tp", "--pp", "--vp", "--cp", "--ep", "--etp", "--zero", "--hsdp", "--nodes", "--rank"), NUMBERS),
 }  # fmt: skip
 """Options and their words; none of them writes a file or starts torch."""

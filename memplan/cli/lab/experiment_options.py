@@ -13,7 +13,7 @@ from memplan.cli.grouped_command import without
 from memplan.cli.option_groups import OutputOptions, TorchDevice, option
 from memplan.cli.output import Progress, deliver, emit
 from memplan.documents.frozen_values import dataclass
-from memplan.errors import InvalidFileError
+from memplan.documents.opening import require_folder_of
 from memplan.report.experiments import record_document, record_text, reporter_of
 from memplan.report.figures import check_drawable, save_figure
 
@@ -60,8 +60,8 @@ def run_experiment(
     out, plot = options.out, options.plot
     if plot is not None:
         check_drawable(plot)
-    if out is not None and not out.parent.is_dir():
-        raise InvalidFileError([f"{out}: there is no folder {out.parent}"])
+    if out is not None:
+        require_folder_of(out)
     from memplan.lab.experiment_record import record
     from memplan.lab.training.trained_model import prepare
 

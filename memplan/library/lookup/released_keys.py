@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.documents.opening import read_text
+from memplan.documents.opening import is_file, is_folder, read_text
 from memplan.errors import CannotAnswerError
 from memplan.model.families import with_towers
 from memplan.model.model import Model
@@ -28,8 +28,8 @@ def released_keys(model: Model, catalog: Catalog) -> Mapping[str, Any]:
     if model.source == SHAPES:
         return _llama_keys(model.spec)
     path = Path(model.source)
-    file = path / "config.json" if path.is_dir() else path
-    if file.name.endswith(".json") and file.is_file():
+    file = path / "config.json" if is_folder(path) else path
+    if file.name.endswith(".json") and is_file(file):
         keys: dict[str, Any] = json.loads(read_text(file))
         inner = keys if keys.get("model_type") in with_towers() else keys.get("text_config")
         return inner if isinstance(inner, dict) else keys
