@@ -7,15 +7,9 @@ import pytest
 from memplan.training.adapters import adapter_tensors
 from tests.survey.drawn_jobs import Job, resolved
 
-pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
-import torch
-from peft import LoraConfig, get_peft_model
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # PEFT reads what transformers 5.24 renames, and its names of stacked parameters
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT reads what transformers 5.24 renames
 
 SMALL = {
     "hidden_size": 64,
@@ -41,13 +35,13 @@ MODELS = {
         "layer_types": ["full_attention", "conv", "full_attention"],
     },
     "olmoe": {"num_experts": 4},
-    **dict.fromkeys(("mixtral", "minimax_m2", "granitemoe", "gpt_oss"), {"num_local_experts": 4}),
+    **{family: {"num_local_experts": 4} for family in ("mixtral", "minimax_m2", "granitemoe", "gpt_oss")},
 }
 
 
 def listed(model):
-    """Return the last words of linear layers' names, without the head: ``find_all_linear_modules`` in llamafactory/model/model_utils/misc.py
-    (0.9.5), ``find_all_linear_names`` in axolotl/utils/lora.py (0.21) and ``find_all_linears`` in swift/utils/torch_utils.py (4.6)."""
+    """Return the last words of linear layers' names, without the head, as ``find_all_linear_modules`` does in
+    llamafactory/model/model_utils/misc.py (0.9.5); axolotl's and ms-swift's lists are taken to be alike."""
     layers = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     return sorted({name.rpartition(".")[2] for name in layers if name != "lm_head"})
 
@@ -57,7 +51,7 @@ def test_listed_layers_have_the_adapters_that_peft_puts_on_them(family, catalog)
     keys = {**SMALL, **CHOSEN, **MODELS[family], "model_type": family}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**keys))
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=listed(model), task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=listed(model), task_type="CAUSAL_LM"))
     own = [parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad]
     for stack in ("llama-factory", "axolotl", "ms-swift"):
         training = {"description": "", "stack": stack, "weights": {"default": "bf16"}, "compute_dtype": "bf16"}
