@@ -283,7 +283,7 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
         replace(t, role="norm")
         if t.role == "bias" and (t.name.removesuffix(".bias") in stems or (stems and not t.used))
         else replace(t, role="hidden_matrix")
-        if t.role == "router" and t.shape[0] == 1
+        if t.role == "router" and t.used and t.shape[0] == 1
         else t
         for t in inventory
     )

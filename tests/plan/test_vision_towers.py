@@ -21,6 +21,7 @@ from memplan.step.alive_around_layers import handed_back
 from memplan.step.instants import step_on_tape
 from memplan.step.regimes import regime_of
 from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.training.adapters import adapter_tensors
 from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog
 
@@ -430,3 +431,23 @@ def test_images_that_are_not_modelled_are_refused_by_name(config, model, reason)
 def test_images_that_cannot_be_are_told(images, reason):
     with pytest.raises(InvalidFileError, match=reason):
         compiled(replace(SEEN, images=images))
+
+
+def test_layers_that_rows_of_text_skip_are_idle_and_refused_over_shards():
+    model = catalog_model("llama-3.2-11b-vision", CATALOG)
+    idle = {tensor.name for tensor in model.inventory if not tensor.used}
+    assert "model.language_model.layers.3.cross_attn.q_proj.weight" in idle
+    assert [(run.first, run.count) for run in model.spec.runs][:2] == [(0, 3), (4, 4)]
+    assert sum(run.count for run in model.spec.runs) == 32
+    sharded = replace(FULL, parallel=Parallel(data=8, zero_stage=3))
+    with pytest.raises(CannotAnswerError, match="layers between others that rows of text skip"):
+        compiled(sharded, "llama-3.2-11b-vision")
+
+
+@pytest.mark.parametrize("model", ["internvl3-8b-hf", "llama-3.2-11b-vision"])
+def test_a_parameter_of_one_row_in_a_tower_is_no_projection(model):
+    """As InternVL's token for a whole image, and gates of Llama 3.2 Vision's, which axolotl casts by name."""
+    config = TrainingConfig("test", stack="axolotl", adapter=Adapter(rank=8), weights=FOUR_BIT)
+    tensors = adapter_tensors(catalog_model(model, CATALOG), resolve(config, CATALOG, "test"))
+    assert tensors
+    assert all(len(tensor.shape) == 2 for tensor in tensors)

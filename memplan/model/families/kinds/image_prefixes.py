@@ -150,7 +150,7 @@ def _add_crossed(parts: TowerParts, layer: str, heads: Attention, mlp: Mlp) -> N
         parts.add(f"{layer}.{name}", hidden, role="norm")
     for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
         parts.add(f"{layer}.mlp.{name}", rows, columns)
-    parts.tensors += [TowerTensor(f"{layer}.cross_attn_{part}_gate", (1,), "bias") for part in ("attn", "mlp")]
+    parts.tensors += [TowerTensor(f"{layer}.cross_attn_{part}_gate", (1,), "embedding") for part in ("attn", "mlp")]
 
 
 def _mllama_tower(vision: ConfigValues) -> TowerParts:
@@ -169,7 +169,7 @@ def _mllama_tower(vision: ConfigValues) -> TowerParts:
     gates = [
         f"{tower}.{name}_embedding.gate" for name in ("gated_positional", "pre_tile_positional", "post_tile_positional")
     ]
-    parts.tensors += [TowerTensor(name, (1,), "bias") for name in gates]
+    parts.tensors += [TowerTensor(name, (1,), "embedding") for name in gates]
     for name in ("layernorm_pre", "layernorm_post"):
         parts.add(f"{tower}.{name}", hidden, bias=True, role="norm")
     beyond = vision.integer("num_global_layers", default=8, maximum=MAXIMUM_LAYERS)
@@ -181,7 +181,7 @@ def _mllama_tower(vision: ConfigValues) -> TowerParts:
         parts.add(f"{layer}.mlp.fc2", hidden, parts.inner, bias=True, count=count)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             parts.add(f"{layer}.{norm}", hidden, bias=True, role="norm", count=count)
-    parts.tensors += [TowerTensor(f"{layer}.gate_{part}", (1,), "bias", beyond) for part in ("attn", "ffn")]
+    parts.tensors += [TowerTensor(f"{layer}.gate_{part}", (1,), "embedding", beyond) for part in ("attn", "ffn")]
     vision.ignore("attention_heads", "intermediate_layers_indices", "supported_aspect_ratios", "norm_eps")
     return parts
 

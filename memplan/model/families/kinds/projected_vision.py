@@ -69,8 +69,8 @@ def _mistral4(config: ConfigValues) -> ModelSpec:
         scores_as_routed=True,
         normalised=config.flag("norm_topk_prob", default=True),
     )
-    sizes = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64}
-    return latent_mixture(config, grouped(config, mixture), dense=0, scale=1.0, scales_query=True, **sizes)
+    mixture = grouped(config, mixture)
+    return latent_mixture(config, mixture, scales_query=True, q_lora_rank=1024, kv_lora_rank=256, qk_nope_head_dim=64)
 
 
 PIXTRAL_TEXTS = {"mistral": mistral, "ministral3": ministral3, "mistral4": _mistral4}
