@@ -264,7 +264,7 @@ class Catalog:
 
     def _user_entries(self, section: str, cls: type[T], origins: dict[str, str]) -> dict[str, T]:
         entries: dict[str, T] = {}
-        problems: list[str] = []
+        problems: dict[str, None] = {}  # each once
         for path in self._extra_files(section):
             document = load_document(path)
             for name, (data, keys) in _user_section(document, path, section, self.extra == path).items():
@@ -272,13 +272,13 @@ class Catalog:
                     entries[name] = validate(cls, document, data, keys)
                     origins[name] = str(path)
                     wrong = (*entry_problems(entries[name]), *self._name_problems(entries[name]))
-                    problems += (f"{document.where((*keys, *at))}: {text}" for at, text in wrong)
+                    problems |= dict.fromkeys(f"{document.where((*keys, *at))}: {text}" for at, text in wrong)
                 except InvalidFileError as error:
-                    problems += (problem for problem in error.problems if problem not in problems)
+                    problems |= dict.fromkeys(error.problems)
                 if len(problems) >= MOST_EXPLAINED:
-                    raise InvalidFileError(problems)
+                    raise InvalidFileError([*problems])
         if problems:
-            raise InvalidFileError(problems)
+            raise InvalidFileError([*problems])
         return entries
 
     def _name_problems(self, entry: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
