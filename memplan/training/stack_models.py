@@ -159,6 +159,8 @@ def _unfollowed_dtypes(model: Model, setup: TrainingSetup) -> Iterator[str]:
 def _unfollowed_parts(model: Model, setup: TrainingSetup) -> Iterator[str]:
     """Yield the same of a model's family and of its parts."""
     stack, spec = setup.stack, model.spec
+    if spec.unsaid_words and stack.model_code == "own":
+        yield f"model: {spec.name} has layers that attend to images, of which {stack.label} has no code; use stack: transformers"
     if setup.has_value_head and (spec.tower is not None or any(not tensor.used for tensor in model.inventory)):
         yield (
             f"method.stage: reward: TRL's head of values asks for a hidden_size, which the config of {spec.name}, with a vision "

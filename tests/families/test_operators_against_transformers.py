@@ -180,7 +180,7 @@ DELIBERATE = (
         "gelu_new is eight operators in transformers, one kernel here (NewGELUActivation in activations.py)",
     ),
     Rule(
-        ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minimax_m2", *NEIGHBOURS),
+        ("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minimax_m2", *NEIGHBOURS),
         of_rotation,
         "halves, interleaved pairs or complex numbers are rotated there, halves that are formed as tensors here",
     ),

@@ -113,6 +113,7 @@ def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[
     places: list[int] = []
     for at, word in enumerate(words if lines else _whole_expressions(words)):
         text = (str(word) if lines else _without_half_a_quote(filled(str(word), Scope()))).strip()
+        text = _LOCATED.sub(r"\1", text)
         split = text.startswith("--") and " " in text and "=" not in text.split(" ")[0]
         several = _SEVERAL_ASSIGNED.fullmatch(text)
         parts = text.split(None, 1) if split else text.split() if several else [text]
@@ -120,6 +121,10 @@ def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[
         texts += parts
         places += [lines[at]] * len(parts) if lines else range(len(places) + 1, len(places) + len(parts) + 1)
     return texts, places
+
+
+_LOCATED = re.compile(r"\$\((?:which|command -v|type -P) ([\w.-]+)\)")
+"""A program that a shell is asked to find, as in ``torchrun $(which trl) sft``."""
 
 
 def _without_half_a_quote(text: str) -> str:

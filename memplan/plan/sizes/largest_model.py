@@ -215,7 +215,7 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
         several = Device(device.gpu, device.name, gpus)
         return upper_bytes(plan, several, requested) <= several.usable_bytes(setup.reserve_bytes)
 
-    return first_that_fits(fits, 1, MAXIMUM_GPUS)
+    return first_that_fits(fits, 1, MAXIMUM_GPUS, 1)
 
 
 def least_devices(plan: CompiledPlan, device: Device) -> int:
@@ -243,13 +243,14 @@ def able_devices(plan: CompiledPlan, devices: Sequence[Device]) -> list[Device]:
     return able
 
 
-def first_that_fits(fits: Callable[[int], bool], high: int, most: int) -> int | None:
-    """Double ``high`` until it fits, then halve the gap below; None where nothing up to ``most`` fits."""
+def first_that_fits(fits: Callable[[int], bool], high: int, most: int, least: int) -> int | None:
+    """Double ``high`` until it fits, or halve it while it does and is ``least`` or more, then halve the gap; None for nothing up to ``most``."""
     while not fits(high):
         high *= 2
         if high > most:
             return None
-    low = high // 2
+    while (low := high // 2) >= least and fits(low):
+        high = low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -165,7 +165,7 @@ def _fewest_of(
     """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly.
 
     Args:
-        first: Where to look first; half as many and fewer are not looked at.
+        first: Where to look first.
     """
     tensor, _ = way
 
@@ -174,6 +174,7 @@ def _fewest_of(
         plan = next(plan for plan in compiled(groups * tensor) if _way(plan) == way).evaluate(device)
         return plan if plan.exceeds_device else simulated(plan)
 
-    first = max(first // tensor, 2 if tensor == 1 else 1)
-    groups = first_that_fits(lambda groups: planned(groups).verdict == "fits", first, max(first, most // tensor))
+    least = 2 if tensor == 1 else 1
+    first = max(first // tensor, least)
+    groups = first_that_fits(lambda groups: planned(groups).verdict == "fits", first, max(first, most // tensor), least)
     return None if groups is None else Placement(device, groups * tensor, planned(groups))

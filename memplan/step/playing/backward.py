@@ -281,7 +281,8 @@ class _Backward:
         made = weight.made_bytes(mode)
         stays: int | None = formed if mode == "first" else None
         if mode == "first" and made:
-            stays = self.live.new(Part.TEMPORARIES if weight.delayed else Part.GRADIENTS, Quantity.ONE, made)
+            waits = weight.delayed and not weight.stays_summed(weight.own_mode(self.player.mode))
+            stays = self.live.new(Part.TEMPORARIES if waits else Part.GRADIENTS, Quantity.ONE, made)
         if extra := weight.storing_bytes(mode):
             used = made if mode == "layer" else 0
             taken = self.live.take(
