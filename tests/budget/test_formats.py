@@ -189,7 +189,7 @@ def test_sarif_quotes_paths(cli, write, folder):
 
 
 # ------------------------------------------------------------------ Markdown
-@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.slow)])
 def test_markdown_stays_under_60_kilobytes(cli, budget, number):
     budget(jobs(number))
     text = cli("check", "--format", "md").out

@@ -21,7 +21,7 @@ from tests.muon.sharded_ranks import (
     trained,
 )
 
-WORLDS = [2, pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.thorough)]
+WORLDS = [2, pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.slow)]
 OPTIONS = {
     "fp32": {},
     "int8": {"momentum_format": "int8", "adamw_format": "bf16", "batch_bytes": 1 << 16},
