@@ -114,7 +114,7 @@ def test_a_vision_language_config_is_read_with_its_tower(tmp_path):
 
 
 def test_of_other_multimodal_configs_the_text_part_is_read(tmp_path):
-    config = {"model_type": "paligemma", "text_config": LLAMA, "vision_config": {"hidden_size": 1024}}
+    config = {"model_type": "fuyu", "text_config": LLAMA, "vision_config": {"hidden_size": 1024}}
     model = read_huggingface(write(tmp_path, config))
     assert model.spec.architecture == "llama"
     assert any("text model only" in note for note in model.notes)
