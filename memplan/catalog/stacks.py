@@ -324,8 +324,7 @@ class Stack:
     attention_order: tuple[AttentionKernel, ...] = ()
     shares_states: bool = False  # Whether its own optimizer shares out states alone among GPUs (``zero_stage: 1``)
     shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one, and replicas are so
-    # Dtype of modules that are trained whole beside adapters: that of the model's ``weights``, or that of ``adapters``,
-    # which all that trains is cast to.
+    # Dtype of modules trained whole beside adapters: that of the model's ``weights``, or of ``adapters``, as all that trains.
     saved_modules: Literal["weights", "adapters"] = "weights"
     # Family -> what names of the projector's parameters begin with, where the stack calls less of it so.
     projectors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

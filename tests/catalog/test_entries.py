@@ -123,7 +123,8 @@ def test_a_gpu_offers_programs_most_of_the_memory_that_its_driver_reports():
     for name in CATALOG.gpus:
         gpu = CATALOG.gpus[name]
         assert 4 * GIB <= gpu.memory_bytes <= 1024 * GIB, name
-        assert 0.66 * gpu.memory_bytes < gpu.cuda_total_bytes <= gpu.memory_bytes, name
+        least = 0.66 if gpu.vendor == "apple" else 0.7  # Metal offers two thirds of 32 GB and less
+        assert least * gpu.memory_bytes < gpu.cuda_total_bytes <= gpu.memory_bytes, name
         assert gpu.bandwidth_bytes_per_second > 50 * 10**9, name
         assert all(rate > 10**12 for rate in gpu.dense_flops.values()), name
 

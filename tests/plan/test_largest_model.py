@@ -14,7 +14,7 @@ from memplan.model.inventory import parameter_count
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.sizes.largest_model import fewest_devices, largest_models, max_parameters
+from memplan.plan.sizes.largest_model import fewest_devices, first_that_fits, largest_models, max_parameters
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
 
@@ -117,3 +117,18 @@ def test_a_stack_that_plans_no_model_is_refused_rather_than_answered_with_none(r
     given = ("max", "--gpu", "h100", "--config")
     assert "planned by memplan fit on several GPUs" in refused(*given, "bf16-adamw", "--stack", "megatron", code=3)
     assert "adapters on models of torchtitan" in refused(*given, "lora", "--stack", "torchtitan", code=3)
+
+
+@pytest.mark.parametrize("first", [1, 2, 9, 20, 21, 40])
+@pytest.mark.parametrize("fitting", [{9, 10, 11, 12, 15, 21}, {1, 2}, {300}, set()])
+def test_what_fits_does_not_at_one_fewer_wherever_one_looks_first(fitting, first):
+    """What fits need not go on fitting: reserves rise and fall with the number of GPUs."""
+    most, least = 256, 2
+    number = first_that_fits(fitting.__contains__, max(first, least), most, least)
+    if number is not None:
+        assert number in fitting
+        assert number == least or number - 1 not in fitting
+    else:
+        assert not fitting & {
+            max(first, least) << doubled for doubled in range(8) if max(first, least) << doubled <= most
+        }

@@ -14,7 +14,14 @@ from memplan.solver.search.axes import full_space, with_fixed_axes
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.evidence_levels import STATUSES, Evidence, gradient_name
 from memplan.solver.search.pareto_front import Combination, no_worse, ranked
-from memplan.solver.search.timing import micro_batch_picoseconds, rates_of, update_picoseconds, update_work, work_of
+from memplan.solver.search.timing import (
+    micro_batch_picoseconds,
+    rated_gpu,
+    rates_of,
+    update_picoseconds,
+    update_work,
+    work_of,
+)
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import is_bundled
 from memplan.units import GIB
@@ -272,3 +279,13 @@ def test_weights_whose_every_record_ended_far_behind_rank_after_all_others_of_th
     assert (far.status, far.far_behind, near.far_behind, unknown.far_behind) == ("experimental", True, False, False)
     assert near.rank == unknown.rank < far.rank < 2 * STATUSES.index("diverges")
     assert far.risk == near.risk + 1
+
+
+@pytest.mark.parametrize("gib", [16, 48, 64, 80, 128])
+def test_a_gpu_of_so_much_memory_has_the_rates_of_one_that_its_allowances_are_of(gib, catalog):
+    known = {name: catalog.gpus[name] for name in catalog.gpus}
+    name, rated = rated_gpu(custom_gpu(gib << 30, f"{gib}GiB"), "", known)
+    assert (rated.vendor, rated.unified_memory) == ("nvidia", False)
+    assert "bf16" in rated.dense_flops
+    others = [g for g in known.values() if g.vendor == "nvidia" and "bf16" in g.dense_flops and not g.unified_memory]
+    assert abs(rated.cuda_total_bytes - (gib << 30)) == min(abs(g.cuda_total_bytes - (gib << 30)) for g in others), name

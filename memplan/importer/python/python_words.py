@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memplan.importer.shell.expansions import COMPARISONS
 from memplan.importer.sources.given_keys import Expression
 
 LOADED = ("safe_load", "yaml_load", "json_load", "full_load", "OmegaConf_load")
@@ -35,12 +36,7 @@ LARGEST_VALUE = 100_000
 MOST_STEPS = 100_000
 
 COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+    **COMPARISONS,
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
     ast.Is: operator.is_,
