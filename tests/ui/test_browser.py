@@ -205,9 +205,12 @@ def test_a_refused_job_is_said_and_the_page_goes_on(browser, address):
         alert = page.get_by_role("alert")
         expect(alert).not_to_be_empty()
         assert "\n" not in alert.inner_text()
+        marks = "getComputedStyle(document.getElementById('answer-title'), '::after').content"
+        assert "last job that was planned" in page.evaluate(marks)
         keep(page, "page-refused")
         page.get_by_label("Sequence length", exact=True).fill("1024")
         expect(alert).to_be_empty()
+        assert page.evaluate(marks) == "none"
 
 
 @contextmanager

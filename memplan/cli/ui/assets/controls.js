@@ -17,6 +17,7 @@
   // Sections are HTML that the server has made, every text in it escaped; the policy lets no script in it run.
   function place(answer) {
     refused.textContent = answer.refused || "";
+    document.body.classList.toggle("outdated", Boolean(answer.refused));
     if (answer.refused) return false;
     document.title = answer.title;
     document.getElementById("title").textContent = answer.title;
