@@ -91,7 +91,8 @@ def layer_output(builder: Builder, x: Value, layer: Layer, own: Value | None = N
 
     def added(x: Value, part: Value) -> Value:
         total = builder.add(x, builder.pointwise("scale", part) if layer.residual_scale else part)
-        builder.tape.touch(part)  # its name is given to the sum
+        if code.promotes:
+            builder.tape.touch(part)  # its name is given to the sum, and not that of a function which returns it scaled
         return total
 
     if layer.beside is not None:
