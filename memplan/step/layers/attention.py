@@ -8,7 +8,7 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import row_product
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, ungrouped
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, looked_at, ungrouped
 from memplan.step.layers.handed_down import stored
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
@@ -26,8 +26,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             gates: tuple[Value, ...] = ()
         else:
             projected, gates = _projections(builder, x, part, prefix)
-            moved = _moved(builder, part)
-            query, key, value = (*_in_heads(builder, projected[:moved], part), *projected[moved:])
+            query, key, value = _in_heads(builder, projected, part)
         query.apart = key.apart = value.apart = True
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
@@ -76,21 +75,30 @@ def _output(builder: Builder, x: Value, name: str) -> Value:
 
 
 def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> list[Value]:
-    """Return what projections yield with heads before tokens, whose gradients are copied where there is more than one head."""
+    """Return what projections yield with heads before tokens, whose gradients are copied where they come back so and there are several."""
     counts = (part.num_heads, part.num_key_value_heads, part.num_key_value_heads)
-    return [looked_at(builder, x) if heads > 1 else x for x, heads in zip(projected, counts, strict=False)]
+    moved = (n > 1 and moves for n, moves in zip(counts, _moved(builder, part), strict=True))
+    return [looked_at(builder, x) if moves else x for x, moves in zip(projected, moved, strict=True)]
 
 
-def _moved(builder: Builder, part: Attention) -> int:
-    """Return of how many of query, key and value the gradient comes back with heads before tokens, as that of a slice does.
+def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
+    """Return of which of query, key and value the gradient comes back with heads before tokens, as that of a slice does.
 
-    A norm in between makes another, and what LitGPT's projections yield is so already.
+    So do those of stacked products, but for that of a key that they were given transposed. A norm in between makes
+    another, and what LitGPT's projections yield is so already.
     """
     if builder.settings.code.cuts_sequences:
-        return 3
+        return True, True, True
     cut = builder.settings.code.cuts(part.rotary_dim, part.head_dim) and builder.profile.rotary == "composite"
-    known = part.query_key_norm is not None or builder.settings.code.adapts_parts
-    return 2 if cut and not known and not builder.settings.regime.one_token else 0
+    stacked, normed = builder.profile.attention == "math", part.query_key_norm is not None
+    if builder.settings.regime.one_token or builder.settings.code.adapts_parts:
+        return False, False, False
+    return (cut or stacked) and not normed, (cut or (stacked and not _transposes(builder, part))) and not normed, stacked
+
+
+def _transposes(builder: Builder, part: Attention) -> bool:
+    """Tell whether the gradient of a key comes back as the products of scores form it: transposed, where heads are not repeated."""
+    return builder.profile.attention == "math" and part.num_key_value_heads == part.num_heads
 
 
 def _repeated(builder: Builder, heads: Heads) -> Heads:
@@ -100,11 +108,6 @@ def _repeated(builder: Builder, heads: Heads) -> Heads:
         return heads
     with builder.tape.alive(heads.query):
         return ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
-
-
-def looked_at(builder: Builder, x: Value) -> Value:
-    """Return another look at a tensor, from which its gradient comes back as a copy."""
-    return builder.tape.apply("look", [(x, NEW)], builder.tape.view(x), traits=SAVES_NOTHING)
 
 
 def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
@@ -183,7 +186,7 @@ def _projections(
                 with tape.alive(key):
                     return (query, key, builder.copied(value)), ()
         if apart and part.rotary_dim and part.query_key_norm is None:  # a slice's gradient has heads before tokens
-            query, key = _in_heads(builder, (query, key), part)
+            query, key = (looked_at(builder, x) if n > 1 else x for x, n in ((query, part.num_heads), (key, part.num_key_value_heads)))
         return (query, key, value), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)
@@ -197,6 +200,9 @@ def _projections(
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
         key = builder.pointwise("scale key", key) if builder.settings.code.scales_parts else key
+        one = builder.settings.regime.one_sequence or builder.settings.regime.one_token
+        if part.query_key_norm is None and _transposes(builder, part) and not one:
+            key = looked_at(builder, key)  # with elements of a head before tokens
         with tape.alive(key):
             return (query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])), gates
 
@@ -252,11 +258,15 @@ def _normed(
 def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -> Value:
     """Return a query or a key normalised, each head alone or all together."""
     assert part.query_key_norm is not None
-    size = x.width if part.query_key_norm_scope == "full" else part.head_dim
-    apart = part.norms_rotated and x.width > part.head_dim and not builder.settings.regime.one_token
-    apart = apart and not _joins_rotated(builder, part)
+    full = part.query_key_norm_scope == "full"
+    late = part.norms_rotated and x.width > part.head_dim and not builder.settings.regime.one_token
+    late = late and not _joins_rotated(builder, part)
     # The efficient kernel's gradients have tokens before heads, as its inputs have (attention_backward.cu).
-    copied = (1, 1 + (builder.profile.attention == "efficient")) if apart else (0, 0)
+    copied = (1, 1 + (builder.profile.attention == "efficient")) if late else (0, 0)
+    if builder.profile.attention == "math" and not part.norms_rotated and not builder.settings.regime.one_token:
+        is_key = name == builder.settings.names.key_norm
+        copied = (0, int(x.width > part.head_dim or (is_key and _transposes(builder, part))))
+    size = x.width if full else part.head_dim
     normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size, copied=copied)
     normal.apart = True
     return normal

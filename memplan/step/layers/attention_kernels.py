@@ -265,21 +265,29 @@ def scores_of(builder: Builder, query: Value, key: Value, heads: int, width: int
 
 
 def weighted_sum(builder: Builder, weights: Value, value: Value, width: int, heads: int) -> Value:
-    """Return probabilities times value."""
+    """Return probabilities times value, whose gradient comes back with tokens before heads."""
     tape = builder.tape
     value = in_order(builder, value, heads)
     out = tape.value(TOKENS, width, value.element_bytes)
     with tape.alive(weights, value):
         ways = [(value, NEW), (weights, NEW)]
-        return tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=BATCHED)
+        tape.apply("weighted sum", ways, out, builder.factors(weights, value), traits=BATCHED)
+        return looked_at(builder, out) if heads_lie_apart(builder, heads) else out
 
 
 def in_order(builder: Builder, x: Value, heads: int) -> Value:
     """Return a copy of heads that lie between tokens, as a product of matrices reads them."""
-    lies_apart = (
-        x.apart and heads > 1 and not builder.settings.regime.one_sequence and not builder.settings.regime.one_token
-    )
-    return builder.copied(x, moves=lies_apart)
+    return builder.copied(x, moves=x.apart and heads_lie_apart(builder, heads))
+
+
+def heads_lie_apart(builder: Builder, heads: int) -> bool:
+    """Tell whether heads of tensors that have tokens before them cannot be stacked without a copy."""
+    return heads > 1 and not builder.settings.regime.one_sequence and not builder.settings.regime.one_token
+
+
+def looked_at(builder: Builder, x: Value) -> Value:
+    """Return another look at a tensor, from which its gradient comes back as a copy."""
+    return builder.tape.apply("look", [(x, NEW)], builder.tape.view(x), traits=SAVES_NOTHING)
 
 
 def _softmax(builder: Builder, scores: Value) -> Value:

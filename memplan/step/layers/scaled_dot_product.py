@@ -233,10 +233,9 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
     weights = probabilities(builder, masked)
     with tape.alive(weights):
         weights = builder.dropped(weights, builder.settings.attention_dropout)
-    results = [weights]
-    if out_bytes != 4:
-        results.append(tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights))
+    narrow = () if out_bytes == 4 else (tape.make("cast", tape.value(Quantity.SCORES, count, out_bytes), weights),)
     read = repeated(builder, value, count, alone=True) if late else value
     out = builder.cast(weighted_sum(builder, weights, read, read.width, count), out_bytes)
-    tape.touch(key, value, query, *reversed(wide), mask, *results)  # what was made last goes first, results at the end
+    variables = (weights, key, value, query, mask, *reversed(wide))  # what was made last goes first, results at the end
+    tape.touch(*variables, *(narrow or (weights,)))
     return out
