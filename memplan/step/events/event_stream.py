@@ -231,7 +231,12 @@ class PlayedSection:
         return NO_STORAGE if own == NO_STORAGE else self.name(own)
 
     def backward(
-        self, arriving: int, libraries: Libraries, use_up: UseUp, at_product: Callable[[], None] | None = None
+        self,
+        arriving: int,
+        libraries: Libraries,
+        use_up: UseUp,
+        at_product: Callable[[], None] | None = None,
+        sum_up: UseUp | None = None,
     ) -> None:
         """Write the events of backward, of updates within it, and of workspaces that libraries make.
 
@@ -240,6 +245,7 @@ class PlayedSection:
             libraries: Those that have made none in this thread.
             use_up: Writes the events of an update inside backward.
             at_product: Writes what comes before the first product.
+            sum_up: Writes how a gradient that others add up is added, as soon as it is formed.
         """
         events = self._events
         if events.waits:
@@ -247,7 +253,8 @@ class PlayedSection:
         if events.arriving != NO_STORAGE:
             self._aliases[events.arriving] = arriving
         at = [(max(self._first_product(1) - 1, 0), at_product)] if at_product else []  # before its result
-        more = self._visits(1) + at
+        sums = [(place, partial(sum_up, name, self.name(own))) for place, name, own in events.summed if sum_up]
+        more = self._visits(1) + at + sums
         self._with_libraries(events.backward, events.products[1], libraries, events.used_up, use_up, more)
 
     def _with_libraries(

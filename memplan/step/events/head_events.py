@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from memplan.step.chunks_at_once import all_logits
 from memplan.step.ends.head_on_tape import Head
@@ -81,6 +82,16 @@ class HeadGradients:
         return retained
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Sums of the chunks' gradients of a head's weights."""
+
+    use_up: UseUp  # Writes the events of an update inside backward
+    retained: dict[str, int]  # Gradients that stay, which a sum joins as it is stored
+    storages: dict[str, int] = field(default_factory=dict)  # Each weight's sum by now
+    names: set[str] = field(default_factory=set)  # Weights that are added up here, and not in a store of codes
+
+
 class ChunkedLoss:
     """Head and loss over chunks, within one forward and backward.
 
@@ -138,17 +149,27 @@ class ChunkedLoss:
             libraries: Libraries that have made no workspace in this thread.
             use_up: Writes the events of an update inside backward.
         """
-        stream, sums, rows = self._stream, dict[str, int](), []
-        for part in reversed(self._parts):
+        stream, rows, retained = self._stream, list[int](), dict[str, int]()
+        sums = _Sums(use_up, retained)
+        for number, part in enumerate(reversed(self._parts)):
             stream.of("temporaries")
-            part.backward(stream.allocate(LOSS_BYTES), libraries, use_up)
-            if part.leaving != NO_STORAGE:
-                rows.append(part.leaving)
-            self._gradients.add(
-                part.gradient_storages, sums, first_sum=part is self._parts[-2] if self._chunks > 1 else False
-            )
+            sum_up = partial(self._sum_up, sums, number)
+            part.backward(stream.allocate(LOSS_BYTES), libraries, use_up, sum_up=sum_up)
+            rows += [] if part.leaving == NO_STORAGE else [part.leaving]
+            retained.update({name: own for name, own in part.gradient_storages.items() if name not in sums.names})
         stream.free_all(self._losses)
-        return self._gradients.joined(self._rows, rows), self._gradients.stored(sums, use_up)
+        return self._gradients.joined(self._rows, rows[::-1]), retained
+
+    def _sum_up(self, sums: _Sums, number: int, name: str, formed: int) -> None:
+        """Write how a chunk's gradient of a weight is added, and how the sum is stored once it is whole."""
+        last = number == self._chunks - 1
+        if last and self._rows != NO_STORAGE:
+            self._stream.free(self._rows)
+            self._rows = NO_STORAGE
+        sums.names.add(name)
+        self._gradients.add({name: formed}, sums.storages, first_sum=number == 1)
+        if last:
+            sums.retained.update(self._gradients.stored({name: sums.storages[name]}, sums.use_up))
 
 
 class LogitsOfChunks:

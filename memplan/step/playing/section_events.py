@@ -43,6 +43,7 @@ class SectionEvents:
     gradient_storages: tuple[tuple[str, int], ...]  # Name of each weight whose gradient stays -> its storage
     products: tuple[Places, Places]  # Places of libraries' first products, in forward and in backward
     used_up: UsedUp = ()  # Gradients that are used up within backward, and where among its events
+    summed: UsedUp = ()  # Gradients that others add up, likewise
     escaped: tuple[int, ...] = ()  # What nodes hold as attributes until the graph of the loss goes
     # A result within that a library asks for a gradient of, and that gradient, which stay with that graph.
     leaf: tuple[int, ...] = ()
@@ -119,6 +120,7 @@ def section_events(
         gradient_storages=tuple(recorder.gradient_storages.items()),
         products=(in_forward, in_backward),
         used_up=recorder.used_up(),
+        summed=recorder.summed(),
         escaped=escaped,
         leaf=leaf,
         named=_named(tape, tape.saved_storages()),

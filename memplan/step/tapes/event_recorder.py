@@ -37,6 +37,7 @@ class EventRecorder:
         "_products",
         "_received",
         "_references",
+        "_sums",
         "_updates",
         "codes",
         "gradient_storages",
@@ -53,6 +54,7 @@ class EventRecorder:
         self.gradient_storages: dict[str, int] = {}
         self._products: dict[str, int] = {}
         self._updates: list[tuple[int, str, int]] = []
+        self._sums: list[tuple[int, str, int]] = []
         self.keeps_output = True
         self._output = output
         self._entry = entry
@@ -148,6 +150,7 @@ class EventRecorder:
             mode: What becomes of its gradient.
         """
         if weight.summed:
+            self._sums.append((len(self.codes), weight.name, formed))
             self.hand_on(weight.name, formed)
             return
         gradient, size = formed, weight.formed_bytes
@@ -181,6 +184,10 @@ class EventRecorder:
     def used_up(self) -> UsedUp:
         """Return the gradients that updates use up as soon as they are formed."""
         return tuple(self._updates)
+
+    def summed(self) -> UsedUp:
+        """Return the gradients that others add up, and the places where they are formed."""
+        return tuple(self._sums)
 
     def end_of_forward(self) -> None:
         """From now on the output is a storage like others."""
