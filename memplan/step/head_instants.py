@@ -250,6 +250,9 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     output = head.section.output
     rows, parts = _size(Part.ACTIVATIONS, output), _size(Part.TEMPORARIES, output)
     rows_of_chunk = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
+    # Where autocast casts the rows, their gradient is cast back when the head's is added, and stored.
+    wide, width = chunk.entry.element_bytes, inputs.setup.compute_bytes if inputs.setup.autocast else 4
+    uncast = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.width * max(0, wide - width))
     trained = [w for node in chunk.tape.nodes for w in node.weights if w.trainable]
     plain = sum(w.formed_bytes for w in trained if not w.coded)
     # Gradients of codes are added in their store, which a second micro-step finds filled.
@@ -280,9 +283,9 @@ def _chunks_backward(inputs: StepInputs, head: Head, chunk: Section, around: For
     if several and plain:  # those of codes are part of the chunk's own instants
         both = constant_form(Part.TEMPORARIES, 2 * max(w.formed_bytes for w in trained if not w.coded))
         first = ZERO if inputs.setup.profile.loss_chunks == 2 else rows  # both chunks are done, and the rows are gone
-        form = around + first + summed + both + rows_of_chunk * 2
+        form = around + first + summed + both + rows_of_chunk * 2 - uncast
         yield Instant("head backward", "sum of two chunks' head gradients", form)
-    yield from _sums_stored(floats, around + parts, summed, sums_in, mode)
+    yield from _sums_stored(floats, around + parts - uncast, summed, sums_in, mode)
 
 
 def _sums_stored(weights: Sequence[Weight], around: Form, summed: Form, sums_in: Part, mode: Mode) -> Iterator[Instant]:

@@ -297,9 +297,8 @@ def _logits(builder: Builder, settings: EndSettings, x: Value) -> Value:
         copy = builder.cast_weight(weight)
         keeps = builder.settings.keeps_inputs
         retained = weight.trainable or (keeps and x.needs_gradient)
-        saves = [x] if retained else []
-        if copy is not None and x.needs_gradient:
-            saves.append(copy)
+        saves = [copy] if copy is not None and x.needs_gradient else []  # as torch lets go of them
+        saves += [x] if retained else []
         bias = biases if not weight.coded else []
         tape.apply(
             "head",

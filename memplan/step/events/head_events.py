@@ -65,6 +65,9 @@ class HeadGradients:
             if weight.name not in sums:
                 continue
             total = sums[weight.name]
+            if weight.casts_gradient:
+                whole, total = total, self._stream.allocate(weight.own_bytes)
+                self._stream.free(whole)
             mode = "first" if weight.delayed else weight.own_mode(self._mode)
             if mode == "layer":
                 use_up(weight.name, total)
