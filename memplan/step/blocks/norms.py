@@ -70,7 +70,7 @@ def _fused_norm(
     statistics = [builder.tape.value(x.quantity, rows, 4) for _ in range(1 if rms else 2)]
     saves = [x, *statistics, *casts]
     scratch, workspace = ([(x.quantity, x.coefficient)] * count for count in copied)
-    traits = Traits(custom=rms, scratch=scratch, workspace=workspace)
+    traits = Traits(custom=rms, scratch=scratch, workspace=workspace, forms_last=bool(workspace))
     return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=traits)
 
 
