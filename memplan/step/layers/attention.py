@@ -26,13 +26,15 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             gates: tuple[Value, ...] = ()
         else:
             projected, gates = _projections(builder, x, part, prefix)
-            query, key, value = _in_heads(builder, projected, part)
+            query, key, value = projected if _views_normed(part) else _in_heads(builder, projected, part)
         query.apart = key.apart = value.apart = True
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
         norms, late = part.query_key_norm is not None and not code.turns_each, part.norms_rotated
         if norms and not late and not _norms_at_once(builder, part, prefix):
             query, key = _normed(builder, query, key, value, part, prefix)
+            if _views_normed(part):
+                query, key, value = _in_heads(builder, (query, key, value), part)
         named = gates
         if not one_by_one:
             with builder.tape.alive(*gates):
@@ -84,16 +86,29 @@ def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> 
 def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
     """Return of which of query, key and value the gradient comes back with heads before tokens, as that of a slice does.
 
-    So do those of stacked products, but for that of a key that they were given transposed. A norm in between makes
-    another, and what LitGPT's projections yield is so already.
+    So do those of stacked products, but for that of a key that they were given transposed. A norm's kernel in between makes
+    another, as any norm does of a slice's, and what LitGPT's projections yield is so already.
     """
     if builder.settings.code.cuts_sequences:
         return True, True, True
     cut = builder.settings.code.cuts(part.rotary_dim, part.head_dim) and builder.profile.rotary == "composite"
-    stacked, normed = builder.profile.attention == "math", part.query_key_norm is not None
+    cut = cut and part.query_key_norm is None
     if builder.settings.regime.one_token or builder.settings.code.adapts_parts:
         return False, False, False
-    return (cut or stacked) and not normed, (cut or (stacked and not _transposes(builder, part))) and not normed, stacked
+    stacked = builder.profile.attention == "math"
+    formed = stacked and (_views_normed(part) or not _normed_by_kernel(builder, part))
+    return cut or formed, cut or (formed and not _transposes(builder, part)), stacked
+
+
+def _views_normed(part: Attention) -> bool:
+    """Tell whether heads are looked at apart when all of them together have been normalised."""
+    return part.query_key_norm is not None and part.query_key_norm_scope == "full" and not part.norms_rotated
+
+
+def _normed_by_kernel(builder: Builder, part: Attention) -> bool:
+    """Tell whether query and key are normalised by a kernel, which puts their gradients in order."""
+    norm = part.query_key_norm
+    return norm is not None and (norm.kind != "rms" or builder.profile.norm != "composite")
 
 
 def _transposes(builder: Builder, part: Attention) -> bool:
@@ -201,7 +216,7 @@ def _projections(
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
         key = builder.pointwise("scale key", key) if builder.settings.code.scales_parts else key
         one = builder.settings.regime.one_sequence or builder.settings.regime.one_token
-        if part.query_key_norm is None and _transposes(builder, part) and not one:
+        if _transposes(builder, part) and not _normed_by_kernel(builder, part) and not one:
             key = looked_at(builder, key)  # with elements of a head before tokens
         with tape.alive(key):
             return (query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])), gates
@@ -264,8 +279,8 @@ def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -
     # The efficient kernel's gradients have tokens before heads, as its inputs have (attention_backward.cu).
     copied = (1, 1 + (builder.profile.attention == "efficient")) if late else (0, 0)
     if builder.profile.attention == "math" and not part.norms_rotated and not builder.settings.regime.one_token:
-        is_key = name == builder.settings.names.key_norm
-        copied = (0, int(x.width > part.head_dim or (is_key and _transposes(builder, part))))
+        transposed = name == builder.settings.names.key_norm and _transposes(builder, part)
+        copied = (0, int(transposed or (x.width > part.head_dim and not full)))
     size = x.width if full else part.head_dim
     normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size, copied=copied)
     normal.apart = True

@@ -287,7 +287,9 @@ def heads_lie_apart(builder: Builder, heads: int) -> bool:
 
 def looked_at(builder: Builder, x: Value) -> Value:
     """Return another look at a tensor, from which its gradient comes back as a copy."""
-    return builder.tape.apply("look", [(x, NEW)], builder.tape.view(x), traits=SAVES_NOTHING)
+    view = builder.tape.view(x)
+    view.apart = x.apart
+    return builder.tape.apply("look", [(x, NEW)], view, traits=SAVES_NOTHING)
 
 
 def _softmax(builder: Builder, scores: Value) -> Value:

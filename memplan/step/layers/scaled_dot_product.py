@@ -222,7 +222,8 @@ def math_attention(builder: Builder, heads: Heads, masks: Sequence[Value] = ()) 
         (mask,) = masks
     else:
         square = (Quantity.SQUARE, 1)
-        flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), scratch=[square])
+        ones = tape.make("ones", tape.value(*square, 1, part=Part.TEMPORARIES))
+        flags = tape.make("mask", tape.value(*square, 1, part=Part.TEMPORARIES), ones)
         mask = tape.make("mask", tape.value(*square, 4, part=Part.TEMPORARIES), flags)
     late = builder.settings.code.own_scores and heads.groups == 1 < count  # products look at the one head as often
     if not late:
