@@ -2,6 +2,7 @@
 
 from memplan.model.spec import Norm
 from memplan.step.blocks.builder import ONE, Builder
+from memplan.step.tapes.linear_forms import Part
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Reduction, Traits, Value, Weight
 
 
@@ -69,9 +70,13 @@ def _fused_norm(
     rms = norm.kind == "rms"
     statistics = [builder.tape.value(x.quantity, rows, 4) for _ in range(1 if rms else 2)]
     saves = [x, *statistics, *casts]
-    scratch, workspace = ([(x.quantity, x.coefficient)] * count for count in copied)
-    traits = Traits(custom=rms, scratch=scratch, workspace=workspace, forms_last=bool(workspace))
-    return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=traits)
+    forward, backward = copied
+    workspace = [(x.quantity, x.coefficient)] * backward
+    traits = Traits(custom=rms, workspace=workspace, forms_last=bool(workspace))
+    like = (x.quantity, x.width, x.element_bytes)
+    read = [builder.tape.make("copy", builder.tape.value(*like, part=Part.TEMPORARIES), x) for _ in range(forward)]
+    with builder.tape.alive(*read):
+        return builder.tape.apply(f"norm {name}", [(x, NEW)], builder.fresh(x), saves, used, traits=traits)
 
 
 def _composite_norm(

@@ -13,7 +13,7 @@ from memplan.step.layers.handed_down import stored
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.layers.scaled_dot_product import attended, goes_by_steps, scaled_by_position
-from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
+from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Traits, Value
 
 
 def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value:
@@ -91,8 +91,7 @@ def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
     """
     if builder.settings.code.cuts_sequences:
         return True, True, True
-    cut = builder.settings.code.cuts(part.rotary_dim, part.head_dim) and builder.profile.rotary == "composite"
-    cut = cut and part.query_key_norm is None
+    cut = _slices_rotated(builder, part) and part.query_key_norm is None
     if builder.settings.regime.one_token or builder.settings.code.adapts_parts:
         return False, False, False
     stacked = builder.profile.attention == "math"
@@ -112,8 +111,14 @@ def _normed_by_kernel(builder: Builder, part: Attention) -> bool:
 
 
 def _transposes(builder: Builder, part: Attention) -> bool:
-    """Tell whether the gradient of a key comes back as the products of scores form it: transposed, where heads are not repeated."""
-    return builder.profile.attention == "math" and part.num_key_value_heads == part.num_heads
+    """Tell whether the gradient of a key comes back as the products of scores form it: transposed, where nothing repeats or slices heads."""
+    whole = part.num_key_value_heads == part.num_heads and not _slices_rotated(builder, part)
+    return builder.profile.attention == "math" and whole
+
+
+def _slices_rotated(builder: Builder, part: Attention) -> bool:
+    """Tell whether what is rotated is sliced out of heads."""
+    return builder.settings.code.cuts(part.rotary_dim, part.head_dim) and builder.profile.rotary == "composite"
 
 
 def _repeated(builder: Builder, heads: Heads) -> Heads:
@@ -134,7 +139,8 @@ def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
         for x in projected:
             out = builder.tape.view(x)
             out.apart = True
-            clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)]))
+            flags = Traits(workspace=[(x.quantity, x.width)] * 2, forms_last=True)  # ``where(self >= min and self <= max)``
+            clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)], traits=flags))
         return tuple(clipped)
 
 
