@@ -95,8 +95,10 @@ def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
     if builder.settings.regime.one_token or builder.settings.code.adapts_parts:
         return False, False, False
     stacked = builder.profile.attention == "math"
-    formed = stacked and (_views_normed(part) or not _normed_by_kernel(builder, part))
-    return cut or formed, cut or (formed and not _transposes(builder, part)), stacked
+    kernel = _normed_by_kernel(builder, part)
+    late = kernel and part.norms_rotated  # the kernel's result has heads before tokens
+    formed = late or (stacked and (_views_normed(part) or not kernel))
+    return cut or formed, cut or late or (formed and not _transposes(builder, part)), stacked
 
 
 def _views_normed(part: Attention) -> bool:
@@ -280,16 +282,17 @@ def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -
     """Return a query or a key normalised, each head alone or all together."""
     assert part.query_key_norm is not None
     full = part.query_key_norm_scope == "full"
-    late = part.norms_rotated and x.width > part.head_dim and not builder.settings.regime.one_token
-    late = late and not _joins_rotated(builder, part)
+    stacked, whole = builder.profile.attention == "math", not builder.settings.regime.one_token
+    several = whole and x.width > part.head_dim
+    transposed = whole and name == builder.settings.names.key_norm and _transposes(builder, part)
+    late = part.norms_rotated and not _joins_rotated(builder, part)
     # The efficient kernel's gradients have tokens before heads, as its inputs have (attention_backward.cu).
-    copied = (1, 1 + (builder.profile.attention == "efficient")) if late else (0, 0)
-    if builder.profile.attention == "math" and not part.norms_rotated and not builder.settings.regime.one_token:
-        transposed = name == builder.settings.names.key_norm and _transposes(builder, part)
-        copied = (0, int(transposed or (x.width > part.head_dim and not full)))
+    copied = (1, 1 + (builder.profile.attention == "efficient" or transposed)) if late and several else (0, 0)
+    if stacked and not part.norms_rotated:
+        copied = (0, int(transposed or (several and not full)))
     size = x.width if full else part.head_dim
     normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size, copied=copied)
-    normal.apart = True
+    normal.apart = not (late and _normed_by_kernel(builder, part))
     return normal
 
 
