@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from memplan.catalog.stacks import StackModels
+from memplan.catalog.built_models import StackModels
 from memplan.errors import CannotAnswerError
 from memplan.model.families import around
 from memplan.model.model import Model

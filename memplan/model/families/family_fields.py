@@ -58,6 +58,8 @@ class FamilyCode:
     repeats_keys: bool = False
     repeats_for_flash: bool = True  # Whether the package flash-attn is given these repeated too
     expands_alone: bool = False  # Whether a single head of them is then looked at, and not copied
+    # Whether one projection yields heads group by group, which are put together, and repeated, before they turn.
+    by_groups: bool = False
     # Whether torch's attention is given contiguous copies of what lies apart, beside which the caller has names for it.
     contiguous_heads: bool = False
     names_parts: bool = False  # Whether a layer has names for what attention and feed-forward add until it ends

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Sequence
 
 from memplan.catalog.kernel_profiles import CodesLoading
-from memplan.catalog.stacks import StackModels
+from memplan.catalog.built_models import StackModels
 from memplan.step.events.event_stream import EventStream
 from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import table_sizes

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from memplan.catalog.stacks import ModelCode, Stack, StackModels
+from memplan.catalog.built_models import StackModels
+from memplan.catalog.stacks import ModelCode, Stack
 from memplan.errors import CannotAnswerError
 from memplan.model.families import around, transformers_rows
 from memplan.model.families.family_fields import FamilyCode
@@ -61,6 +62,8 @@ LITGPT = FamilyCode(
     rotates_together=True,
 )
 """``RMSNorm``, ``apply_rope``, ``CausalSelfAttention.forward`` and ``Block.forward`` in litgpt/model.py (0.5.13)."""
+BY_GROUPS: Mapping[str, Any] = {"by_groups": True, "sums": "parts-first"}
+"""The last two in litgpt/model.py up to 0.5.4, lines 203 to 300."""
 
 UNSLOTH = FamilyCode(cuts_sequences=True)
 """``LlamaAttention_fast_forward`` in unsloth/models/llama.py, ``run_attention`` in utils/attention_dispatch.py (2026.10.9)."""
@@ -117,6 +120,8 @@ def _code_at(model_code: ModelCode, models: StackModels, architecture: str) -> F
         code = replace(code, masks=1, masks_from=1, window_masks=True)
     if architecture in models.wide_tables:
         code = replace(code, wide_rotary=True)
+    if models.by_groups:
+        code = replace(code, **BY_GROUPS)
     if attended == "views":
         return code
     contiguous = attended != "repeated-views"

@@ -8,7 +8,7 @@ from memplan.step.blocks.builder import Builder
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import row_product
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, looked_at, ungrouped
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, looked_at, repeated, ungrouped
 from memplan.step.layers.handed_down import stored
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
@@ -28,6 +28,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             projected, gates = _projections(builder, x, part, prefix)
             query, key, value = projected if _views_normed(part) else _in_heads(builder, projected, part)
         query.apart = key.apart = value.apart = True
+        if code.by_groups:
+            query, key, value = _put_together(builder, query, key, value, part)
         if part.clip:
             query, key, value = _clipped(builder, query, key, value)
         norms, late = part.query_key_norm is not None and not code.turns_each, part.norms_rotated
@@ -51,7 +53,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         with builder.tape.alive(query, *named):
             key, value = (key, value) if part.reuses else cached(builder, key, value)
             stored(builder, key, value)
-        heads = _repeated(builder, Heads(query, key, value, part.num_heads, part.num_key_value_heads))
+        groups = part.num_heads if code.by_groups else part.num_key_value_heads
+        heads = _repeated(builder, Heads(query, key, value, part.num_heads, groups))
         named = (*named, value) if code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)
@@ -132,6 +135,25 @@ def _repeated(builder: Builder, heads: Heads) -> Heads:
         return ungrouped(builder, heads, expands=code.asks_for_groups or code.expands_alone)
 
 
+def _put_together(
+    builder: Builder, query: Value, key: Value, value: Value, part: Attention
+) -> tuple[Value, Value, Value]:
+    """Return heads of groups as those of one dimension: with keys and values for each, copied where groups lie apart.
+
+    Source:
+        ``CausalSelfAttention.forward`` in litgpt/model.py (0.4.12), lines 244 to 262.
+    """
+    groups, times = part.num_key_value_heads, part.num_heads // part.num_key_value_heads
+    if times == 1:
+        return query, key, value
+    with builder.tape.alive(query, key, value):
+        query = builder.copied(query, moves=groups > 1)
+        with builder.tape.alive(query):
+            key = repeated(builder, key, times, alone=groups == 1)
+            with builder.tape.alive(key):
+                return query, key, repeated(builder, value, times, alone=groups == 1)
+
+
 def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
     """Return what projections yield, clipped in place, of which backward needs a copy as it was before."""
     # Source: ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in
@@ -141,7 +163,9 @@ def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
         for x in projected:
             out = builder.tape.view(x)
             out.apart = True
-            flags = Traits(workspace=[(x.quantity, x.width)] * 2, forms_last=True)  # ``where(self >= min and self <= max)``
+            flags = Traits(
+                workspace=[(x.quantity, x.width)] * 2, forms_last=True
+            )  # ``where(self >= min and self <= max)``
             clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)], traits=flags))
         return tuple(clipped)
 
@@ -186,14 +210,15 @@ def _projections(
     builder: Builder, x: Value, part: Attention, prefix: str
 ) -> tuple[tuple[Value, Value, Value], tuple[Value, ...]]:
     """Return query, key and value, results of their own or views of one, and the gate of the result, where there is one."""
-    names, tape = builder.settings.names, builder.tape
+    names, tape, code = builder.settings.names, builder.tape, builder.settings.code
     sizes = (part.query_size, part.key_value_size, part.key_value_size)
     if part.fused_qkv:
         name = f"{prefix}.{names.qkv}"
-        apart = builder.settings.code.adapts_parts
+        apart = code.adapts_parts
         fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
         query, key, value = (tape.view(fused, size) for size in sizes)
-        builder.named += [fused] if builder.settings.code.adds_inside else []
+        builder.named += [fused] if code.adds_inside else []
+        fused = looked_at(builder, fused) if code.by_groups else fused
         tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
         if builder.settings.copies_fused:
             with tape.alive(fused, query, key, value):
@@ -202,14 +227,19 @@ def _projections(
                     key = builder.copied(key)
                     with tape.alive(key):
                         return (query, key, builder.copied(value)), ()
-        if builder.settings.code.own_scores and part.num_key_value_heads == 1 < part.num_heads:
+        if code.own_scores and part.num_key_value_heads == 1 < part.num_heads:
             builder.named.append(fused)
             with tape.alive(fused, query):  # chosen by a list of one number, not by a slice (``_split_heads``)
                 key = builder.copied(key)
                 with tape.alive(key):
                     return (query, key, builder.copied(value)), ()
-        if apart and part.rotary_dim and part.query_key_norm is None:  # a slice's gradient has heads before tokens
-            query, key = (looked_at(builder, x) if n > 1 else x for x, n in ((query, part.num_heads), (key, part.num_key_value_heads)))
+        if (
+            apart and not code.by_groups and part.rotary_dim and part.query_key_norm is None
+        ):  # a slice's gradient has heads before tokens
+            query, key = (
+                looked_at(builder, x) if n > 1 else x
+                for x, n in ((query, part.num_heads), (key, part.num_key_value_heads))
+            )
         return (query, key, value), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)
@@ -222,7 +252,7 @@ def _projections(
     with tape.alive(query, *gates):
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
-        key = builder.pointwise("scale key", key) if builder.settings.code.scales_parts else key
+        key = builder.pointwise("scale key", key) if code.scales_parts else key
         one = builder.settings.regime.one_sequence or builder.settings.regime.one_token
         if _transposes(builder, part) and not _normed_by_kernel(builder, part) and not one:
             key = looked_at(builder, key)  # with elements of a head before tokens

@@ -236,6 +236,8 @@ def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
 
     after, alone = layer.placement in ("post", "sandwich"), len(norm_names(builder.settings.names, layer)) == 1
     named = normed(x) if before else x
+    parts_first = builder.settings.code.sums == "parts-first"
+    builder.named_values += [named] if parts_first and layer.placement != "parallel" else []
     with tape.alive(named):
         part = attention_part(builder, named, layer)
         part = normed(part) if after else part
@@ -248,6 +250,8 @@ def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
             named = normed(x)
     if layer.placement == "parallel":
         with tape.alive(named):
+            if parts_first:
+                return builder.add(builder.add(feed_forward(builder, named, layer), part), x)
             total = builder.add(part, x)
     with tape.alive(total, named):
         fed = feed_forward(builder, named, layer)
