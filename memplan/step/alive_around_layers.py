@@ -233,7 +233,8 @@ def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
         return ZERO
     tape = taped.head.section.tape
     saved = {storage for node in tape.nodes if node.instant == EMPTY for storage in node.saved}
-    return sum((single_form(*tape.storages[storage]) for storage in saved), ZERO)
+    escaped = {storage for node in tape.nodes for storage in node.attributes}  # :func:`escaped_form` has these
+    return sum((single_form(*tape.storages[storage]) for storage in saved - escaped), ZERO)
 
 
 def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:

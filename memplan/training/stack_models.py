@@ -322,7 +322,8 @@ def _names(spec: ModelSpec, rules: StackModels) -> TensorNames:
 def _runs(spec: ModelSpec, rules: StackModels) -> tuple[LayerRun, ...]:
     """Return the runs of layers, apart where some make masks of a window."""
     runs = tuple([_built_run(run, rules) for run in spec.runs])
-    if not spec.full_layers or (rules.windows == "released" and spec.architecture not in rules.window_masks):
+    apart = rules.by_groups or rules.windows != "released" or spec.architecture in rules.window_masks
+    if not spec.full_layers or not apart:
         return runs
     layers = [run.layer for run in runs for _ in range(run.count)]
     return layer_runs(

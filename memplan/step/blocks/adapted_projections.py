@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from memplan.step.blocks.builder import ONE, Builder, promoted
 from memplan.step.blocks.projections import plain_linear
+from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, Reduction, Traits, Value, Weight
 
 INDEX_BYTES = 8
@@ -38,6 +39,7 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
             return _with_magnitude(builder, own, out, name, rows, down)
         dropped = builder.dropped(own, builder.settings.adapter_dropout)
         given = builder.cast(dropped, down.element_bytes, foreign=down.foreign) if seen else dropped
+        given = _stretch_copied(builder, given) if given is x else given
         first = plain_linear(builder, given, f"{name}.lora_A", down.rows)
         with builder.tape.alive(*((first,) if builder.settings.code.names_magnitude else ())):
             low = builder.pointwise("scale", plain_linear(builder, first, f"{name}.lora_B", rows))
@@ -47,6 +49,19 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
         total = builder.add(out, low)
     builder.tape.touch(*((low,) if coded and rules.codes_cloned else ()))  # a name, which the sum does not take
     return total
+
+
+def _stretch_copied(builder: Builder, x: Value) -> Value:
+    """Return a stretch of several sequences in a copy, as a product with a weight that trains reads rows; others are as they are.
+
+    Source:
+        ``should_fold`` in aten/src/ATen/native/LinearAlgebra.cpp (v2.13.0). What autocast casts lies in order then, and so
+        does a stretch of one token.
+    """
+    regime = builder.settings.regime
+    stretch = x.quantity is Quantity.ROW_CHUNK or (x.quantity is Quantity.LAST_ROW_CHUNK and not regime.empty_stretch)
+    cast = builder.settings.under_autocast and x.element_bytes != builder.compute
+    return builder.copied(x, moves=stretch and regime.stretches > 1 and not regime.one_sequence and not cast)
 
 
 def _low_rank(builder: Builder, x: Value, name: str, rows: int, down: Weight) -> Value:

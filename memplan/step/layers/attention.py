@@ -28,6 +28,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             projected, gates = _projections(builder, x, part, prefix)
             query, key, value = projected if _views_normed(part) else _in_heads(builder, projected, part)
         query.apart = key.apart = value.apart = True
+        whole = value
         if code.by_groups:
             query, key, value = _put_together(builder, query, key, value, part)
         if part.clip:
@@ -55,7 +56,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             stored(builder, key, value)
         groups = part.num_heads if code.by_groups else part.num_key_value_heads
         heads = _repeated(builder, Heads(query, key, value, part.num_heads, groups))
-        named = (*named, value) if code.names_all else named
+        named = (*named, whole) if code.names_all else named
         with builder.tape.alive(*heads.tensors, *named, *gates):
             out = attended(builder, heads, part)
             with builder.tape.alive(out):
@@ -66,8 +67,8 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             with builder.tape.alive(out, *builder.named):
                 result = _output(builder, out, f"{prefix}.{builder.settings.names.output}")
         if code.names_all:  # as ``CausalSelfAttention.forward`` names them
-            others = [x for x in (*heads.tensors, *named) if x.storage != value.storage]
-            builder.tape.touch(value, *others, out)
+            others = [x for x in (*heads.tensors, *named) if x.storage != whole.storage]
+            builder.tape.touch(whole, *others, out)
         return result
 
 

@@ -119,6 +119,8 @@ def additive_mask(builder: Builder, like: Value) -> Value:
         ``convert_boolean_attn_mask`` and ``pad_bias`` in aten/src/ATen/native/transformers/attention.cpp (v2.13.0).
     """
     tape, width = builder.tape, like.element_bytes
+    if builder.settings.code.by_groups:
+        return _padded_square(builder, window_added(builder, width))
     if builder.settings.code.masks_layers:
         causal, window = own_mask(builder, width), tape.value(Quantity.SQUARE, 1, width)
         with tape.alive(causal):  # the causal one is replaced by that of a window
@@ -139,6 +141,21 @@ def own_mask(builder: Builder, width: int) -> Value:
     ones = tape.make("ones", tape.value(size, 1, width))
     mask = tape.make("mask", tape.value(size, 1, width), ones)
     tape.make("flags", tape.value(size, 1, 1), mask)
+    return mask
+
+
+def window_added(builder: Builder, width: int) -> Value:
+    """Return a causal mask that a layer makes of floats, to which that of a window is added, which has a name until attention returns.
+
+    Source:
+        ``CausalSelfAttention.forward`` in litgpt/model.py (0.4.12), lines 284 to 289.
+    """
+    tape, size, mask = builder.tape, Quantity.SQUARE, own_mask(builder, width)
+    with tape.alive(mask):
+        ones = tape.make("ones", tape.value(size, 1, width))
+        window = tape.make("window mask", tape.value(size, 1, width), ones)
+        tape.make("flags", tape.value(size, 1, 1), window)
+    builder.named.append(window)
     return mask
 
 

@@ -253,8 +253,9 @@ def _renaming(builder: Builder, x: Value, layer: Layer) -> Value:
             if parts_first:
                 return builder.add(builder.add(feed_forward(builder, named, layer), part), x)
             total = builder.add(part, x)
-    with tape.alive(total, named):
-        fed = feed_forward(builder, named, layer)
+    with tape.alive(total, *(() if parts_first else (named,))):
+        with tape.alive(named):
+            fed = feed_forward(builder, named, layer)
         return builder.add(normed(fed) if after else fed, total)
 
 

@@ -44,7 +44,7 @@ def attended(builder: Builder, heads: Heads, part: Attention | None = None) -> V
     if stepwise and builder.settings.code.wide_scores:
         return wide_attention(builder, heads)
     if stepwise and builder.settings.code.masks_layers:
-        return capped_attention(builder, heads)
+        return capped_attention(builder, heads, part)
     if stepwise and builder.settings.code.added_mask:
         return stepwise_attention(builder, heads, part)
     if stepwise and part is not None and builder.settings.code.scales_in_place:

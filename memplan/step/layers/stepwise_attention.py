@@ -12,6 +12,7 @@ from memplan.step.layers.attention_kernels import (
     scores_of,
     ungrouped,
     weighted_sum,
+    window_added,
     with_sinks,
 )
 from memplan.step.tapes.linear_forms import Part, Quantity
@@ -51,22 +52,26 @@ def stepwise_attention(builder: Builder, given: Heads, part: Attention | None) -
             return weighted_sum(builder, read, value, value.width, heads)
 
 
-def capped_attention(builder: Builder, given: Heads) -> Value:
-    """Return attention whose scores are bounded, with a mask that each layer makes.
+def capped_attention(builder: Builder, given: Heads, part: Attention | None) -> Value:
+    """Return attention whose scores are bounded, with a mask that each layer makes, before all else where it is that of a window.
 
     Source:
         ``scaled_dot_product_attention`` and ``do_softcapping`` in litgpt/model.py (0.5.13).
     """
     tape, own = builder.tape, given.query.element_bytes
-    query, key, value = (builder.lowered(x) for x in given.tensors)
-    with tape.alive(*given.tensors, query, key):
+    within = builder.settings.code.by_groups and part is not None and part.windowed
+    with tape.alive(*given.tensors):
+        masks = [window_added(builder, own)] if within else []
+    with tape.alive(*masks):
+        query, key, value = (builder.lowered(x) for x in given.tensors)
+    with tape.alive(*given.tensors, query, key, *masks, *(builder.named if within else ())):
         scores = builder.pointwise("scale", scores_of(builder, query, key, given.number, query.element_bytes))
         with tape.alive(scores):
             bounded = builder.fresh(divided := builder.pointwise("scale", scores))
             tape.apply("tanh", [(divided, NEW)], bounded, [bounded])
             scores = builder.pointwise("scale", bounded)
         with tape.alive(scores):
-            mask = own_mask(builder, own)
+            mask = masks[0] if masks else own_mask(builder, own)
         with tape.alive(mask):
             weights = _probabilities(builder, masked_scores(builder, scores), own)
             with tape.alive(weights):

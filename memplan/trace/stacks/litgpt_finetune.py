@@ -169,7 +169,7 @@ class _Loop:
     def train(self) -> None:
         """Run ``fit`` of ``litgpt/finetune/full.py``."""
         with self.fabric.init_module(empty_init=isinstance(self.recorder, ShardedRecorder)):
-            module = GPT(config_of(self.model))
+            module = GPT(config_of(self.model, self.setup))
         model: Any = self.fabric.setup(module)
         optimizer = torch.optim.AdamW(model.parameters(), **self.options)
         self.watch(module, optimizer)

@@ -19,8 +19,8 @@ ANYWAY = {"norm_1": True, "norm_2": True, "norm_qk_type": "default"}
 """What versions do that have no key for it."""
 
 
-def config_of(model: Model) -> Config:
-    """Return LitGPT's config of a model with layers of one kind."""
+def config_of(model: Model, setup: TrainingSetup) -> Config:
+    """Return LitGPT's config of a model with layers of one kind, within no window where its version knows of none."""
     spec = model.spec
     layer = spec.runs[0].layer
     heads, mlp, gemma = layer.attention, layer.feed_forward, spec.architecture.startswith("gemma")
@@ -55,7 +55,7 @@ def config_of(model: Model) -> Config:
         scale_embeddings=gemma,
         attention_logit_softcapping=heads.logit_softcap or None,
         final_logit_softcapping=spec.final_logit_softcap or None,
-        **_windows(spec),
+        **({} if spec.architecture in setup.stack.models.unwindowed else _windows(spec)),
     )
 
 
@@ -89,6 +89,6 @@ def adapted_config_of(model: Model, setup: TrainingSetup) -> AdaptedConfig:
     adapter = setup.config.adapter
     assert adapter is not None
     parts = {f"lora_{part}": True for part in litgpt_parts(model.spec, adapter.targets)}
-    config = config_of(model)
+    config = config_of(model, setup)
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
     return AdaptedConfig(**own, lora_r=adapter.rank, lora_alpha=16, lora_dropout=adapter.dropout or 0.0, **parts)
