@@ -103,8 +103,6 @@ def _built(model: Model, setup: TrainingSetup) -> Model:
     spec = _built_spec(model.spec, rules)
     if spec.architecture in rules.uncapped and setup.attention_choice != "eager":
         spec = _uncapped(spec)
-    if rules.uncapped_stretches and setup.profile.loss == "fp32-stretches":
-        spec = replace(spec, final_logit_softcap=0.0)
     if setup.scores:
         return _scoring(model, spec, setup)
     return model if spec == model.spec else replace(model, spec=spec, inventory=inventory_of(spec))

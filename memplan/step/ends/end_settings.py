@@ -29,6 +29,7 @@ class EndSettings:
     embedding_scale: bool  # Whether the embedding is scaled
     head_bias: bool  # Whether the head has a bias
     bounded_logits: bool  # Whether a scaled tanh bounds the logits
+    bounded_stretches: bool  # The same of those that come stretch by stretch
     scaled_logits: bool  # Whether they are multiplied by a factor, or divided by one
     loss: LossKernel  # Kernel of the cross-entropy
     # Whether the model has a name for logits until its forward ends, or the loop until the loss is known.
@@ -92,6 +93,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         embedding_scale=bool(spec.embedding_scale),
         head_bias=spec.head_bias,
         bounded_logits=bool(spec.final_logit_softcap) and not block.code.caps_hidden,
+        bounded_stretches=bool(spec.final_logit_softcap) and not setup.stack.models.uncapped_stretches,
         scaled_logits=bool(spec.logit_scale),
         loss="bf16" if setup.scores or narrow else setup.profile.loss,
         narrow_loss=narrow,

@@ -99,7 +99,8 @@ def head_on_tape(settings: EndSettings, weights: Named, needs_gradient: bool, el
         chunk = _chunk(settings, builder.weights, normed)
         return Head(Section(builder.tape, entry, normed), normed, own, chunk, None)
     if settings.loss == "fp32-stretches":
-        parts = stretched_logits(builder, normed, block.names.head, partial(_adapted_logits, builder, settings))
+        stretched = replace(settings, bounded_logits=settings.bounded_stretches)
+        parts = stretched_logits(builder, normed, block.names.head, partial(_adapted_logits, builder, stretched))
         loss, stretches = stretched_cross_entropy(builder, parts)
         whole = Value(NO_STORAGE, Quantity.TOKENS, 4 * settings.vocab_size, 4)
         return Head(Section(builder.tape, entry, loss), normed, own, None, whole, tuple(stretches))
