@@ -75,8 +75,11 @@ def chunk_losses(
             yield with_gathered(instant.name, instant.operation, form, reduced.reduced_bytes)
         else:
             yield with_gathered(instant.name, instant.operation, instant.form, tail + pending)
-    form = around + throughout(inputs, head) + logits_of_chunk(chunk) + rows + constant_form(Part.GRADIENTS, summed)
-    yield with_gathered("head backward", "reduction of the head", form + retained, tail + reduced.reduced_bytes)
+    form = around + throughout(inputs, head) + logits_of_chunk(chunk) + rows
+    waiting = summed if reduced.buffer_bytes else 0  # by the variable of a loop, which one rank alone does without
+    for size in (summed, reduced.kept_bytes + reduced.narrow_bytes + waiting):
+        gradients = constant_form(Part.GRADIENTS, size)
+        yield with_gathered("head backward", "reduction of the head", form + gradients, tail + reduced.reduced_bytes)
 
 
 def behind_head(step: ShardedStep) -> ShardedStep:
