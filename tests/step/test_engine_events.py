@@ -80,3 +80,10 @@ def test_what_deepspeed_steps_in_host_memory_or_gathers_to_evaluate_is_not_told(
     for plan, reason in ((offloaded, "host memory"), (evaluated, "evaluate")):
         assert reason in shares_reason(plan)
         assert simulated(plan).reserve_by_share == shares_reason(plan)
+
+
+def test_of_layers_alike_those_are_told_beside_which_more_is_gathered_than_beside_any_above():
+    told = [name for name, _ in plan_under(3, model="8b").instants if name.startswith("layer ")]
+    assert told[0] == "layer 32 backward"
+    assert told[-1] == "layer 1 backward"
+    assert len(told) < 24

@@ -14,14 +14,11 @@ from dataclasses import replace
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError
 from memplan.step.alive_around_layers import escaped_form, graph_of_loss, let_go, retained_graph
+from memplan.step.engines.cut_sections import Segment, Segments, segments
 from memplan.step.engines.reduced_gradients import Buckets, EngineBytes, Gradients, WholeGradients
 from memplan.step.head_instants import after_backward, root_form, tied_sum
 from memplan.step.instants import StepForms, backward_base, forward_instants, leaf_instants, saved_by_layers
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel
-from memplan.step.playing.backward import play_backward
-from memplan.step.playing.player import Player
-from memplan.step.playing.recomputation import NOTHING_AGAIN, WITHOUT_MOMENT, Mark, Recomputation
-from memplan.step.playing.section import Section
 from memplan.step.states.flat_partitions import FlatGroup, RankShare, flat_groups, rank_shares, stepped_tensors
 from memplan.step.states.optimizer_scratch import Temporaries
 from memplan.step.states.parallel_shards import numbered, reduced_elements
@@ -29,50 +26,10 @@ from memplan.step.step_inputs import StepInputs, buffers
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form
 from memplan.step.tapes.moments import Instant, dominant
 
-Segment = tuple[tuple[Instant, ...], Instant | None, Mark | None]
-"""Moments of a part, then what happens beside its operations, and the moment at which it does; an end has none."""
-
 NORM_BYTES = 8
 """Bytes of an element of a gradient whose norm is formed (``get_norm_dtype`` in deepspeed/runtime/zero/utils.py, 0.19.8)."""
 
 FORMULA = "gradients of a partition in fp64 for their norm, or flat and cast to fp32, group by group"
-
-
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """A part of the model, cut where something happens beside its operations."""
-
-    forward: tuple[Segment, ...] = ()  # Its forward
-    backward: tuple[Segment, ...] = ()  # Its backward, with what is computed again for it
-
-
-def segments(section: Section, recomputation: Recomputation = NOTHING_AGAIN, *, visits: bool = False) -> Segments:
-    """Return a part cut where gradients have been formed, and modules begin and end where that is asked for."""
-    player = Player(section.tape, "layer", section.entry, recomputation)
-    marks: list[Mark] = []
-    player.marked, player.visits = marks.append, visits
-    player.forward(saves=True)
-    forward = cut(player, marks)
-    if not section.tape.nodes:
-        return Segments(forward)
-    marks.clear()
-    player.instants = []
-    player.region_ends()
-    play_backward(player, section.output)
-    return Segments(forward, cut(player, marks))
-
-
-def cut(player: Player, marks: Sequence[Mark]) -> tuple[Segment, ...]:
-    """Return what a player has played, cut at its marks."""
-    parts: list[Segment] = []
-    first = 0
-    for mark in marks:
-        ends = mark.kind in WITHOUT_MOMENT
-        parts.append(
-            (tuple(dominant(player.instants[first : mark.place])), None if ends else player.instants[mark.place], mark)
-        )
-        first = mark.place + (not ends)
-    return (*parts, (tuple(dominant(player.instants[first:])), None, None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +56,37 @@ class EnginePass:
         yield from self.forward(self, following, played)
         base, bare = backward_base(inputs, taped, ZERO)
         root = root_form(inputs, taped.settings)
-        for name, moment in following.through(self.head.backward, base + root + played.saved):
-            yield replace(moment, name=name or "loss backward")
+        yield from following.through(self.head.backward, base + root + played.saved)
         waits = constant_form(Part.GRADIENTS, taped.head.delayed_bytes)
         yield from self._layers_backward(following, played, base + root + waits)
         left = self.left * sum(run.count for run in taped.runs) - self.left_gradient
         around = bare + escaped_form(taped, played) + root + left
         for moment in leaf_instants(inputs, taped, around):  # before the first layer has been let go of as a whole
             yield besides(moment, following.leaving)
-        for _, moment in following.through(self.embedding.backward, around + waits):
-            yield replace(moment, name="end of backward")
+        yield from following.through(self.embedding.backward, around + waits, "end of backward")
         yield from self.tied(self, following, around + waits)
         for moment in leaf_instants(inputs, taped, around):
             yield following.with_resident(moment)
         if not isinstance(gradients, WholeGradients):
             last = Instant("end of backward", "reduction of the last bucket", around)
             yield besides(last, gradients.end())
+
+    def walk(self, gradients: Gradients) -> None:
+        """Have all that is marked arrive, in order, where nothing of it is asked for."""
+        following, name = Following(gradients), self.inputs.spec.names.layer
+        layers = [
+            (self.layers[kind], number)
+            for kind, run in zip(self.taped.kinds, self.taped.runs, strict=True)
+            for number in range(run.first, run.first + run.count)
+        ]
+        following.walk(self.embedding.forward, -1)
+        for layer, number in layers:
+            following.walk(layer.forward, number)
+        following.walk(self.head.forward, -1)
+        following.walk(self.head.backward, -1)
+        for layer, number in reversed(layers):
+            following.walk(layer.backward, number, name)
+        following.walk(self.embedding.backward, -1)
 
     def _layers_backward(self, following: Following, played: PlayedModel, base: Form) -> Iterator[Instant]:
         """Yield the backward of all layers, the last first; of layers alike those that can be the fullest."""
@@ -130,9 +102,8 @@ class EnginePass:
                 around = (
                     base + saved + above + taped.handed.waiting(number + 1) - let_go(self.inputs, taped, number + 1)
                 )
-                own = self.inputs.spec.names.layer
-                for _, moment in following.through(self.layers[kind].backward, around, number, own):
-                    yield replace(moment, name=f"layer {number + 1} backward")
+                own, name = self.inputs.spec.names.layer, f"layer {number + 1} backward"
+                yield from following.through(self.layers[kind].backward, around, name, number, own)
                 above, shared = above + part.escaped + self.left - shared, ZERO
 
 
@@ -263,21 +234,22 @@ class Following:
         self._most = {}
 
     def through(
-        self, parts: tuple[Segment, ...], around: Form, number: int = -1, own: str = ""
-    ) -> Iterator[tuple[str, Instant]]:
-        """Yield the moments of a part with what is there besides, and the instants that they name.
+        self, parts: tuple[Segment, ...], around: Form, name: str = "", number: int = -1, own: str = ""
+    ) -> Iterator[Instant]:
+        """Yield the moments of a part with what is there besides.
 
         Args:
             around: What lies around it.
+            name: Instant that they are of; empty for those that they name, or the loss's.
             number: Of the layer that it is; none for another part.
             own: Name of the module that it is.
         """
         if number < 0:
             self.forget()
         resident = self.walk(parts, number, own)
-        if own and self._is_fuller(resident):  # somewhere, so that its instant is told by all of its moments
+        if own and self._is_fuller(parts, resident):  # somewhere, so that its instant is told by all of its moments
             self.forget()
-        yield from self.named_moments(parts, resident, around)
+        yield from self.moments(parts, resident, around, name)
 
     def walk(self, parts: tuple[Segment, ...], number: int, own: str = "") -> list[tuple[EngineBytes, EngineBytes]]:
         """Return what is there besides, before each mark of a part and at it."""
@@ -290,22 +262,25 @@ class Following:
                 self.leaving = before
         return resident
 
-    def named_moments(
-        self, parts: tuple[Segment, ...], resident: list[tuple[EngineBytes, EngineBytes]], around: Form
-    ) -> Iterator[tuple[str, Instant]]:
-        """Yield the moments of a part that was walked through, and the instants that they name."""
+    def moments(
+        self, parts: tuple[Segment, ...], resident: list[tuple[EngineBytes, EngineBytes]], around: Form, name: str
+    ) -> Iterator[Instant]:
+        """Yield the moments of a part that was walked through; see :meth:`through`."""
         for place, ((moments, marked, _), (before, at)) in enumerate(zip(parts, resident, strict=True)):
-            if self._is_more(2 * place, before):
-                for moment in moments:
-                    yield moment.name, besides(moment.around(around), before)
-            if marked is not None and self._is_more(2 * place + 1, at):
-                yield marked.name, besides(marked.around(around), at)
+            marks = () if marked is None else (marked,)
+            for number, alike, beside in ((2 * place, moments, before), (2 * place + 1, marks, at)):
+                if alike and self._is_more(number, beside):
+                    near = around + resident_form(beside)
+                    for moment in alike:
+                        form = near + moment.form
+                        own = name or moment.name or "loss backward"
+                        yield Instant(own, moment.operation, form, beside.communication, moment.reduces)
 
-    def _is_fuller(self, resident: Sequence[tuple[EngineBytes, EngineBytes]]) -> bool:
+    def _is_fuller(self, parts: tuple[Segment, ...], resident: list[tuple[EngineBytes, EngineBytes]]) -> bool:
         return any(
-            now.bytes > self._most.get(2 * place + behind, -1)
-            for place, both in enumerate(resident)
-            for behind, now in enumerate(both)
+            (moments and before.bytes > self._most.get(2 * place, -1))
+            or (marked is not None and at.bytes > self._most.get(2 * place + 1, -1))
+            for place, ((moments, marked, _), (before, at)) in enumerate(zip(parts, resident, strict=True))
         )
 
     def _is_more(self, place: int, resident: EngineBytes) -> bool:
@@ -325,10 +300,13 @@ class Following:
 
 def besides(moment: Instant, resident: EngineBytes) -> Instant:
     """Return a moment with what is there besides."""
-    form = moment.form + constant_form(Part.TEMPORARIES, resident.communication)
-    return replace(
-        moment, form=form + constant_form(Part.GRADIENTS, resident.gradients), communication=resident.communication
-    )
+    form = moment.form + resident_form(resident)
+    return Instant(moment.name, moment.operation, form, resident.communication, moment.reduces)
+
+
+def resident_form(resident: EngineBytes) -> Form:
+    """Return what is there besides, whatever batch and length are."""
+    return constant_form(Part.TEMPORARIES, resident.communication) + constant_form(Part.GRADIENTS, resident.gradients)
 
 
 def compile_engine_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:

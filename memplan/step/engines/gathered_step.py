@@ -20,12 +20,12 @@ from memplan.step.alive_around_layers import (
     stored_keys,
 )
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
+from memplan.step.engines.cut_sections import Segments
 from memplan.step.engines.engine_step import (
     FORMULA,
     NORM_BYTES,
     EnginePass,
     Following,
-    Segments,
     besides,
     engine_pass,
     tied_gradients,
@@ -185,8 +185,7 @@ class GatheredStep:
     def listed(self) -> Sequence[Visit]:
         """Return all modules that run in a forward and backward, in order."""
         listed = Listed(self.modules())
-        for _ in self._pass.instants(listed):
-            pass
+        self._pass.walk(listed)
         return listed.visits
 
     def _forward(self, walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
@@ -253,8 +252,7 @@ def _through_forward(walk: EnginePass, following: Following, played: PlayedModel
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)
     named, apart = named_embeddings(inputs, taped), leaf_apart(inputs, taped)
     around = retained_graph(inputs, taped) + arguments + tables_of_graph(inputs)
-    for _, moment in following.through(walk.embedding.forward, around):
-        yield replace(moment, name="forward")
+    yield from following.through(walk.embedding.forward, around, "forward")
     around += apart + named + played.embedding.saved
     walked: list[tuple[int, int, list[tuple[EngineBytes, EngineBytes]]]] = []
     for kind, run in zip(taped.kinds, taped.runs, strict=True):
@@ -268,10 +266,8 @@ def _through_forward(walk: EnginePass, following: Following, played: PlayedModel
         for other, _, helds in reversed(walked):
             below -= played.layers[other].saved + stored_keys(taped, other)
             if other == kind:
-                for _, moment in following.named_moments(walk.layers[kind].forward, helds, below):
-                    yield replace(moment, name="forward")
-    for _, moment in following.through(walk.head.forward, head):
-        yield replace(moment, name="forward")
+                yield from following.moments(walk.layers[kind].forward, helds, below, "forward")
+    yield from following.through(walk.head.forward, head, "forward")
     return head + played.head.saved
 
 

@@ -8,7 +8,8 @@ Source:
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from memplan.step.engines.engine_step import Following, Segment, cut
+from memplan.step.engines.cut_sections import Segment, cut
+from memplan.step.engines.engine_step import Following
 from memplan.step.engines.gathered_parameters import GatheredParameters, Limits
 from memplan.step.engines.module_visits import Listed, Modules, followed
 from memplan.step.engines.reduced_gradients import EngineBytes
@@ -90,8 +91,8 @@ def referred(
     for kind, below, _ in places:
         following.forget()
         for resident in (resident for other, resident in walked if other == kind):
-            for _, moment in following.named_moments(parts[kind], resident, below):
-                yield replace(moment, name="forward", operation=f"reference: {moment.operation}")
+            for moment in following.moments(parts[kind], resident, below, "forward"):
+                yield replace(moment, operation=f"reference: {moment.operation}")
 
 
 def forward_segments(section: Section) -> tuple[Segment, ...]:

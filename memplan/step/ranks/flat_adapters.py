@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memplan.step.collectives.gathered_units import Unit
-from memplan.step.engines.engine_step import Segment, Segments, engine_pass
+from memplan.step.engines.cut_sections import Segment, Segments
+from memplan.step.engines.engine_step import engine_pass
 from memplan.step.engines.gathered_step import walked_forward
 from memplan.step.engines.module_visits import FIRST, SECOND
 from memplan.step.engines.reduced_gradients import EngineBytes
