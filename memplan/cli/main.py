@@ -192,24 +192,47 @@ _COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA = re.compile(r"unexpected extra arguments? \((.*)\)")
 _OPTION = re.compile(r"No such option: (\S+)")
 _WORDS_FOR = {
-    "--batch": "-b",
-    "--dp": "--gpus",
-    "--dtype": "--set compute_dtype=fp16",
-    "--fp16": "--set compute_dtype=fp16",
-    "--fsdp": "--zero 3",
-    "--gradient-accumulation-steps": "--set gradient_accumulation_steps=8",
-    "--gradient-checkpointing": "--checkpointing full",
-    "--inference": "--method inference",
-    "--load-in-4bit": "--qlora",
-    "--lora-r": "--lora-rank",
-    "--max-length": "-s",
-    "--max-seq-length": "-s",
-    "--model": "MODEL without an option",
-    "--per-device-train-batch-size": "-b",
-    "--quantization": "--qlora",
-    "--trainer": "--as",
+    "-b": ("--batch", "--batch-per-gpu", "--bs", "--per-device-batch-size", "--per-device-train-batch-size"),
+    "-s": (
+        *("--block-size", "--cutoff-len", "--max-length", "--max-seq-len", "--max-seq-length", "--model-max-length"),
+        *("--seq", "--sequence-len"),
+    ),
+    "--as": ("--for", "--format", "--to", "--trainer"),
+    "--checkpointing full": ("--gc", "--grad-checkpointing", "--gradient-checkpointing"),
+    "--checkpointing none": ("--no-checkpointing", "--no-gradient-checkpointing"),
+    "--concurrency": ("--max-num-seqs", "--parallel"),
+    "--context": ("--context-length", "--ctx", "--ctx-size", "--max-model-len", "--n-ctx", "--num-ctx"),
+    "--cp": ("--context-parallel-size",),
+    "--ep": ("--expert-parallel-size", "--expert-model-parallel-size"),
+    "--gpu": ("--device", "--gpu-name", "--gpu-type", "--hardware"),
+    "--gpu-memory": ("--gpu-mem", "--memory", "--vram"),
+    "--gpus": ("--ddp", "--dp", "--ngpus", "--nproc-per-node", "--num-gpus", "--num-processes", "--world-size"),
+    "--host-memory": ("--cpu-memory", "--ram"),
+    "--kv-dtype": ("--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
+    "--layers": ("--n-layer", "--num-hidden-layers", "--num-layers"),
+    "--lora": ("--adapter", "--peft", "--use-lora", "--use-peft"),
+    "--lora-rank": ("--lora-r", "--r"),
+    "--method dpo": ("--dpo",),
+    "--method grpo": ("--grpo",),
+    "--method inference": ("--inference", "--serve"),
+    "--method sft": ("--sft",),
+    "--nodes": ("--nnodes", "--num-nodes"),
+    "--optimizer": ("--optim",),
+    "--pp": ("--pipeline-model-parallel-size", "--pipeline-parallel-size"),
+    "--qlora": ("--load-in-4bit", "--quantization"),
+    "--set compute_dtype=bf16": ("--bf16", "--precision"),
+    "--set compute_dtype=fp16": ("--dtype", "--fp16"),
+    "--set gradient_accumulation_steps=8": ("--accum", "--grad-accum", "--gradient-accumulation-steps"),
+    "--set kernels.attention=flash": ("--attn-implementation", "--flash-attention", "--flash-attn"),
+    "--set offload.optimizer_states=cpu": ("--cpu-offload", "--offload"),
+    "--lora --set weights.hidden_matrix=llm-int8": ("--load-in-8bit",),
+    "--tp": ("--tensor-model-parallel-size", "--tensor-parallel-size"),
+    "--with FILE": ("--deepspeed",),
+    "--zero": ("--ds-stage", "--stage", "--zero-stage"),
+    "--zero 3": ("--fsdp", "--zero3"),
+    "MODEL without an option": ("--hf", "--model", "--model-id", "--model-name", "--model-name-or-path"),
 }
-"""Options of other programs that people type -> ours."""
+"""What memplan has -> options of other programs, and words for it, that people type."""
 
 
 def refuse_undecodable(arguments: Iterable[str]) -> None:
@@ -233,11 +256,18 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
     text = re.sub(
         r"Input should be a valid integer(, unable to parse string as an integer)?", "expected a whole number", text
     )
-    if (match := _OPTION.match(text)) and match[1] in _WORDS_FOR:
-        text = f"No such option: {match[1]}; here it is {_WORDS_FOR[match[1]]}"
     context = getattr(error, "ctx", None)
+    if (match := _OPTION.match(text)) and (ours := _word_for(match[1], context)):
+        text = f"No such option: {match[1]}; here it is {ours}"
     inner = getattr(getattr(context, "command", None), "commands", {}) or commands
     return printable(text.rstrip("."), LONGEST_LINE) + printable(_hint(text, inner, _help_of(context)), LONGEST_LINE)
+
+
+def _word_for(option: str, context: Any) -> str:
+    """Return what a command calls another program's option, or nothing where it has none for it."""
+    own = {word for parameter in getattr(getattr(context, "command", None), "params", ()) for word in parameter.opts}
+    words = (ours for ours, theirs in _WORDS_FOR.items() if option in theirs)
+    return next((ours for ours in words if not ours.startswith("-") or ours.split()[0] in own), "")
 
 
 def _help_of(context: Any) -> str:

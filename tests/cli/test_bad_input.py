@@ -128,6 +128,10 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
     [
         (("fit", "llama-8b", "--lora_r", "64"), "No such option: --lora-r; here it is --lora-rank (see"),
         (("emit", "llama-8b", "--trainer", "trl"), "here it is --as (see"),
+        (("emit", "llama-8b", "--format", "axolotl"), "here it is --as (see"),
+        (("fit", "llama-8b", "--nproc_per_node", "8"), "here it is --gpus (see"),
+        (("fit", "llama-8b", "--ctx-size", "8192"), "here it is --context (see"),
+        (("list", "gpus", "--vram", "24GB"), "No such option: --vram (see"),
         (("fit", "llama-8b", "--gpu", "colab"), "any other: --gpu-memory 24GiB"),
         (("fit", "llama-8b", "--gpu", "h100", "--stack", "hf"), "known: axolotl, bundled,"),
         (("fit", "nobody/xyz-7b"), "or --online to fetch it"),
