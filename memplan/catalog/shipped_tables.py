@@ -81,11 +81,20 @@ class UnmodelledFamily:
     words: tuple[str, ...] = ()  # Words, one of which their names have
 
 
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """Clouds' instances with one kind of GPU."""
+
+    counts: Mapping[str, int]  # Instance -> its GPUs
+    sources: tuple[Source, ...]
+
+
 TABLES: Mapping[str, str] = {
     "capabilities": "configs/hardware/capabilities.yaml",
     "communicators": "configs/hardware/communicators.yaml",
     "contexts": "configs/hardware/contexts.yaml",
     "gaps": "configs/family_gaps.yaml",
+    "instances": "configs/hardware/instances.yaml",
     "links": "configs/links.yaml",
     "networks": "configs/networks.yaml",
     "reserve": "configs/allocator_reserve.yaml",
@@ -110,6 +119,15 @@ class ShippedTables:
     def family_gaps(self) -> Mapping[str, StackGaps]:
         """Stacks whose library runs some families with code of its own that saves more."""
         return table_of(self.root, "gaps", StackGaps)
+
+    def instance(self, name: str) -> tuple[str, int] | None:
+        """Return the GPU of a cloud's instance, and how many it has, or None where there is no such instance."""
+        wanted = name.strip().lower().removeprefix("standard_")
+        for gpu, instances in table_of(self.root, "instances", Instances).items():
+            for one, count in instances.counts.items():
+                if one.lower().removeprefix("standard_") == wanted:
+                    return gpu, count
+        return None
 
     @cached_property
     def links(self) -> Mapping[str, Link]:

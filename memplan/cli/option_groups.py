@@ -116,8 +116,8 @@ class CountedGpus(int):
 
     @classmethod
     def parsed(cls, text: str) -> "CountedGpus":
-        """Return the number and the GPU of ``64`` or ``64x h100``."""
-        match = _COUNTED.fullmatch(text)
+        """Return the number and the GPU of ``64``, ``64x h100`` or a name alone."""
+        match = _COUNTED.fullmatch(f"1x {text}" if text[:1].isalpha() else text)
         if match is None or not 1 <= int(match[1]) <= MAXIMUM_GPUS:
             raise typer.BadParameter(f"expected 1 to {MAXIMUM_GPUS}, or such as '64x h100', got {printable(text)!r}")
         count = cls(match[1])

@@ -1,4 +1,4 @@
-"""Device contexts, workspaces and communicators: data with sources, and ranges that hold what was measured."""
+"""Device contexts, workspaces, communicators and clouds' instances: data with sources, and ranges that hold what was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.catalog.catalog import data_directory
+from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.entries import Gpu
 from memplan.catalog.hardware.contexts import ENOUGH, context_range, measured_bytes
 from memplan.catalog.hardware.hardware_tables import (
@@ -18,9 +18,11 @@ from memplan.catalog.hardware.hardware_tables import (
     entry_name,
     hardware_tables,
 )
-from memplan.catalog.shipped_tables import TABLES
+from memplan.catalog.shipped_tables import TABLES, Instances
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
+from memplan.errors import InvalidFileError
+from memplan.library.lookup.device_lookup import find_device
 from memplan.plan.allowances import allowances_for, communicator_of
 from memplan.units import MIB
 
@@ -41,6 +43,20 @@ def test_a_table_passes_the_strict_schema(name, cls):
     assert list(document.data) == sorted(document.data)
     rows = {key: validate(cls, document, row, (key,)) for key, row in document.data.items()}
     assert rows == dict(getattr(HARDWARE, name))
+
+
+def test_an_instance_names_its_gpu_and_how_many_it_has():
+    document, catalog = load_document(ROOT / TABLES["instances"]), Catalog(ROOT)
+    rows = {key: validate(Instances, document, row, (key,)) for key, row in document.data.items()}
+    assert set(rows) <= set(catalog.gpus.entries)
+    names = [name.lower() for row in rows.values() for name in row.counts]
+    assert len(set(names)) == len(names)
+    assert catalog.tables.instance("Standard_ND96asr_v4") == ("a100-sxm-40gb", 8)
+    assert find_device("G5.xlarge", None, 1, catalog).name == "a10g"
+    with pytest.raises(
+        InvalidFileError, match=r"p4d.24xlarge has 8 a100-sxm-40gb: --gpus \"8x a100-sxm-40gb\" for all"
+    ):
+        find_device("p4d.24xlarge", None, 1, catalog)
 
 
 @pytest.mark.parametrize("name", list(HARDWARE.contexts))

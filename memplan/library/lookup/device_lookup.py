@@ -31,6 +31,7 @@ def find_device(name: str | None, memory: str | None, count: int, catalog: Catal
         return Device(custom_gpu(parse_bytes(memory), memory), f"{UNLISTED}{memory}", count)
     if name is None or normalised_name(name) == "local":
         return Device(*local_gpu(catalog), count)
+    name = _of_instance(name, catalog)
     counted = re.fullmatch(r"\s*([1-9]\d{0,8})\s*[xX*]\s*(.+)", name)
     if counted and name not in catalog.gpus and counted[2] in catalog.gpus:
         known = catalog.gpus.name_of(counted[2])
@@ -41,6 +42,21 @@ def find_device(name: str | None, memory: str | None, count: int, catalog: Catal
             [f"--gpu {printable(name)} names no GPU; for one of that size: --gpu-memory {sized[1]}GiB"]
         )
     return Device(catalog.gpus[name], catalog.gpus.name_of(name), count)
+
+
+def _of_instance(name: str, catalog: Catalog) -> str:
+    """Return the GPU of a cloud's instance that has one, and any other name as it is.
+
+    Raises:
+        InvalidFileError: The instance has several, so that its name says neither one nor all.
+    """
+    instance = None if name in catalog.gpus else catalog.tables.instance(name)
+    if instance is None:
+        return name
+    gpu, each = instance
+    if each == 1:
+        return gpu
+    raise InvalidFileError([f'{printable(name)} has {each} {gpu}: --gpus "{each}x {gpu}" for all, --gpu {gpu} for one'])
 
 
 def custom_gpu(size: int, shown: str) -> Gpu:
