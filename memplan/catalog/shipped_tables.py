@@ -99,6 +99,7 @@ TABLES: Mapping[str, str] = {
     "networks": "configs/networks.yaml",
     "reserve": "configs/allocator_reserve.yaml",
     "unmodelled": "configs/unmodelled_models.yaml",
+    "wordings": "configs/out_of_memory_wordings.yaml",
     "workspaces": "configs/hardware/blas_workspaces.yaml",
 }
 """Table -> its file."""

@@ -3,8 +3,11 @@
 import re
 from typing import Literal
 
+from memplan.catalog.catalog import data_directory
+from memplan.catalog.entries import Source
+from memplan.catalog.shipped_tables import table_of
 from memplan.documents.frozen_values import dataclass
-from memplan.errors import InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.plan.memory_plan import MemoryPlan
 from memplan.units import GIB, format_bytes, parse_bytes
 
@@ -23,6 +26,11 @@ _SINCE_2_1 = {
 _BEFORE_2_1 = re.compile(
     rf"\(GPU \d+; {_SIZE} total capacity; {_SIZE} already allocated; {_SIZE} free; {_SIZE} (?:reserved in total by PyTorch|cached)"
 )
+_METAL = re.compile(
+    r"MPS backend out of memory \(MPS allocated: ([\d.]+ \w+), other allocations: ([\d.]+ \w+), max allowed: ([\d.]+ \w+)\)\. "
+    r"Tried to allocate ([\d.]+ \w+)"
+)
+"""Metal's, whose MB and GB are of 1,024 (aten/src/ATen/mps/MPSAllocator.mm, ``format_size``)."""
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 _STEP = re.compile(r"(?<![\d/.])(\d{1,9})/(\d{1,9}) \[\d")
 """A progress bar's count, as tqdm prints it: ``3/1000 [00:05<27:41``."""
@@ -90,6 +98,10 @@ def read_message(text: str, where: str) -> OutOfMemory:
     flat = " ".join(text.split())
     matches = list(_TRIED.finditer(flat))
     if not matches:
+        metal = list(_METAL.finditer(flat))
+        if metal:
+            return _of_metal(metal[-1], text)
+        _refuse_others(text, where)
         raise InvalidFileError(
             [
                 f"{where}: no out-of-memory message with torch's figures in it; expected the whole of "
@@ -109,7 +121,6 @@ def read_message(text: str, where: str) -> OutOfMemory:
         own = min((size for size in processes if size >= reserved), default=None)
         if own is not None:
             processes.remove(own)
-    step = [int(count) for count, total in _STEP.findall(before) if int(count) <= int(total)]
     message = OutOfMemory(
         tried=_bytes(last[1]),
         capacity=sizes["capacity"],
@@ -119,8 +130,8 @@ def read_message(text: str, where: str) -> OutOfMemory:
         own=own,
         others=sum(processes),
         allowed=sizes.get("allowed"),
-        phase=_phase(before[before.rfind("Traceback") :] if "Traceback" in before else ""),
-        step=step[-1] if step else None,
+        phase=_phase(before),
+        step=_step(before),
     )
     _refuse_contradictions(message, where)
     return message
@@ -147,7 +158,45 @@ def _bytes(size: str) -> int:
     return parse_bytes(size)
 
 
-def _phase(traceback: str) -> Phase:
+def _of_metal(match: re.Match[str], text: str) -> OutOfMemory:
+    """Return what Metal's message says: of one pool, which torch's cache and what else the process holds share."""
+    allocated, others, allowed, tried = (
+        _bytes(size.replace("KB", "KiB").replace("MB", "MiB").replace("GB", "GiB")) for size in match.groups()
+    )
+    before = text[: text.rfind("out of memory")]
+    free, own = max(0, allowed - allocated - others), allocated + others
+    return OutOfMemory(tried, allowed, free, allocated, 0, own, 0, None, _phase(before), _step(before))
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """An out-of-memory message that has none of torch's figures."""
+
+    pattern: str  # A regular expression
+    text: str  # What is said of it; {0} is its first group
+    sources: tuple[Source, ...]
+
+
+def _refuse_others(text: str, where: str) -> None:
+    """Say of the messages of other programs what they mean.
+
+    Raises:
+        CannotAnswerError: There is one.
+    """
+    for wording in table_of(data_directory(), "wordings", Wording).values():
+        match = re.search(wording.pattern, text)
+        if match:
+            raise CannotAnswerError(f"{where}: {wording.text.format(*match.groups())}")
+
+
+def _step(before: str) -> int | None:
+    """Return the last step that a progress bar counted before a message."""
+    steps = [int(count) for count, total in _STEP.findall(before) if int(count) <= int(total)]
+    return steps[-1] if steps else None
+
+
+def _phase(before: str) -> Phase:
+    traceback = before[before.rfind("Traceback") :] if "Traceback" in before else ""
     return next((phase for phase, pattern in _PHASES if pattern.search(traceback)), "unknown")
 
 

@@ -160,6 +160,48 @@ def test_a_driver_that_pages_to_the_host_gives_more_than_the_capacity():
     assert said.allocated > said.capacity
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "max seq len (131072), (16.00 GiB KV cache is needed, which is larger than the available KV cache memory (4.36 GiB).",
+            "4.36 GiB left for the cache, and one sequence of 131072 tokens takes 16.00 GiB",
+        ),
+        (
+            "max seq len (4096) is larger than the maximum number of tokens that can be stored in KV cache (3664).",
+            "set it to 3664",
+        ),
+        ("No available memory for the cache blocks. Try increasing", "no memory left for its cache"),
+        (
+            "Free memory on device cuda:0 (20.5/23.65 GiB) on startup is less than desired GPU memory utilization (0.9, 21.29 GiB)",
+            "20.5 of 23.65 GiB are free",
+        ),
+        ("allocating 16384.00 MiB on device 0: cudaMalloc failed: out of memory", "llama.cpp asked for one buffer"),
+        ("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "this is XLA's"),
+        ("ncclUnhandledCudaError: ... Last error:\nCuda failure 2 'out of memory'", "NCCL had no room"),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "a library of CUDA"),
+        ("torch.AcceleratorError: CUDA error: out of memory", "the driver had no memory"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", "the host's memory ran out"),
+        ("epoch 1\nKilled\n", "the system ended the process"),
+    ],
+)
+def test_messages_of_other_programs_are_told_apart(text, said):
+    with pytest.raises(memplan.errors.CannotAnswerError, match=re.escape(said)):
+        memplan.why(message=text)
+
+
+def test_metals_message_is_read():
+    """As in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/mps/MPSAllocator.mm."""
+    text = "MPS backend out of memory (MPS allocated: 16.20 GB, other allocations: 613.56 MB, max allowed: 18.13 GB). "
+    said = read_message(f"{text}Tried to allocate 2.00 GB on private pool.", "log")
+    assert (said.tried, said.capacity, said.allocated) == (2 * GIB, parse_bytes("18.13 GiB"), parse_bytes("16.20 GiB"))
+    assert said.outside == parse_bytes("613.56 MiB")
+
+
+def test_the_first_line_says_the_cause():
+    assert memplan.why(message=new()).document().blocks[0].startswith("THE JOB: ")
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_read_or_refused_in_a_line(text):
     for log in (text, f"CUDA out of memory. Tried to allocate {text}", new(tried="1.00 GiB", free=text)):

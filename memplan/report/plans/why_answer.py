@@ -16,15 +16,15 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 def why_document(diagnosis: Diagnosis, unit: str) -> Document:
-    """Return why a run was out of memory, the figures first and the cause last."""
+    """Return why a run was out of memory: the cause and what to do first, then the figures."""
     plan = diagnosis.plan
-    blocks: list[Any] = [_head(diagnosis), _figures(diagnosis, unit)]
+    answer = f"{_cause(diagnosis, unit)} {_advice(diagnosis)}"
+    blocks: list[Any] = [answer, _head(diagnosis), _figures(diagnosis, unit)]
     if plan is not None:
         blocks += [_instants(diagnosis, plan, unit), _against_plan(diagnosis, plan, unit)]
         if plan.suggestions and diagnosis.cause != "fragmentation":
             blocks.append(suggestions_table(plan.suggestions, plan.usable_bytes, unit))
-    blocks.append(f"{_cause(diagnosis, unit)} {_advice(diagnosis)}")
-    return Document(_data(diagnosis, str(blocks[-1])), tuple(block for block in blocks if block))
+    return Document(_data(diagnosis, answer), tuple(block for block in blocks if block))
 
 
 def _head(diagnosis: Diagnosis) -> str:
