@@ -28,7 +28,7 @@ class Progress:
 
     def __init__(self, title: str, parts: int) -> None:
         self.title, self.parts, self.terminal = escaped(title), max(1, parts), sys.stderr.isatty()
-        self.began = time.monotonic()
+        self.began, self.before = time.monotonic(), 0  # when its parts began, and how many were done by then
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show how many parts are done, and a word on the last."""
@@ -45,8 +45,8 @@ class Progress:
 
     def _left(self, done: int) -> str:
         """Return how long the other parts take if they take what the first ones did; nothing for a few seconds."""
-        spent = time.monotonic() - self.began
-        seconds = round(spent * (self.parts - done) / done) if done else 0
+        spent, timed = time.monotonic() - self.began, done - self.before
+        seconds = round(spent * (self.parts - done) / timed) if timed else 0
         if spent < SOON or not seconds:
             return ""
         return f", about {seconds} s left" if seconds < MINUTES else f", about {round(seconds / 60)} min left"
@@ -62,13 +62,15 @@ class Waiting:
 
     def __init__(self, title: str) -> None:
         self.title, self.began = title, time.monotonic()
+        self.first: tuple[float, int] | None = None  # When parts were first told of, and how many were done
         self.bar: Progress | None = None
 
     def __call__(self, done: int, parts: int) -> None:
-        """Show how many of the parts are done."""
+        """Show how many of the parts are done; the first has what is read once in it, and is not counted on."""
+        self.first = self.first or (time.monotonic(), done)
         if self.bar is None and sys.stderr.isatty() and time.monotonic() - self.began > SOON:
             self.bar = Progress(self.title, parts)
-            self.bar.began = self.began
+            self.bar.began, self.bar.before = self.first
         if self.bar is not None:
             self.bar(done)
             if done == parts:

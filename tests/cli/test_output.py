@@ -112,3 +112,15 @@ def test_progress_says_how_long_the_rest_takes(monkeypatch, capsys):
         "2/5, about 45 s left",
         "3/5, about 4 min left",
     ]
+
+
+def test_what_the_first_part_takes_besides_is_not_counted_on(monkeypatch, capsys):
+    from memplan.cli import output
+
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output.sys.stderr, "isatty", lambda: True, raising=False)
+    waiting = output.Waiting("where")
+    for now[0], done in ((10.0, 1), (13.0, 4)):
+        waiting(done, 10)
+    assert capsys.readouterr().err.endswith("4/10, about 6 s left")

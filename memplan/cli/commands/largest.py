@@ -142,7 +142,10 @@ def where_command(
     """
     if rule.accounting is not None:
         return _where_by_notes(rule.accounting, model, device, price.price, training, output)
-    answer = memplan.where(model.model, price=price.price, **job_options(output, training, model, device))
+    waiting = Waiting("where")
+    job = job_options(output, training, model, device)
+    answer = memplan.where(model.model, price=price.price, progress=waiting, **job)
+    waiting.end()
     return emit(answer.document(output.unit, full=output.whole), output, detail)
 
 

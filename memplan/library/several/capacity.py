@@ -253,12 +253,19 @@ class Where(Answer):
 
 
 @checked
-def where(model: ModelGiven = None, *, price: FilePath | None = None, **options: Unpack[JobOptions]) -> Where:
+def where(
+    model: ModelGiven = None,
+    *,
+    price: FilePath | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[JobOptions],
+) -> Where:
     """Return the fewest GPUs of each kind that a job takes.
 
     Args:
         model: As :func:`memplan.plan` takes it.
         price: Your own prices, GPU: price of an hour, a YAML or JSON file; the cheapest comes first.
+        progress: Is told how many kinds of GPU are answered, and of how many.
         options: Keywords of :class:`memplan.JobOptions`, but for ``gpus``, which is the question.
 
     Raises:
@@ -278,7 +285,7 @@ def where(model: ModelGiven = None, *, price: FilePath | None = None, **options:
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
     played = partial(simulated, least=False, runs=Runs(), tight=False)
-    rows = placements(known, lambda count: _ways(inputs, known, count), devices, played)
+    rows = placements(known, lambda count: _ways(inputs, known, count), devices, played, progress)
     setup = rows.rows[0].plan.setup if rows.rows else inputs.setup(known)
     return Where(known, setup, rows, prices)
 

@@ -55,6 +55,7 @@ def placements(
     setups_of: Callable[[int], Sequence[TrainingSetup]],
     devices: Sequence[Device],
     simulated: Callable[[MemoryPlan], MemoryPlan],
+    progress: Callable[[int, int], None] | None = None,
 ) -> Placements:
     """Return the fewest GPUs of each kind for a job, each row as ``fit`` plans it on so many.
 
@@ -64,6 +65,7 @@ def placements(
         setups_of: The ways in which a number of GPUs may share the job, the first as ``memplan fit --gpus`` has it.
         devices: One GPU of each kind.
         simulated: Simulates the reserve of a plan.
+        progress: Is told how many kinds are done, and of how many.
 
     Raises:
         MemplanError: The job is planned on one GPU no more than on several.
@@ -84,8 +86,10 @@ def placements(
         refuse_parallel(alone.setup)
     refusal = _refusal(compiled)
     first = alone or compiled(2)[0]
-    rows = []
-    for device in able_devices(first, devices_for(first.setup, devices)):
+    rows, able = [], [*able_devices(first, devices_for(first.setup, devices))]
+    for number, device in enumerate(able):
+        if progress is not None:
+            progress(number, len(able))
         if alone is not None and (plan := _alone(alone, device, simulated)) is not None:
             rows.append(Placement(device, 1, plan))
             continue
@@ -94,6 +98,8 @@ def placements(
             rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
         elif not refusal and (row := _fewest_ranks(compiled, device, simulated)) is not None:
             rows.append(replace(row, bound=None if alone is None else least_devices(alone, device)))
+    if progress is not None:
+        progress(len(able), len(able))
     return Placements(tuple(rows), refusal)
 
 
