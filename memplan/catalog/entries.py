@@ -331,6 +331,7 @@ class ModelEntry:
         mirrors: Other publishers' ids with the same shapes: copies, quantised uploads, fine-tunes.
         tuned: Ids of fine-tunes by what their pages say: a guess, since they may have other rows of tokens.
         released: Day or month of the release.
+        released_weights: How they are stored there, as ``--weights`` has it; bf16 where nothing is said.
     """
 
     title: str
@@ -344,5 +345,6 @@ class ModelEntry:
     mirrors: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
     released: str | None = None
+    released_weights: str | None = None
     expected_active_parameters: int | None = None
     published: Published | None = None

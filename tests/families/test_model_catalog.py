@@ -23,6 +23,7 @@ KEYS = {
     "mirrors",
     "tuned",
     "released",
+    "released_weights",
     "expected_parameters",
     "expected_active_parameters",
     "published",

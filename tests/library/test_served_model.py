@@ -82,8 +82,21 @@ def test_weights_in_groups_are_those_that_were_released(served, name, weights):
     assert served(name, engine="transformers").served.components["temporaries"] == 3584 * 18944 * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "gibibytes"), [("gpt-oss-20b", "12.8"), ("gpt-oss-120b", "60.8")], ids=["20b", "120b"]
+)
+def test_a_model_that_is_released_in_few_bits_is_served_so(served, name, gibibytes):
+    """Checkpoint sizes of table 1 in https://arxiv.org/abs/2508.10925."""
+    answer = served(name)
+    assert f"{answer.served.components['weights'] / 2**30:.1f}" == gibibytes
+    assert answer.weights == "expert_matrix=mxfp4"
+
+
 def test_formats_are_given_by_role_too(served):
-    plain, experts = served("gpt-oss-20b").served, served("gpt-oss-20b", weights="expert_matrix=mxfp4").served
+    plain, experts = (
+        served("gpt-oss-20b", weights="bf16").served,
+        served("gpt-oss-20b", weights="expert_matrix=mxfp4").served,
+    )
     numbers = 24 * 32 * 3 * 2880 * 2880
     assert plain.components["weights"] - experts.components["weights"] == numbers * 2 - numbers * 17 // 32
 

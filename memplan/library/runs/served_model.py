@@ -204,7 +204,12 @@ def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple
         return options.weights, ()
     released = model.quantization
     if released is None:
-        return "bf16", ()
+        entry = catalog.models.entries.get(model.source.removeprefix("catalog:"))
+        if entry is None or entry.released_weights is None:
+            return "bf16", ()
+        return entry.released_weights, (f"weights {entry.released_weights}, as released",)
+    if released == "mxfp4" and model.has_experts:
+        return "expert_matrix=mxfp4", ("weights expert_matrix=mxfp4, as released",)  # transformers' Mxfp4HfQuantizer
     if released in catalog.formats:
         return catalog.formats.name_of(released), (f"weights in {released}, as released",)
     return "bf16", (f"released in {released}, which is no format of the catalog: planned in bf16; say --weights",)
