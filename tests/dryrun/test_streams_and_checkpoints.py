@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections import OrderedDict
 
@@ -269,3 +270,19 @@ def test_a_script_that_spawns_its_processes_is_one_of_them():
         with pytest.raises(RefusedError, match=r"spawns 8 processes; .* --gpus"):
             torch.multiprocessing.spawn(worker, args=(8,), nprocs=8)
     assert ran == [(0, 1)]
+
+
+def test_every_module_s_parameters_are_weights_be_it_one_layer_or_a_copy_that_is_never_called():
+    with machine() as recorder:
+        watched = WatchedSteps(recorder, steps=3)
+        body, head = torch.nn.Sequential(torch.nn.Linear(64, 64)).cuda(), torch.nn.Linear(64, 8).cuda()
+        average = copy.deepcopy(body).requires_grad_(requires_grad=False)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()])
+        with watched.watching():
+            for _ in range(2):
+                head(body(torch.ones(2, 64, device="cuda"))).sum().backward()
+                optimizer.step()
+        weights = [record for record in recorder.records if record.component == "weights"]
+        assert sum(record.bytes for record in weights) == 4 * (2 * (64 * 64 + 64) + 8 * 64 + 8)
+        assert not any(record.component == "master_weights" for record in recorder.records)
+        assert average[0].weight.is_cuda

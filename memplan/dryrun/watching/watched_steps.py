@@ -1,5 +1,6 @@
 """Where a script is in its training step, told by what it calls: modules, backward, optimizers."""
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ HOOKED = "_tells_of_its_gradient"
 """Attribute of parameters that have a hook; sets of tensors compare their values."""
 MOST_CAPTURES, MOST_WARM_UP = 64, 16
 """Captures of graphs that make a run longer, and steps beside the main stream that do: ``DistributedDataParallel`` needs 11."""
+COPIES_SOUGHT = 2
+"""Steps after which modules that were not called are looked for, such as an average of the weights."""
 MOST_ENDS = 3
 """Times that a script is ended before the process is: handlers of all exceptions go on."""
 
@@ -204,8 +207,9 @@ class WatchedSteps:
 
     def _look_at(self, module: nn.Module) -> None:
         """Learn a model's layers, its head and the width of its logits."""
-        whole = sum(1 for _ in module.modules()) > 1
-        if whole and not any(module is part for known in self._models for part in known.modules()):
+        if next(module.parameters(), None) is not None and not any(
+            module is part for known in self._models for part in known.modules()
+        ):
             self._models.add(module)
             trained = sum(part.numel() for part in module.parameters() if part.requires_grad)
             if trained > self._trained:  # what is trained names the run, not an encoder that is called before it
@@ -240,6 +244,16 @@ class WatchedSteps:
                 self.recorder.mark(tensor, "buffers", name)
             for name, tensor in quantised_tensors(model) if "bitsandbytes" in sys.modules else ():
                 self.recorder.mark(tensor, "weights", name)
+
+    def _mark_copies(self) -> None:
+        """Mark parameters of modules that were never called: a teacher's, or an average's that is only updated."""
+        owned = {id(parameter) for model in self._models for parameter in model.parameters()}
+        for module in (one for one in gc.get_objects() if issubclass(type(one), nn.Module)):
+            for name, parameter in vars(module).get("_parameters", {}).items():
+                if parameter is None or is_lazy(parameter) or id(parameter) in owned:
+                    continue
+                if parameter.layout is torch.strided and self.recorder.has_seen(parameter):
+                    self.recorder.mark(parameter, "weights", name)
 
     def _finished(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
@@ -279,6 +293,8 @@ class WatchedSteps:
             self.done += 1
         self._mark_states(optimizer)
         self._mark_weights()
+        if self.done <= COPIES_SOUGHT:
+            self._mark_copies()
 
     def _mark_states(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():

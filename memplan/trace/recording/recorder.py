@@ -143,6 +143,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.records[index].component = component
             self.records[index].name = name or self.records[index].name
 
+    def has_seen(self, tensor: Tensor) -> bool:
+        """Tell whether the storage of ``tensor`` is one that was recorded, and as large."""
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        return known is not None and known[1]() is storage and known[2] == storage.nbytes()
+
     def book_apart(self, tensor: Tensor, component: Component) -> None:
         """Book a tensor where it stands for one in host memory, which no tensor does here."""
 
