@@ -79,6 +79,10 @@ class GuessedNameWarning(MemplanWarning):
     """A model's name stands in no list, and its shapes are guessed from what it looks like."""
 
 
+class StoredWeightsWarning(MemplanWarning):
+    """A model's name says that its weights are quantised, and others are planned."""
+
+
 def first_lines(lines: Sequence[str]) -> tuple[str, ...]:
     """Return the first lines of many, and how many more there are.
 

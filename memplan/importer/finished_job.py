@@ -10,7 +10,7 @@ from memplan.errors import printable
 from memplan.importer.imported_job import GPUS, ImportedJob
 from memplan.importer.python.python_settings import PARSED
 from memplan.importer.python.python_words import VARIABLES
-from memplan.importer.quantised_names import frozen_format, is_coded_by_name, weights_by_name
+from memplan.importer.quantised_names import frozen_format, weights_by_name
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
 from memplan.importer.sources.given_keys import MISSING
 from memplan.importer.trainer_detection import is_program_of
@@ -163,7 +163,8 @@ def _name_weights(job: ImportedJob) -> None:
     """Take up what a model's name says of its weights: transformers loads them so, whatever the trainer's file says."""
     given = job.reading.results.get(MODEL, Result("", DEFAULTED))
     name = str(given.value)
-    if not is_coded_by_name(name) or job.value("training.weights.hidden_matrix") not in (None, "bf16", "fp16", "fp32"):
+    kind = weights_by_name(name)
+    if kind is None or job.value("training.weights.hidden_matrix") not in (None, "bf16", "fp16", "fp32"):
         return
     format_name = frozen_format(name)
     if format_name is not None and job.value("training.adapter.kind") is not None:
@@ -171,7 +172,6 @@ def _name_weights(job: ImportedJob) -> None:
         job.reading.results["training.weights.hidden_matrix"] = Result(format_name, DEFAULTED, "", "", why)
         job.reading.results["method.tuning"] = Result("qlora", DEFAULTED, "", "", why)
     else:
-        kind = weights_by_name(name) or "quantised"
         line = next((keys.line(given.key) for keys in job.sources if keys.name == given.source), 1)
         why = f"the name says that its weights are {kind}, which nothing trains here; name the model as it was released"
         job.reading.refusals.append(Refusal(given.key, given.source, line, name, why))

@@ -1,6 +1,7 @@
 """What a question about a training job is asked with: keywords, and the values that they stand for."""
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
 from memplan.catalog.training_config import Checkpointing
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.loading import setting_text
-from memplan.errors import InvalidFileError, match_hint, shown_value
+from memplan.errors import InvalidFileError, StoredWeightsWarning, match_hint, printable, shown_value
+from memplan.importer.quantised_names import weights_by_name
 from memplan.library.lookup import Overrides, Shapes, find_device, find_model, find_setup, open_catalog
 from memplan.library.lookup.config_lookup import ConfigGiven
 from memplan.library.lookup.trainer_files import is_trainer_file
@@ -69,6 +71,11 @@ class JobOptions(TypedDict, total=False):
     beside: Sequence[FilePath] | None
 
 
+_OTHER_WEIGHTS = (
+    "{!r}: its name says that its weights are {}; they are planned in the formats of the training config, not in this"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class JobInputs:
     """A question's keywords, checked, with the catalog that its names are looked up in."""
@@ -83,7 +90,10 @@ class JobInputs:
         Raises:
             MemplanError: An unknown name, an unreadable file, or both a name and shapes.
         """
-        return model_of(self.given, self.shapes, self.catalog)
+        model = model_of(self.given, self.shapes, self.catalog)
+        if isinstance(self.given, str) and (named := weights_by_name(self.given)):
+            warnings.warn(StoredWeightsWarning(_OTHER_WEIGHTS.format(printable(self.given), named)), stacklevel=2)
+        return model
 
     @property
     def shapes(self) -> Shapes | None:

@@ -174,7 +174,12 @@ def test_an_adapter_that_is_its_own_base_is_refused(catalog, own_cache):
         ("unsloth/Llama-3.2-3B-unsloth-bnb-4bit", "nf4"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "gptq-int4"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "gptq-int8"),
-        ("TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ", None),
+        ("TheBloke/Llama-2-13B-GPTQ", "gptq-int4"),
+        ("TheBloke/Llama-2-7B-Chat-GGUF", "gguf"),
+        ("bartowski/Qwen2.5-7B-Instruct-Q4_K_M", "gguf"),
+        ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "mlx"),
+        ("turboderp/Llama-3-8B-exl2", "exl2"),
+        ("google/gemma-3-4b-it-qat-q4_0-unquantized", None),
         ("TechxGenus/Meta-Llama-3-8B-Instruct-AWQ", "awq-int4"),
         ("Qwen/Qwen3-8B-FP8", "fp8-e4m3"),
         ("Qwen/Qwen3-8B", None),
@@ -188,6 +193,7 @@ def test_a_guess_is_said_on_standard_error_and_in_the_answer(cli):
     ran = cli("fit", "someone/gemma-2-9b-it-poems-AWQ", "--gpu", "h100", "--config", "qlora", "--json")
     line = "guessed from its name to have the shapes of Gemma-2-9B"
     assert ran.err.startswith("memplan: 'someone/gemma-2-9b-it-poems-AWQ' is ")
+    assert "its weights are awq-int4; they are planned in the formats of the training config" in ran.err
     assert line in ran.err
     assert any(line in text for text in ran.data["assumptions"])
     assert any("released in awq-int4" in text for text in ran.data["assumptions"])

@@ -174,3 +174,11 @@ def test_a_context_that_ends_with_the_positions_says_so(cli):
     out = cli("fit", "gpt2-xl", "--gpu", "rtx3060", "--method", "inference", "--context", "100000").out
     assert "1,024 tokens, all that the model has positions for" in " ".join(out.split())
     assert "positions" not in cli("fit", "llama-8b", "--gpu", "rtx4090", "--method", "inference").out
+
+
+def test_weights_that_a_name_says_are_stored_in_a_layout_not_known_are_asked_for(cli):
+    ran = cli("fit", "TheBloke/Llama-2-7B-Chat-GGUF", "--gpu", "rtx4090", "--method", "inference")
+    assert (ran.exit_code, "released in gguf" in ran.err) == (3, True)
+    assert (
+        "weights gptq-int4" in cli("fit", "TheBloke/Llama-2-7B-GPTQ", "--gpu", "rtx4090", "--method", "inference").out
+    )

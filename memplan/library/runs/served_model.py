@@ -212,7 +212,7 @@ def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple
         return "expert_matrix=mxfp4", ("weights expert_matrix=mxfp4, as released",)  # transformers' Mxfp4HfQuantizer
     if released in catalog.formats:
         return catalog.formats.name_of(released), (f"weights in {released}, as released",)
-    return "bf16", (f"released in {released}, which is no format of the catalog: planned in bf16; say --weights",)
+    raise CannotAnswerError(f"the model was released in {released}, whose layout is not known here: say --weights")
 
 
 def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
