@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from memplan.documents.opening import whole_path
+from memplan.documents.opening import usable_path, whole_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.files.file_sources import program_keys, read_keys, read_source
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.imported_job import ImportedJob, Question, joined_job
+from memplan.importer.python.python_words import PROCESSES
 from memplan.importer.reading import LAUNCHED, Result
 from memplan.importer.referred_files import note_others, note_shipped, note_words
+from memplan.importer.shell.written_files import text_written
 from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.started_processes import processes
 from memplan.importer.trainer_detection import is_owned
 
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+"""A module as ``python -m`` is given it."""
 NEAR = 4
 """Folders in which a command's program is looked for: where memplan runs, that of the script, and two above it."""
 
@@ -29,7 +35,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     """
     sources: list[GivenKeys] = []
     for path in paths:
-        source = read_source(path, question.text if path == paths[0] else None)
+        source = read_source(path, question.text if path == paths[0] else None, _processes(question))
         if path == paths[0] and isinstance(source, GivenKeys):
             source = tuple(commands_within(source, question)) or source
         if isinstance(source, GivenKeys):
@@ -82,7 +88,9 @@ def _trainers(commands: Sequence[CommandLine], question: Question) -> Sequence[C
 
 def _import_command(command: CommandLine, question: Question, beside: Sequence[GivenKeys]) -> ImportedJob:
     script, counted = command.job.name, command.job.counted
-    files = replace(question.files, written=command.written, script=script, counted=counted)
+    inside = [folder / command.folder for folder in question.files.folders[:NEAR] if command.folder]
+    near = (*inside, *question.files.folders)
+    files = replace(question.files, folders=near, written=command.written, script=script, counted=counted)
     given = {Path(keys.name).name for keys in beside}
     named = {text: files.keys(text) for text in command.config if Path(text).name not in given}
     absent = [text for text, keys in named.items() if keys is None]
@@ -95,7 +103,8 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
         beside = [shipped]
     heads = question.mappings.heads()
     configured = [keys for keys in named.values() if keys is not None]
-    program = None if any(is_owned(keys, heads) for keys in configured) else _program(command, files)
+    owned = any(is_owned(keys, heads) for keys in configured)
+    program = _program(command, files, configured, _processes(question), alone=owned)
     sources = [*beside, *(() if program else configured), program or command.job]
     further = [path.parent for text in command.config if (path := files.path(text)) is not None]
     files = replace(files, folders=(*files.folders, *further))
@@ -111,15 +120,34 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     return job
 
 
-def _program(command: CommandLine, files: NamedFiles) -> GivenKeys | None:
-    """Return what a program of one's own that lies beside a command gives a trainer; None where it is not there, or calls none."""
+def _program(
+    command: CommandLine, files: NamedFiles, configured: Sequence[GivenKeys], given: Mapping[str, str], *, alone: bool
+) -> GivenKeys | None:
+    """Return what a program of one's own that lies beside a command gives a trainer; None where it is not there, or calls none.
+
+    Args:
+        configured: Keys of the files that the command names.
+        alone: Whether these would do without the program.
+        given: Variables that hold where the command does not say otherwise.
+    """
+    near = replace(files, folders=files.folders[: NEAR * (1 + bool(command.folder))])
+    modules = [f"{word.replace('.', '/')}.py" for word in command.job.words if _MODULE.fullmatch(word)]
     name = next((word for word in command.job.words if word.endswith(".py")), "")
-    near = replace(files, folders=files.folders[:NEAR])
-    path = near.path(name) if name else None
-    flags = {**{flag: text for flag in CONFIG_FLAGS for text in command.config}, **command.job.data}
-    if path is None or (program := program_keys(path, flags)) is None:
+    text = text_written(files.written, name) if name else None
+    path = usable_path(name) if text else next(filter(None, map(near.path, [name] if name else modules)), None)
+    own = command.job.environment or {}
+    counted = processes(command.launched, own)
+    environment = {**given, **({PROCESSES: str(counted[1])} if counted else {}), **own}
+    flags = {**{flag: text for flag in CONFIG_FLAGS for text in command.config}, **command.short, **command.job.data}
+    if path is None:
         return None
-    return replace(program, environment={**(program.environment or {}), **(command.job.environment or {})})
+    program = program_keys(path, text and text[0], flags, environment, configured, alone=alone)
+    return program and replace(program, environment={**(program.environment or {}), **own})
+
+
+def _processes(question: Question) -> dict[str, str]:
+    """Return the variable with the number of processes, where that is given."""
+    return {} if question.gpus is None else {PROCESSES: str(question.gpus)}
 
 
 def _folders(paths: Sequence[Path]) -> tuple[Path, ...]:

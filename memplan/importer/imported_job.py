@@ -13,8 +13,9 @@ from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result, UsedKey
 from memplan.importer.referred_files import references, without_given
-from memplan.importer.sources.argument_vectors import CommandLine, processes, unknown_processes, visible_gpus
+from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.given_keys import GivenKeys, with_components
+from memplan.importer.sources.started_processes import processes, unknown_processes, visible_gpus
 from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
 from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
 

@@ -27,6 +27,7 @@ def imported(case, folder, monkeypatch):
     monkeypatch.chdir(folder)
     beside = case.get("beside", {})
     for name, text in beside.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     given = shlex.split(case["argv"]) if "argv" in case else folder / f"job{case.get('suffix', '.yaml')}"
     if "file" in case:

@@ -10,8 +10,9 @@ from itertools import islice
 from typing import Any
 
 from memplan.importer.shell.shell_commands import ShellCommand, shell_commands
-from memplan.importer.sources.argument_vectors import GIVEN_GPUS, CommandLine, command_line
+from memplan.importer.sources.argument_vectors import CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.sources.started_processes import GIVEN_GPUS
 
 WORDS = ("command", "entrypoint", "args", "arguments", "cmd")
 """Keys whose lists are the words of one command, in this order; whose texts are a script."""

@@ -12,7 +12,7 @@ from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
 from memplan.documents.opening import MAXIMUM_TEXT_BYTES, is_file, read_text, shown_path, usable_path
 from memplan.errors import InvalidFileError
 from memplan.importer.files.included_files import interpolated, with_includes
-from memplan.importer.sources.argument_vectors import CommandLine, command_line
+from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
 
 if TYPE_CHECKING:
@@ -34,11 +34,14 @@ PARSED = (".toml", ".py", *SCRIPTS)
 INSTEAD = "give a trainer's YAML, JSON, TOML or Python file, a launch script or notebook"
 
 
-def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[CommandLine, ...]:
+def read_source(
+    path: Path, text: str | None = None, environment: Mapping[str, str] | None = None
+) -> GivenKeys | tuple[CommandLine, ...]:
     """Return the keys of a file, or the commands that it lists.
 
     Args:
         text: What it is to hold, where that is not yet written.
+        environment: Variables that a program has.
 
     Raises:
         InvalidFileError: It cannot be read, is too large, or is none of the kinds that are read.
@@ -53,12 +56,12 @@ def read_source(path: Path, text: str | None = None) -> GivenKeys | tuple[Comman
     if path.suffix in SCRIPTS:
         return _script(text, name)
     if path.suffix == NOTEBOOK:
-        return _notebook(_json_value(text, name), name)
+        return _notebook(_json_value(text, name), path, environment)
     if path.suffix == ".py":
         from memplan.importer.python.called_trainers import trainer_keys
         from memplan.importer.python.python_literals import python_keys
 
-        return trainer_keys(python_keys(text, name, files=_files_beside(path)))
+        return trainer_keys(python_keys(text, name, files=_files_beside(path), environment=environment))
     if path.suffix not in DOCUMENTS and (script := _launcher(path, text)) is not None:
         return _script(script, name)
     if path.suffix != ".json" and (several := _several_documents(text, name)):
@@ -132,12 +135,17 @@ def _script(text: str, name: str) -> tuple[CommandLine, ...]:
             [f"{name}: a shell script that starts no trainer; give the command, memplan import -- ..."]
         )
     return tuple(
-        replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset, written=one.written)
+        replace(
+            command_line(one.words, name, one.lines, one.environment),
+            unset=one.unset,
+            written=one.written,
+            folder=one.folder,
+        )
         for one in commands
     )
 
 
-def _notebook(document: Any, name: str) -> GivenKeys | tuple[CommandLine, ...]:
+def _notebook(document: Any, path: Path, environment: Mapping[str, str] | None) -> GivenKeys | tuple[CommandLine, ...]:
     """Return what a notebook gives unsloth or TRL's trainers, or else the commands of its lines for a shell.
 
     Raises:
@@ -148,7 +156,8 @@ def _notebook(document: Any, name: str) -> GivenKeys | tuple[CommandLine, ...]:
     from memplan.importer.shell.notebook_script import notebook_script
     from memplan.importer.shell.shell_commands import shell_commands
 
-    keys = notebook_keys(document, name, MAXIMUM_PARSED_BYTES)
+    name = shown_path(path)
+    keys = notebook_keys(document, name, MAXIMUM_PARSED_BYTES, _files_beside(path), environment)
     script, cells = notebook_script(list(code_cells(document, name, MAXIMUM_PARSED_BYTES)), keys.data)
     commands = () if trains(keys) else shell_commands(script, name)
     if not commands and not any(python_cells(document, name, MAXIMUM_PARSED_BYTES)):
@@ -189,11 +198,13 @@ def _plain_names(keys: GivenKeys) -> GivenKeys:
 
 
 def _files_beside(path: Path) -> Callable[[str], Any]:
-    """Return what gives the keys of a file that a program loads: beside it, in a folder above, or where memplan runs."""
+    """Return what gives the keys of a file that a program loads, or the text of a module: beside it, in a folder above, or where memplan runs."""
     folders = [path.parent, *list(path.parent.parents)[:2], Path()]
 
     def load(name: str) -> Any:
         place = next((one for folder in folders if is_file(one := folder / usable_path(name))), None)
+        if place is not None and place.suffix == ".py":
+            return read_text(place, MAXIMUM_PARSED_BYTES)
         if place is None or place.suffix not in DOCUMENTS:
             return None
         return parse_document(read_text(place, MAXIMUM_PARSED_BYTES), shown_path(place), last_counts=True).data
@@ -201,20 +212,37 @@ def _files_beside(path: Path) -> Callable[[str], Any]:
     return load
 
 
-def program_keys(path: Path, flags: Mapping[str, Any]) -> GivenKeys | None:
+def program_keys(
+    path: Path,
+    text: str | None,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    configured: Sequence[GivenKeys],
+    *,
+    alone: bool,
+) -> GivenKeys | None:
     """Return what a program in Python that a command starts gives a trainer; None where it calls none that is read.
 
     Args:
+        text: What it holds, where a script writes it.
         flags: What the command gives the program.
+        environment: Variables that the command gives it.
+        configured: Keys of the files that the command names.
+        alone: Whether these would do without the program, which counts then where they are of its own classes.
     """
-    from memplan.importer.python.called_trainers import trainer_keys, trains
+    from memplan.importer.python.called_trainers import reads_file, trainer_keys, trains
     from memplan.importer.python.python_literals import python_keys
 
     try:
-        called = python_keys(read_text(path, MAXIMUM_PARSED_BYTES), shown_path(path), flags, _files_beside(path))
+        text = read_text(path, MAXIMUM_PARSED_BYTES) if text is None else text
+        called = python_keys(text, shown_path(path), flags, _files_beside(path), environment)
+        if configured and reads_file(called):
+            below = {key: value for keys in configured for key, value in keys.data.items()}
+            given = {**below, **{key: value for key, value in flags.items() if key not in CONFIG_FLAGS}}
+            called, alone = python_keys(text, shown_path(path), given, _files_beside(path), environment), False
     except InvalidFileError:  # the command alone says what it can
         return None
-    return trainer_keys(called) if trains(called) else None
+    return trainer_keys(called) if not alone and trains(called) else None
 
 
 def _own_keys(path: Path) -> GivenKeys:

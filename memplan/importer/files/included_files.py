@@ -30,7 +30,7 @@ def with_includes(keys: GivenKeys, path: Path, read: Read, above: tuple[Path, ..
     """
     here = whole_path(path)
     above = (*above, here)
-    merged: Mapping[str, Any] = {}
+    below: Mapping[str, Any] = {}
     absent: list[str] = []
     for name in _names(keys):
         other = (here.parent / name).resolve()
@@ -40,8 +40,8 @@ def with_includes(keys: GivenKeys, path: Path, read: Read, above: tuple[Path, ..
         if not is_file(other):
             absent.append(f"the file {shown_path(other)}, which {place} includes")
             continue
-        merged = _merged(merged, with_includes(read(other), other, read, above).data)
-    return replace(keys, data=_merged(merged, keys.data), absent=tuple(absent))
+        below = merged(below, with_includes(read(other), other, read, above).data)
+    return replace(keys, data=merged(below, keys.data), absent=tuple(absent))
 
 
 def _names(keys: GivenKeys) -> list[str]:
@@ -50,13 +50,14 @@ def _names(keys: GivenKeys) -> list[str]:
     return [name for name in names if isinstance(name, str) and name.endswith(FILES) and "${" not in name]
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested keys with others over them."""
+    result = dict(below)
     for key, value in above.items():
-        inner = merged.get(key)
+        inner = result.get(key)
         both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(inner, value) if both and isinstance(inner, Mapping) else value
-    return merged
+        result[key] = merged(inner, value) if both and isinstance(inner, Mapping) else value
+    return result
 
 
 _WHOLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
-from memplan.importer.python.python_settings import PARSED
+from memplan.importer.python.python_settings import FROM_FILES, PARSED
 from memplan.importer.python.python_words import VARIABLES
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
@@ -100,6 +100,11 @@ UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 def trains(keys: GivenKeys) -> bool:
     """Whether a program calls unsloth, or a trainer that is read."""
     return any(name in TRAINERS or name in PLAIN or UNSLOTH.search(name) for name in keys.words) or bool(_direct(keys))
+
+
+def reads_file(keys: GivenKeys) -> bool:
+    """Whether a program's parser reads a file of keys into classes of the program's own; TRL's own scripts have TRL's ``ModelConfig``."""
+    return any(word.endswith(FROM_FILES) for word in keys.words) and "ModelConfig" not in keys.words
 
 
 def _direct(keys: GivenKeys) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from memplan.errors import InvalidFileError
 from memplan.importer.python.called_trainers import trainer_keys
 from memplan.importer.python.python_literals import python_keys
+from memplan.importer.python.python_values import Files
 from memplan.importer.sources.given_keys import GivenKeys
 
 _OWN = re.compile(
@@ -22,12 +23,16 @@ PYTHON = ("capture", "time", "timeit", "prun")
 """Magics of a whole cell that is Python all the same."""
 
 
-def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
+def notebook_keys(
+    document: Any, name: str, most: int, files: Files, environment: Mapping[str, str] | None
+) -> GivenKeys:
     """Return the keywords and literals of a notebook's code, each with the number of its cell among all cells, from 1.
 
     Args:
         document: The notebook as parsed JSON: format 4 has ``cells``.
         most: Letters of code that are read.
+        files: What stands in a file beside it.
+        environment: Variables that it has.
 
     Raises:
         InvalidFileError: It is no notebook, a cell is not Python, or its code is longer than that.
@@ -37,7 +42,7 @@ def notebook_keys(document: Any, name: str, most: int) -> GivenKeys:
     for _, source in cells:
         starts.append(line)
         line += source.count("\n") + 1
-    keys = python_keys("".join(f"{source}\n" for _, source in cells), name)
+    keys = python_keys("".join(f"{source}\n" for _, source in cells), name, None, files, environment)
     numbers = [number for number, _ in cells]
     lines = {path: numbers[bisect_right(starts, line) - 1] for path, line in keys.lines.items()}
     return trainer_keys(replace(keys, lines=lines, counted="cell"))

@@ -9,8 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from memplan.errors import InvalidFileError
+from memplan.importer.python.imported_modules import configured, with_modules
 from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps
-from memplan.importer.python.python_settings import LONGEST, Settings, called_name, nodes_of, parameters, shown
+from memplan.importer.python.python_settings import (
+    LONGEST,
+    Settings,
+    by_argument,
+    called_name,
+    nodes_of,
+    parameters,
+    shown,
+)
 from memplan.importer.python.python_values import Files, literal, truth_of, value_of
 from memplan.importer.python.python_words import CAPABILITY
 from memplan.importer.sources.given_keys import Expression, GivenKeys
@@ -20,14 +29,21 @@ def _none(path: str) -> None:
     """Return nothing for every file."""
 
 
-def python_keys(text: str, name: str, flags: Mapping[str, Any] | None = None, files: Files = _none) -> GivenKeys:
+def python_keys(
+    text: str,
+    name: str,
+    flags: Mapping[str, Any] | None = None,
+    files: Files = _none,
+    environment: Mapping[str, str] | None = None,
+) -> GivenKeys:
     """Return the keywords of a file's calls as ``function.keyword``, of several calls the first's, and the literals of its assignments.
 
     A keyword that is no literal, nor a name that has one there, is an :class:`Expression`.
 
     Args:
         flags: What a command gives the program, which counts over the defaults of its own flags.
-        files: What stands in a file of keys that the program loads.
+        files: What stands in a file of keys that the program loads, or in a module that it imports.
+        environment: Variables that a command gives the program.
 
     Raises:
         InvalidFileError: It is not Python, or nested more deeply than Python itself can follow.
@@ -35,15 +51,15 @@ def python_keys(text: str, name: str, flags: Mapping[str, Any] | None = None, fi
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _keys(_tree(text), name, flags or {}, files)
+            tree, modules = with_modules(_tree(text), files, _tree)
+            return _keys(tree, name, _Names(tree, flags or {}, files, environment or {}, modules))
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
 
 
-def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any], files: Files) -> GivenKeys:
-    names = _Names(tree, flags, files)
+def _keys(tree: ast.Module, name: str, names: _Names) -> GivenKeys:
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     for key, node in names.settings.single.items():  # how long rows are may be said by a flag alone
@@ -58,7 +74,7 @@ def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any], files: Files) -
         called = classes.get(called, called)
         if isinstance(node, ast.Call) and called not in calls:  # a later one loads what was trained, or trains again
             unread = _keywords(called, node, names, data, lines)
-            absent += [f"what {text} gives {called} in {name}:{node.lineno}" for text in unread]
+            absent += [f"what {text} gives {called} in {name}:{max(node.lineno, 1)}" for text in unread]
         if isinstance(node, ast.Call) and any(keyword.arg == "truncation" for keyword in node.keywords):
             _keywords(TOKENIZER, node, names, data, lines)
         calls[called] = None
@@ -72,6 +88,7 @@ def _keys(tree: ast.Module, name: str, flags: Mapping[str, Any], files: Files) -
             lines[called, key] = line
     words = [*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines)]
     absent += own_steps(tree, classes, words)
+    lines = {path: max(line, 1) for path, line in lines.items()}  # those of modules are below
     return GivenKeys(name, data, lines, "python", tuple(words), environment=names.environment, absent=tuple(absent))
 
 
@@ -152,16 +169,25 @@ def _opened(tree: ast.Module) -> dict[str, ast.expr]:
 class _Names:
     """What names are given, one assignment after the other."""
 
-    def __init__(self, tree: ast.Module, flags: Mapping[str, Any], files: Files) -> None:
+    def __init__(
+        self,
+        tree: ast.Module,
+        flags: Mapping[str, Any],
+        files: Files,
+        environment: Mapping[str, str],
+        modules: Mapping[str, int],
+    ) -> None:
         self.opened: Mapping[str, ast.expr] = _opened(tree)
         self.files = files
         self.given: dict[str, list[tuple[int, Any]]] = {}
-        self.settings, self.defaults = Settings(tree, flags), parameters(tree)
-        self.environment = _environment(tree)
+        self.settings, self.defaults = Settings(tree, flags), parameters(tree, flags)
+        self.environment = {**environment, **_environment(tree)}
+        self.modules = modules
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
         self.made: dict[str, str] = {}
-        self.flags, self.steps, self.scope = flags, 0, ""
+        self.flags, self.steps, self.scope = by_argument(nodes_of(tree), flags), 0, ""
         self.scopes: dict[str, str] = {}  # Name -> the function that gave it something last
+        self.given |= {name: [(line, values)] for name, line, values in configured(tree, files)}
         for node, inside, scope in _statements(tree.body, self, inside=False, scope=""):
             self.scope = scope
             self._note_change(node, inside)
@@ -195,7 +221,7 @@ class _Names:
     def _note_change(self, node: ast.stmt, inside: bool) -> None:
         """Note what is made of a class of settings, what its instance is given afterwards, and what a mapping is."""
         match node:
-            case ast.Assign([ast.Name(name)], ast.Call(function)) if called_name(function).endswith(SETTINGS):
+            case ast.Assign([ast.Name(name)], ast.Call(function)) if called_name(function).endswith(SETTINGS[:2]):
                 self.made[name] = called_name(function)
             case ast.Assign([ast.Attribute(ast.Name(name), key)], value) if name in self.made:
                 self.changed.append((self.made[name], key, value, node.lineno, inside))

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
+FROM_FILES = ("parse_args_and_config", "parse_yaml_file", "parse_json_file")
+"""Those of them that read a file of keys."""
+PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", *FROM_FILES)
 """Methods that return a program's flags: argparse's, and those of the parsers of transformers and TRL."""
 LONGEST = 60
 """Letters of an expression that a message shows."""
@@ -36,6 +38,7 @@ class Settings:
         self.holders: dict[str, str] = {}  # Name -> the class that it is of, or nothing for a program's flags
         self.own = _attributes(tree)  # ``name.key`` -> what an instance alone is given
         nodes = nodes_of(tree)
+        flags = by_argument(nodes, flags)
         defaults = [pair for node in nodes for pair in self._defaults(node)]
         self.holders |= dict.fromkeys(self.by_class, "") | {name: name for name in self.by_class}
         self._follow(nodes)
@@ -57,8 +60,16 @@ class Settings:
         """Return the default of ``args.key``, of which a program's flags and its classes have one alone."""
         holder, _, name = path.rpartition(".")
         if path in self.own or holder not in self.holders:
-            return self.own.get(path, default)
+            return self.own.get(path) or self._inner(holder, name) or default
         return self.by_class.get(self.holders[holder], {}).get(name) or self.single.get(name, default)
+
+    def _inner(self, path: str, name: str) -> ast.expr | None:
+        """Return a field of an instance that is itself a field, as ``cfg.lora.r`` is."""
+        made = self.get(path) if "." in path else None
+        if not isinstance(made, ast.Call) or (of := called_name(made.func)) not in self.by_class:
+            return None
+        given = _passed(made, self.order[of])
+        return given.get(name) or self.by_class[of].get(name)
 
     def fields(self, holder: str) -> dict[str, ast.expr]:
         """Return all that a name holds."""
@@ -180,15 +191,44 @@ def _constant(value: Any) -> ast.Constant:
 def _flag(node: ast.Call) -> list[tuple[str, ast.expr]]:
     """Return the name under which an argument is stored, and its default."""
     given = {keyword.arg: keyword.value for keyword in node.keywords}
-    names = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
-    bare = next((name for name in names if not name.startswith("-")), "")  # what click calls the argument besides
-    long = bare or next((name for name in names if name.startswith("--")), names[0] if names else "")
-    named = given.get("dest")
-    name = str(named.value) if isinstance(named, ast.Constant) else long.lstrip("-").replace("-", "_")
+    name = _stored_name(node)
     switch = shown(given["action"]) if "action" in given else ""
     off = {"'store_true'": _constant(False), "'store_false'": _constant(True)}.get(switch)
     value = given.get("default", off)
     return [(name, value)] if value is not None and name else []
+
+
+def by_argument(nodes: Sequence[ast.AST], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a command gives a program under the names that its parser stores them by: ``-r 8`` may be ``rank``.
+
+    Args:
+        flags: Values by their names with underscores, those of one letter with their dash.
+    """
+    stored: dict[str, tuple[str, bool | None]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Call) and called_name(node.func).endswith(("add_argument", "option")) and node.args:
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            names = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
+            named, switch = _stored_name(node), shown(given["action"]) if "action" in given else ""
+            for text in names:
+                on, _, off = text.partition("/")  # click's pair
+                plain = on if len(on) == 2 else on.lstrip("-").replace("-", "_")
+                stored[plain] = (named, False if "store_false" in switch else None)
+                other = off.strip().lstrip("-").replace("-", "_") or (
+                    f"no_{plain}" if "BooleanOptional" in switch else ""
+                )
+                stored |= {other: (named, False)} if other else {}
+    places = {name: stored.get(name, (name, None)) for name in flags}
+    return {named: flags[name] if fixed is None else fixed for name, (named, fixed) in places.items()}
+
+
+def _stored_name(node: ast.Call) -> str:
+    """Return the name under which an argument is stored."""
+    names = [str(one.value).partition("/")[0] for one in node.args if isinstance(one, ast.Constant)]
+    bare = next((name for name in names if not name.startswith("-")), "")  # what click calls the argument besides
+    long = bare or next((name for name in names if name.startswith("--")), names[0] if names else "")
+    named = {keyword.arg: keyword.value for keyword in node.keywords}.get("dest")
+    return str(named.value) if isinstance(named, ast.Constant) else long.lstrip("-").replace("-", "_")
 
 
 def _default(node: ast.expr | None) -> ast.expr | None:
@@ -198,15 +238,25 @@ def _default(node: ast.expr | None) -> ast.expr | None:
     given = {keyword.arg: keyword.value for keyword in node.keywords}
     made = given.get("default_factory")
     first = node.args[0] if node.args and not called_name(node.func).endswith("option") else None
+    if isinstance(made, ast.Name | ast.Attribute):
+        return ast.Call(made, [], [], lineno=node.lineno, col_offset=node.col_offset)
     return made.body if isinstance(made, ast.Lambda) else given.get("default", first)
 
 
-def parameters(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return arguments of functions -> what all calls give them, or their defaults, where that is one thing alone."""
+def parameters(tree: ast.Module, flags: Mapping[str, Any]) -> dict[str, ast.expr]:
+    """Return arguments of functions -> what all calls give them, or their defaults, where that is one thing alone.
+
+    Args:
+        flags: What a command gives the program, and with it functions that it does not call itself, as fire's and typer's.
+    """
+    stated: dict[str, ast.expr] = {name: _constant(value) for name, value in by_argument(nodes_of(tree), flags).items()}
     calls: dict[str, list[ast.Call]] = {}
+    methods: set[ast.AST] = set()
     for node in nodes_of(tree):
         if isinstance(node, ast.Call):
             calls.setdefault(last_part(node.func), []).append(node)
+        elif isinstance(node, ast.ClassDef):
+            methods.update(node.body)
     given: dict[str, list[ast.expr | None]] = {}
     for function, name in _functions(nodes_of(tree)):
         taken = function.args
@@ -216,7 +266,8 @@ def parameters(tree: ast.Module) -> dict[str, ast.expr]:
         defaults = {one.arg: value and _default(value) for one, value in pairs}
         defaults.update(_options(function))
         own = [one.arg for one in plain if one.arg not in ("self", "cls")]
-        passed = [_passed(call, own) for call in calls.get(name, ())] or [{}]
+        called = [call for call in calls.get(name, ()) if function in methods or isinstance(call.func, ast.Name)]
+        passed = [_passed(call, own) for call in called] or [stated]
         for one, default in defaults.items():
             given.setdefault(one, []).extend(
                 None if "*" in by_name else by_name.get(one, default) for by_name in passed

@@ -12,6 +12,7 @@ from memplan.importer.python.python_words import (
     COMPARED,
     COMPUTED,
     CONVERTED,
+    COUNTED,
     FILTER,
     LARGEST,
     LARGEST_VALUE,
@@ -21,6 +22,7 @@ from memplan.importer.python.python_words import (
     METHODS,
     MOST_STEPS,
     NO,
+    PROCESSES,
     SIGNATURE,
     VARIABLES,
     YES,
@@ -32,7 +34,8 @@ class Known(Protocol):
     """What names of a file are known to be."""
 
     settings: Settings  # Flags and classes of settings
-    environment: dict[str, str]  # Variables that the file sets
+    environment: dict[str, str]  # Variables that the file sets, or is given
+    modules: Mapping[str, int]  # Name of a module that the file imports -> the line at which that ends
     steps: int  # Expressions that were looked at
     opened: Mapping[str, ast.expr]  # Name of an open file -> its path
     files: Files  # What stands in a file that the program loads
@@ -131,6 +134,8 @@ def _name(node: ast.Name, names: Known, line: int) -> Any:
 def _attribute(node: ast.Attribute, names: Known, line: int) -> Any:
     if isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
+    if (end := names.modules.get(shown(node.value))) is not None:
+        return names.at(node.attr, end)
     if (default := names.settings.get(shown(node))) is not None:
         return value_of(default, names, line)
     return _known(node.value, names, line)[node.attr]
@@ -153,6 +158,8 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
     called = called_name(node.func)
     if called.endswith(VARIABLES):
         return _variable(node, names, line)
+    if called.endswith(COUNTED):
+        return int(names.environment.get(PROCESSES, 1))
     if called.endswith((*YES, *NO)):
         return called.endswith(YES)
     if called.endswith("get_device_capability"):

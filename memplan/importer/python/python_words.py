@@ -15,6 +15,10 @@ LOADED = ("safe_load", "yaml_load", "json_load", "full_load", "OmegaConf_load")
 """Functions that read a file of keys, or ``open``'s result."""
 VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
 """Functions that return a variable of the environment, or their second argument where it is not set."""
+PROCESSES = "WORLD_SIZE"
+"""The variable with the number of processes (torch/distributed/run.py); where nothing says it, there is one."""
+COUNTED = ("cuda_device_count", "get_world_size")
+"""Functions that return how many GPUs a job has."""
 YES = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available", "cuda_is_available")
 """Questions that a GPU of compute capability 8.0 and above answers with yes, as memplan takes it where a trainer asks."""
 NO = ("mps_is_available", "xpu_is_available", "npu_is_available", "is_torch_xla_available")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from posixpath import join
 
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.shell.containers import container_variables, started_inside
@@ -14,7 +15,7 @@ from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function
 from memplan.importer.shell.shell_tests import outcome
 from memplan.importer.shell.shell_tokens import HERE_DOCUMENT, Token, tokens
 from memplan.importer.shell.slurm_variables import scheduled_variables, step_variables
-from memplan.importer.shell.written_files import COPIERS, Text, note_edited, note_written
+from memplan.importer.shell.written_files import COPIERS, Text, note_edited, note_program, note_written
 
 MOST = 5_000
 """Commands of a script that are followed; calls of functions inside functions could be without end."""
@@ -44,6 +45,7 @@ class ShellCommand:
     environment: dict[str, str]  # Variables that it is given
     unset: tuple[tuple[str, int], ...] = ()  # Words that are nothing since no one sets their variable, with their lines
     written: Mapping[str, Text] = field(default_factory=dict)  # Files that the script has written before
+    folder: str = ""  # Where it runs, from where the script does
 
 
 def shell_commands(text: str, name: str) -> list[ShellCommand]:
@@ -71,6 +73,7 @@ class _Run:
     functions: dict[str, Node] = field(default_factory=dict)
     commands: list[ShellCommand] = field(default_factory=list)
     written: dict[str, Text] = field(default_factory=dict)  # Path -> what stands in a file, where that is known
+    folder: str = ""  # Where commands run, from where the script does
     followed: int = 0
     depth: int = 0
 
@@ -204,6 +207,8 @@ class _Run:
             return False if first == "getopts" else None
         if first == "shift":
             self.scope.arguments = self.scope.arguments[1:]
+        if first in ("cd", "pushd") and len(words) == 2 and sure and "$" not in words[1]:
+            self.folder = join(self.folder, words[1])
         if first in ("true", ":", "false"):
             return first != "false"
         start = started_inside(words)
@@ -213,7 +218,9 @@ class _Run:
             own = [_ASSIGNED.fullmatch(token.text) for token in assigned]
             known |= {match[1]: text_of(match[3], self.scope) for match in own if match} | container_variables(words)
             words, lines = words[start:], lines[start:]
-            self.commands.append(ShellCommand(tuple(words), tuple(lines), known, tuple(unset), dict(self.written)))
+            self.commands.append(
+                ShellCommand(tuple(words), tuple(lines), known, tuple(unset), dict(self.written), self.folder)
+            )
         note_edited(self.written, words)
         return None
 
@@ -228,6 +235,9 @@ class _Run:
             return None
         if plain[-1].text.rpartition("/")[2] in SHELLS:
             return self._again(text, document.line + 1, sure)
+        if program := note_program(self.written, plain, (text, document.line + 1)):
+            targets = [token for token in words if token.document is not None and token is not document]
+            return self._simple(Simple((plain[0], program, *targets)), sure)
         copies = plain[0].text in COPIERS
         note_written(self.written, words, (text, document.line + 1) if copies else None, self.scope, sure)
         return True if copies else self._simple(Simple(tuple(plain)), sure)
@@ -245,7 +255,7 @@ class _Run:
         if self.depth >= DEEPEST or "$" in text.partition(" ")[0]:
             return None
         self.depth += 1
-        inner = [_moved(token, line) for token in tokens(text, self.name)]
+        inner = [token.moved(line) for token in tokens(text, self.name)]
         ended = self.all(parsed(inner, self.name), sure=sure)
         self.depth -= 1
         return ended
@@ -330,11 +340,6 @@ def _script_word(words: Sequence[str]) -> int | None:
         if word.rpartition("/")[2] in SHELLS and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
             return place + 2
     return None
-
-
-def _moved(token: Token, line: int) -> Token:
-    inner = None if token.words is None else tuple(_moved(word, line) for word in token.words)
-    return Token(token.text, line + token.line - 1, token.operator, inner, token.document)
 
 
 def _is_further(before: Sequence[str], name: str) -> bool:

@@ -32,6 +32,11 @@ class Token:
         None  # The text of a here-document, in double quotes where it is expanded; the word of a file
     )
 
+    def moved(self, line: int) -> Token:
+        """Return a word of a script that begins at another's line."""
+        inner = None if self.words is None else tuple(word.moved(line) for word in self.words)
+        return Token(self.text, line + self.line - 1, self.operator, inner, self.document)
+
 
 _QUOTE = re.compile(r'(\\*)"')
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from posixpath import isabs, normpath
 
@@ -34,6 +35,19 @@ def note_written(written: dict[str, Text], words: Sequence[Token], text: Text | 
         before = earlier if appended else ("", 0)
         if sure and text is not None and before is not None:
             written[path] = (before[0] + text[0], before[1] or text[1])
+
+
+STANDARD_INPUT = "standard_input.py"
+"""What stands for a program that Python reads from a here-document."""
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
+
+
+def note_program(written: dict[str, Text], words: Sequence[Token], text: Text) -> Token | None:
+    """Note a here-document that Python runs as a file, and return that file's name; None where it reads no program from it."""
+    if not (_PYTHON.fullmatch(words[0].text) and [word.text for word in words[1:]] in ([], ["-"])):
+        return None
+    written[STANDARD_INPUT] = text
+    return Token(STANDARD_INPUT, words[0].line)
 
 
 def note_edited(written: dict[str, Text], words: Sequence[str]) -> None:

@@ -1,0 +1,94 @@
+"""How many processes a command starts, one for each GPU: what its launcher is told, or what it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memplan.importer.sources.argument_vectors import CommandLine
+from memplan.importer.sources.given_keys import GivenKeys
+
+STARTERS = ("accelerate", "axolotl", "deepspeed", "llamafactory-cli", "lmf", "trl")
+"""Commands that start a process for each GPU that they see, where nothing says how many."""
+COUNTS = (("nproc_per_node", "nnodes"), ("num_processes", ""), ("num_gpus", "num_nodes"))
+"""Flags of launchers for processes of a machine, and for machines."""
+
+
+AS_MANY_AS_SEEN: Mapping[str, tuple[str | int, ...]] = {
+    "nproc_per_node": ("gpu", "auto", "cpu"),
+    "num_gpus": (-1,),
+    "num_nodes": (-1,),
+}
+"""Values of these for as many as there are (torch/distributed/run.py; deepspeed/launcher/runner.py)."""
+
+
+COUNTED = ("NPROC_PER_NODE", "NNODES")
+"""Variables of the environment for processes of a machine, and for machines."""
+
+
+def unknown_processes(command: CommandLine) -> tuple[str, Any] | None:
+    """Return the flag of a launcher for processes or machines, or the variable, whose value is no number of them; None for none."""
+    flags, variables = command.launched.data, command.job.environment or {}
+    given = [(flag, flags.get(flag, "")) for pair in COUNTS for flag in pair if flag]
+    if not any(value for _, value in given) and variables.get(COUNTED[0]):
+        given = [(name, variables.get(name, "")) for name in COUNTED]
+    known = [value in ("", *AS_MANY_AS_SEEN.get(name, ())) or _whole(value) > 0 for name, value in given]
+    return next((pair for pair, one in zip(given, known, strict=True) if not one), None)
+
+
+LISTED = ("include", "gpu_ids")
+"""Flags of deepspeed and accelerate that list the GPUs which are used: ``localhost:0,1@other:0,1`` and ``0,1``."""
+TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+"""Variables of Slurm for the tasks that srun starts, one process each."""
+
+
+def processes(keys: GivenKeys, environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return how many processes a launcher starts, and the flag or variable that says so."""
+    for flag in LISTED:
+        hosts = [host.rpartition(":")[2].split(",") for host in _listed(keys.data.get(flag)).split("@")]
+        if all(slot.isdigit() for slots in hosts for slot in slots):
+            return flag, sum(map(len, hosts))
+    for per_node, nodes in COUNTS:
+        count = _whole(keys.data.get(per_node))
+        if count:
+            return per_node, count * ((_whole(keys.data.get(nodes)) or 1) if nodes else 1)
+    for name in (COUNTED[0], "NGPU"):
+        if count := _whole(environment.get(name)):
+            return name, count * (_whole(environment.get(COUNTED[1])) or 1)
+    started = TASKS if keys.words[:1] == ("srun",) else TASKS[:1] if keys.words[:1] == ("",) else ()
+    return next(((name, count) for name in started if (count := _whole(environment.get(name)))), None)
+
+
+def _listed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+
+GIVEN_GPUS = "GPUs of the machine"
+"""Where a file of a scheduler says how many GPUs a job sees, beside the variables of the environment."""
+
+
+def visible_gpus(command: CommandLine) -> tuple[str, int] | None:
+    """Return how many GPUs a command that starts a process for each is shown, and what shows them; None where nothing does.
+
+    Source:
+        accelerate/commands/launch.py (1.15.0); llamafactory/launcher.py (0.9.5); deepspeed/launcher/runner.py (0.19.8).
+    """
+    environment = command.job.environment or {}
+    first = command.job.words[0].rsplit("/", 1)[-1] if command.job.words else ""
+    if first not in STARTERS and command.launched.data.get("nproc_per_node") not in ("gpu", "auto"):
+        return None
+    nodes = _whole(environment.get("NNODES")) if first in ("llamafactory-cli", "lmf") else 1
+    for name in ("CUDA_VISIBLE_DEVICES", GIVEN_GPUS):
+        shown = str(environment.get(name, "")).strip("'\"").split(",")
+        if count := len([part for part in shown if part.strip()]) * (nodes or 1):
+            return name, count
+    return None
+
+
+LARGEST_DIGITS = 6
+"""No number of processes has as many: 16,384 GPUs are planned."""
+
+
+def _whole(value: Any) -> int:
+    text = str(value).strip("'\"")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < LARGEST_DIGITS else 0
