@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer's first call imports it, which takes each rank longer than its steps do
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
