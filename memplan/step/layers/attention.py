@@ -90,19 +90,25 @@ def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> 
 def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
     """Return of which of query, key and value the gradient comes back with heads before tokens, as that of a slice does.
 
-    So do those of stacked products, but for that of a key that they were given transposed. A norm's kernel in between makes
-    another, as any norm does of a slice's, and what LitGPT's projections yield is so already.
+    So do those of stacked products and of repeated heads, but for that of a key that products were given transposed. A
+    norm's kernel in between makes another, as any norm does of a slice's, and what LitGPT's projections yield is so already.
     """
     if builder.settings.code.cuts_sequences:
         return True, True, True
-    cut = _slices_rotated(builder, part) and part.query_key_norm is None
     if builder.settings.regime.one_token or builder.settings.code.adapts_parts:
         return False, False, False
-    stacked = builder.profile.attention == "math"
+    cut = _slices_rotated(builder, part) and part.query_key_norm is None
     kernel = _normed_by_kernel(builder, part)
     late = kernel and part.norms_rotated  # the kernel's result has heads before tokens
-    formed = late or (stacked and (_views_normed(part) or not kernel))
-    return cut or formed, cut or late or (formed and not _transposes(builder, part)), stacked
+    views = _views_normed(part) or not kernel
+    query, key = (cut or late or (stacked and views) for stacked in _stacked(builder, part))
+    return query, key and (cut or late or not _transposes(builder, part)), _stacked(builder, part)[1]
+
+
+def _stacked(builder: Builder, part: Attention) -> tuple[bool, bool]:
+    """Tell of query, and of key and value, whether gradients are put out with heads before tokens: by products, or by a sum over groups."""
+    kernel, grouped = builder.profile.attention, part.num_key_value_heads < part.num_heads
+    return kernel == "math", kernel == "math" or (kernel == "efficient" and grouped)
 
 
 def _views_normed(part: Attention) -> bool:
@@ -313,12 +319,13 @@ def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -
     """Return a query or a key normalised, each head alone or all together."""
     assert part.query_key_norm is not None
     full = part.query_key_norm_scope == "full"
-    stacked, whole = builder.profile.attention == "math", not builder.settings.regime.one_token
+    whole, is_key = not builder.settings.regime.one_token, name == builder.settings.names.key_norm
     several = whole and x.width > part.head_dim
-    transposed = whole and name == builder.settings.names.key_norm and _transposes(builder, part)
+    transposed, stacked = whole and is_key and _transposes(builder, part), _stacked(builder, part)[is_key]
     late = part.norms_rotated and not _joins_rotated(builder, part)
     # The efficient kernel's gradients have tokens before heads, as its inputs have (attention_backward.cu).
-    copied = (1, 1 + (builder.profile.attention == "efficient" or transposed)) if late and several else (0, 0)
+    unordered = transposed or (builder.profile.attention == "efficient" and not stacked)
+    copied = (1, 1 + unordered) if late and several else (0, 0)
     if stacked and not part.norms_rotated:
         copied = (0, int(transposed or (several and not full)))
     size = x.width if full else part.head_dim
