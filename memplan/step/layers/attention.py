@@ -107,8 +107,13 @@ def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
 
 def _stacked(builder: Builder, part: Attention) -> tuple[bool, bool]:
     """Tell of query, and of key and value, whether gradients are put out with heads before tokens: by products, or by a sum over groups."""
-    kernel, grouped = builder.profile.attention, part.num_key_value_heads < part.num_heads
-    return kernel == "math", kernel == "math" or (kernel == "efficient" and grouped)
+    products, grouped = _multiplies(builder, part), part.num_key_value_heads < part.num_heads
+    return products, products or (builder.profile.attention == "efficient" and grouped)
+
+
+def _multiplies(builder: Builder, part: Attention) -> bool:
+    """Tell whether attention is products of heads, operation by operation."""
+    return builder.profile.attention == "math" or goes_by_steps(builder, part)
 
 
 def _views_normed(part: Attention) -> bool:
@@ -125,7 +130,7 @@ def _normed_by_kernel(builder: Builder, part: Attention) -> bool:
 def _transposes(builder: Builder, part: Attention) -> bool:
     """Tell whether the gradient of a key comes back as the products of scores form it: transposed, where nothing repeats or slices heads."""
     whole = part.num_key_value_heads == part.num_heads and not _slices_rotated(builder, part)
-    return builder.profile.attention == "math" and whole
+    return _multiplies(builder, part) and whole
 
 
 def _slices_rotated(builder: Builder, part: Attention) -> bool:
