@@ -1,7 +1,5 @@
 """Multi-head attention with grouped queries on a tape."""
 
-from collections.abc import Sequence
-
 from memplan.model.spec import Attention
 from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder
@@ -10,6 +8,15 @@ from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import row_product
 from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, looked_at, repeated, ungrouped
 from memplan.step.layers.handed_down import stored
+from memplan.step.layers.head_gradients import (
+    copied_gradients,
+    heads_first,
+    in_heads,
+    is_transposed,
+    normed_by_kernel,
+    stays_transposed,
+    views_normed,
+)
 from memplan.step.layers.interleaved_rotary import interleaved_rotation
 from memplan.step.layers.rotation import rotary, turned
 from memplan.step.layers.scaled_dot_product import attended, goes_by_steps, scaled_by_position
@@ -26,18 +33,18 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             gates: tuple[Value, ...] = ()
         else:
             projected, gates = _projections(builder, x, part, prefix)
-            query, key, value = projected if _views_normed(part) else _in_heads(builder, projected, part)
+            query, key, value = _clipped(builder, *projected) if part.clip else projected
+            if not (views_normed(part) or _looks_at_once(builder, part)):
+                query, key, value = in_heads(builder, (query, key, value), part)
         query.apart = key.apart = value.apart = True
         whole = value
         if code.by_groups:
             query, key, value = _put_together(builder, query, key, value, part)
-        if part.clip:
-            query, key, value = _clipped(builder, query, key, value)
         norms, late = part.query_key_norm is not None and not code.turns_each, part.norms_rotated
         if norms and not late and not _norms_at_once(builder, part, prefix):
             query, key = _normed(builder, query, key, value, part, prefix)
-            if _views_normed(part):
-                query, key, value = _in_heads(builder, (query, key, value), part)
+        if norms and views_normed(part):
+            query, key, value = in_heads(builder, (query, key, value), part)
         named = gates
         if not one_by_one:
             with builder.tape.alive(*gates):
@@ -78,64 +85,6 @@ def _output(builder: Builder, x: Value, name: str) -> Value:
     if fuses(builder, "o", (name,)):
         return fused_linears(builder, x, ((name, hidden),))[0]
     return row_product(builder, x, name, hidden)
-
-
-def _in_heads(builder: Builder, projected: Sequence[Value], part: Attention) -> list[Value]:
-    """Return what projections yield with heads before tokens, whose gradients are copied where they come back so and there are several."""
-    counts = (part.num_heads, part.num_key_value_heads, part.num_key_value_heads)
-    moved = (n > 1 and moves for n, moves in zip(counts, _moved(builder, part), strict=True))
-    return [looked_at(builder, x) if moves else x for x, moves in zip(projected, moved, strict=True)]
-
-
-def _moved(builder: Builder, part: Attention) -> tuple[bool, bool, bool]:
-    """Return of which of query, key and value the gradient comes back with heads before tokens, as that of a slice does.
-
-    So do those of stacked products and of repeated heads, but for that of a key that products were given transposed. A
-    norm's kernel in between makes another, as any norm does of a slice's, and what LitGPT's projections yield is so already.
-    """
-    if builder.settings.code.cuts_sequences:
-        return True, True, True
-    if builder.settings.regime.one_token or builder.settings.code.adapts_parts:
-        return False, False, False
-    cut = _slices_rotated(builder, part) and part.query_key_norm is None
-    kernel = _normed_by_kernel(builder, part)
-    late = kernel and part.norms_rotated  # the kernel's result has heads before tokens
-    views = _views_normed(part) or not kernel
-    query, key = (cut or late or (stacked and views) for stacked in _stacked(builder, part))
-    return query, key and (cut or late or not _transposes(builder, part)), _stacked(builder, part)[1]
-
-
-def _stacked(builder: Builder, part: Attention) -> tuple[bool, bool]:
-    """Tell of query, and of key and value, whether gradients are put out with heads before tokens: by products, or by a sum over groups."""
-    products, grouped = _multiplies(builder, part), part.num_key_value_heads < part.num_heads
-    return products, products or (builder.profile.attention == "efficient" and grouped)
-
-
-def _multiplies(builder: Builder, part: Attention) -> bool:
-    """Tell whether attention is products of heads, operation by operation."""
-    return builder.profile.attention == "math" or goes_by_steps(builder, part)
-
-
-def _views_normed(part: Attention) -> bool:
-    """Tell whether heads are looked at apart when all of them together have been normalised."""
-    return part.query_key_norm is not None and part.query_key_norm_scope == "full" and not part.norms_rotated
-
-
-def _normed_by_kernel(builder: Builder, part: Attention) -> bool:
-    """Tell whether query and key are normalised by a kernel, which puts their gradients in order."""
-    norm = part.query_key_norm
-    return norm is not None and (norm.kind != "rms" or builder.profile.norm != "composite")
-
-
-def _transposes(builder: Builder, part: Attention) -> bool:
-    """Tell whether the gradient of a key comes back as the products of scores form it: transposed, where nothing repeats or slices heads."""
-    whole = part.num_key_value_heads == part.num_heads and not _slices_rotated(builder, part)
-    return _multiplies(builder, part) and whole
-
-
-def _slices_rotated(builder: Builder, part: Attention) -> bool:
-    """Tell whether what is rotated is sliced out of heads."""
-    return builder.settings.code.cuts(part.rotary_dim, part.head_dim) and builder.profile.rotary == "composite"
 
 
 def _repeated(builder: Builder, heads: Heads) -> Heads:
@@ -258,18 +207,24 @@ def _projections(
     if fuses(builder, "qkv", projections):
         query, key, value = fused_linears(builder, x, list(zip(projections, sizes, strict=True)))
         return (query, key, value), ()
+    moved = copied_gradients(builder, part) if _looks_at_once(builder, part) else (False, False, False)
     query, gates = _query_and_gate(builder, x, part, prefix)
     with tape.alive(*gates):
+        query = looked_at(builder, query) if moved[0] else query
         query = _norm(builder, query, part, prefix, names.query_norm) if at_once else query
     with tape.alive(query, *gates):
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
+        key = looked_at(builder, key) if moved[1] or stays_transposed(builder, part) else key
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
         key = builder.pointwise("scale key", key) if code.scales_parts else key
-        one = builder.settings.regime.one_sequence or builder.settings.regime.one_token
-        if _transposes(builder, part) and not _normed_by_kernel(builder, part) and not one:
-            key = looked_at(builder, key)  # with elements of a head before tokens
         with tape.alive(key):
-            return (query, key, linear(builder, x, f"{prefix}.{names.value}", sizes[2])), gates
+            value = linear(builder, x, f"{prefix}.{names.value}", sizes[2])
+            return (query, key, looked_at(builder, value) if moved[2] else value), gates
+
+
+def _looks_at_once(builder: Builder, part: Attention) -> bool:
+    """Tell whether each projection's heads are looked at apart before the next one is formed, as transformers' models do."""
+    return builder.settings.code.promotes and not (part.fused_qkv or part.clip or views_normed(part))
 
 
 def _query_first(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Value, Value, Value]:
@@ -326,7 +281,7 @@ def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -
     full = part.query_key_norm_scope == "full"
     whole, is_key = not builder.settings.regime.one_token, name == builder.settings.names.key_norm
     several = whole and x.width > part.head_dim
-    transposed, stacked = whole and is_key and _transposes(builder, part), _stacked(builder, part)[is_key]
+    transposed, stacked = whole and is_key and is_transposed(builder, part), heads_first(builder, part)[is_key]
     late = part.norms_rotated and not _joins_rotated(builder, part)
     # The efficient kernel's gradients have tokens before heads, as its inputs have (attention_backward.cu).
     unordered = transposed or (builder.profile.attention == "efficient" and not stacked)
@@ -335,7 +290,7 @@ def _norm(builder: Builder, x: Value, part: Attention, prefix: str, name: str) -
         copied = (0, int(transposed or (several and not full)))
     size = x.width if full else part.head_dim
     normal = normalised(builder, x, part.query_key_norm, f"{prefix}.{name}", size, copied=copied)
-    normal.apart = not (late and _normed_by_kernel(builder, part))
+    normal.apart = not (late and normed_by_kernel(builder, part))
     return normal
 
 
