@@ -95,8 +95,7 @@ def section_events(
         visits: Whether it is told where modules begin and end; ``received``: whether the gradient of its output stays.
     """
     tape, entry, output = section.tape, section.entry, section.output
-    recorder = EventRecorder(tape.storages, entry.storage, output.storage, received=received)
-    player = _player(section, mode, recomputation, recorder)
+    player, recorder = _player(section, mode, recomputation, received)
     player.visits, begun, ended = visits, list[Visit](), list[Visit]()
     player.marked = (lambda mark: begun.append((len(recorder.codes), mark.kind, mark.name))) if visits else None
     forward, in_forward, region_end, left = _forward(player, recorder, saves=True)
@@ -138,12 +137,14 @@ def _named(tape: Tape, saved: Container[int] = ()) -> tuple[tuple[Quantity, int]
     return tuple([(value.quantity, value.storage) for value in tape.named if value.storage not in saved])
 
 
-def _player(section: Section, mode: Mode, recomputation: Recomputation, recorder: EventRecorder) -> Player:
-    """Return what plays a part; what stays for backward is activations, as where bytes are counted."""
-    tape, player = section.tape, Player(section.tape, mode, section.entry, recomputation, recorder)
-    retained = {section.output.storage, *player.saved_in_forward(), *tape.saved_storages()}
+def _player(section: Section, mode: Mode, recomputation: Recomputation, received: bool) -> tuple[Player, EventRecorder]:
+    """Return what plays a part, and what writes it down; what stays for backward is activations, as where bytes are counted."""
+    tape, output = section.tape, section.output.storage
+    recorder = EventRecorder(tape.storages, section.entry.storage, output, received=received)
+    player = Player(tape, mode, section.entry, recomputation, recorder)
+    retained = {output, *player.saved_in_forward(), *tape.saved_storages()}
     recorder.storages[:] = by_life(tape, retained)
-    return player
+    return player, recorder
 
 
 def _forward(player: Player, recorder: EventRecorder, *, saves: bool) -> tuple[Codes, Places, Codes, tuple[int, ...]]:
