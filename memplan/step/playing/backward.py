@@ -278,12 +278,15 @@ class _Backward:
         if isinstance(self.live, EventRecorder):
             self.live.store(weight, mode, formed)
             return
-        made = weight.made_bytes(mode)
+        made, extra = weight.made_bytes(mode), weight.storing_bytes(mode)
         stays: int | None = formed if mode == "first" else None
+        if extra and weight.fullest_as_cast(mode):
+            self.player.with_scratch(node.instant, f"{weight.name} gradient", temporaries([(Quantity.ONE, extra)]))
+            extra = 0
         if mode == "first" and made:
             waits = weight.delayed and not weight.stays_summed(weight.own_mode(self.player.mode))
             stays = self.live.new(Part.TEMPORARIES if waits else Part.GRADIENTS, Quantity.ONE, made)
-        if extra := weight.storing_bytes(mode):
+        if extra:
             used = made if mode == "layer" else 0
             taken = self.live.take(
                 [(Part.GRADIENTS, Quantity.ONE, used), (Part.TEMPORARIES, Quantity.ONE, extra - made)]

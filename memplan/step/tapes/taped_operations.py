@@ -121,9 +121,14 @@ class Weight:
 
     def storing_form(self, mode: Mode) -> Form:
         """Return what storing takes (:meth:`storing_bytes`) by component."""
-        made = self.made_bytes(mode)
+        made = 0 if self.fullest_as_cast(mode) else self.made_bytes(mode)
         rest = self.storing_bytes(mode) - made
         return constant_form(Part.GRADIENTS, made) + constant_form(Part.TEMPORARIES, rest)
+
+    def fullest_as_cast(self, mode: Mode) -> bool:
+        """Tell whether storing takes most as the gradient is cast to the weight's own dtype, before what is stored is made."""
+        other = self.casts_gradient and self.gradient_bytes != self.own_bytes
+        return other and self.storing_bytes(mode) == self.own_bytes
 
     def storing_bytes(self, mode: Mode) -> int:
         """Return what storing, adding or using up the gradient takes besides the gradient as it was formed.
