@@ -66,8 +66,8 @@ class Head:
 
     @property
     def returned(self) -> tuple[Value, ...]:
-        """What the model returns beside the loss, tensor by tensor."""
-        return self.stretches or (() if self.logits is None else (self.logits,))
+        """What the model returns beside the loss, tensor by tensor; a list of several lets go of its last item first."""
+        return self.stretches[::-1] or (() if self.logits is None else (self.logits,))
 
     @property
     def delayed_bytes(self) -> int:

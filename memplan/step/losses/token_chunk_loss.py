@@ -84,7 +84,7 @@ def stretched_cross_entropy(builder: Builder, logits: Sequence[Value]) -> tuple[
     tape, regime = builder.tape, builder.settings.regime
     tape.instant = "loss backward"
     cast = [builder.cast(x, 4) for x in logits]
-    tape.touch(*logits, *cast)
+    tape.touch(*reversed(logits), *reversed(cast))  # lists, which let go of their last items first
     several, counted = not regime.one_sequence, cast[: len(cast) - regime.empty_stretch]
     named = [_named(builder, x) for x in counted]
     rows = [*named[:-1], _without_last(builder, named[-1], several=several)] if not regime.empty_stretch else named
