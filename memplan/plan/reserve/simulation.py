@@ -161,6 +161,8 @@ def _untold_units(plan: MemoryPlan) -> str:
         return "the events of a loss that gathers the head itself are not told"
     if config.evaluation and config.adapter is not None and parallel.engine == "fsdp1":
         return "the events of adapters that are evaluated are not told over FSDP1's shards"
+    if parallel.engine == "fsdp1" and config.method.reference_model in ("resident", "adapter-off"):
+        return "what FSDP1 gathers of a reference model is not told as events"
     if config.zero_gradients == "fill" and parallel.engine == "fsdp1":
         return "the events of gradients filled with zeros are not told over FSDP1's shards"
     if plan.model.spec.tower is not None or setup.profile.loss == "weighted-tokens":

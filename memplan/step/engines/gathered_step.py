@@ -190,7 +190,7 @@ class GatheredStep:
 
     def _forward(self, walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
         """Yield the moments of forward, the reference model's beside what is gathered then."""
-        behind = yield from _through_forward(walk, following, played)
+        behind = yield from through_forward(walk, following, played)
         if self.inputs.setup.config.method.reference_model == "resident":
             yield from referred(self.inputs, self.taped, (self.modules, self.elements), behind, following.resident)
             return
@@ -239,14 +239,7 @@ def _tied(walk: EnginePass, following: Following, around: Form) -> Iterator[Inst
             yield instant
 
 
-def walked_forward(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
-    """Yield the moments of forward, and of what runs behind it without gradients."""
-    behind = yield from _through_forward(walk, following, played)
-    for moment in forward_only_instants(walk.inputs, walk.taped, behind):
-        yield following.with_resident(moment)
-
-
-def _through_forward(walk: EnginePass, following: Following, played: PlayedModel) -> Generator[Instant, None, Form]:
+def through_forward(walk: EnginePass, following: Following, played: PlayedModel) -> Generator[Instant, None, Form]:
     """Yield the moments of forward, of layers alike those beside which the most is gathered; return what it leaves."""
     inputs, taped = walk.inputs, walk.taped
     arguments = layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked)

@@ -149,7 +149,7 @@ def tiled_cross_entropy(
         ``add_fused_lm_head`` in trl/trainer/utils.py and ``ChunkedLogProbFunction`` in trl/kernels/chunked_logprob.py
         (1.16.0).
     """
-    tape, compute = builder.tape, builder.compute if builder.settings.autocast else x.element_bytes
+    tape, compute = builder.tape, builder.compute if builder.settings.under_autocast else x.element_bytes
     tokens = Quantity.PREDICTED_TOKENS
     predicted = Quantity.ANSWER_TOKENS if answers else tokens
     with tape.alive(x):

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 
 from memplan.step.collectives.gathered_units import Unit
 from memplan.step.engines.cut_sections import Segment, Segments
-from memplan.step.engines.engine_step import engine_pass
-from memplan.step.engines.gathered_step import walked_forward
+from memplan.step.engines.engine_step import EnginePass, Following, engine_pass
+from memplan.step.engines.gathered_step import through_forward
 from memplan.step.engines.module_visits import FIRST, SECOND
 from memplan.step.engines.reduced_gradients import EngineBytes
+from memplan.step.model_on_tape import PlayedModel
 from memplan.step.playing.recomputation import ACTIVATION
+from memplan.step.ranks.forwards_alone import referred
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import numbered
@@ -45,7 +47,11 @@ def adapted_passes(step: ShardedStep, base: Form, mode: Mode) -> Iterator[Instan
     ahead = step.flat is not None and step.flat.backward_prefetch == "pre"
     layers = tuple(_without_casts(part) if ahead else part for part in walk.layers)
     retained = retained_by_hooks(step)
-    walk = replace(walk, forward=walked_forward, layers=layers, left=retained * 2, left_gradient=retained)
+
+    def forward(walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
+        yield from referred(step, (yield from through_forward(walk, following, played)))
+
+    walk = replace(walk, forward=forward, layers=layers, left=retained * 2, left_gradient=retained)
     if mode != "again":
         passes = [Pass("first", reduces=steps == 1)]
     else:

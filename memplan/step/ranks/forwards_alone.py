@@ -54,19 +54,31 @@ def evaluated(step: ShardedStep, around: Form) -> Iterator[Instant]:
 def referred(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield what lies between a forward and its backward: a reference model's forward, and metrics.
 
-    One of its own is a single unit, whose buffer is there until its forward ends; the model without adapters is gathered once more.
+    One of its own is a single unit, whose buffer is there until its forward ends; the model without adapters is gathered once more,
+    unit by unit, and so is one of its own under FSDP1.
 
     Source:
-        ``prepare_fsdp`` in trl/models/utils.py (1.16.0), which wraps no part of it; ``_post_forward`` in
+        ``prepare_fsdp`` in trl/models/utils.py (1.16.0), which wraps no part of it but under FSDP1; ``_post_forward`` in
         torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.13.0).
     """
     inputs, reference = step.inputs, step.reference
-    if inputs.setup.config.method.reference_model == "adapter-off" and (bare := reference_model(inputs, step.taped)):
+    by_unit = step.flat or inputs.setup.config.method.reference_model == "adapter-off"
+    if by_unit and (bare := reference_model(inputs, step.taped)):
         yield from _through_units(step, bare, around + beside_reference(inputs), "forward", finds_tail=True)
         return
     gathered = step.tail.gathered_bytes + step.below_head + (reference.copied_bytes if reference else 0)
     for moment in forward_only_instants(inputs, step.taped, around):
         yield with_gathered("forward", moment.operation, moment.form, gathered)
+
+
+def root_of_reference_bytes(step: ShardedStep) -> int:
+    """Return whole weights of a reference model's root under FSDP1, which each forward leaves for the next: no backward lets go of them.
+
+    Source:
+        ``_post_forward_reshard`` in torch/distributed/fsdp/_runtime_utils.py (v2.13.0).
+    """
+    resident = step.inputs.setup.config.method.reference_model == "resident"
+    return step.first.gathered_bytes if step.flat and resident else 0
 
 
 def gathers_tail_again(step: ShardedStep) -> bool:

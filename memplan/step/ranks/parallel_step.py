@@ -34,7 +34,13 @@ from memplan.step.model_on_tape import PlayedModel
 from memplan.step.ranks.chunked_head import behind_head, chunked_head
 from memplan.step.ranks.flat_adapters import adapted_passes
 from memplan.step.ranks.flat_step import flat_backward
-from memplan.step.ranks.forwards_alone import evaluated, gathers_tail_again, instant_with, with_gathered
+from memplan.step.ranks.forwards_alone import (
+    evaluated,
+    gathers_tail_again,
+    instant_with,
+    root_of_reference_bytes,
+    with_gathered,
+)
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, named_labels, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
@@ -63,6 +69,8 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
         instant.around(resident + (gone if instant.name == "optimizer step" else ZERO) + labels_of(step, instant))
         for instant in step_instants(inputs, step.taped, partial(_passes, step))
     )
+    if size := root_of_reference_bytes(step):
+        candidates = tuple(instant_with(instant, size) for instant in candidates)
     if setup.config.evaluation:
         retained = states.gradient_bytes if setup.config.zero_gradients == "fill" else 0
         around = constant_form(Part.GRADIENTS, retained) + resident

@@ -40,7 +40,7 @@ class ShardedStep:
     head_by_hand: bool  # Whether the loss gathers a unit that is the head alone itself, whose module it does not call
     leaves_tail: bool  # Whether an evaluation leaves norm and head gathered for the next forward
     called_before: bool  # Whether a forward without gradients leaves them so before each that is learnt from
-    reference: Unit | None  # All of a reference model of its own
+    reference: Unit | None  # All of a reference model of its own, but under FSDP1
     flat: FlatShards | None = None  # What FullyShardedDataParallel is told, where units are its flat tensors
     adapters: Mapping[str, Unit] = field(default_factory=dict)  # Those of adapters there, each matrix alone, by name
 
@@ -284,7 +284,7 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         head_by_hand=by_hand,
         leaves_tail=setup.config.evaluation and first is not tail and not by_hand,
         called_before=setup.config.method.stage == "kto" and first is not tail and not by_hand,
-        reference=still_unit(reference_tensors(loaded, setup), setup),
+        reference=None if flat else still_unit(reference_tensors(loaded, setup), setup),
         flat=flat,
         adapters=own,
     )

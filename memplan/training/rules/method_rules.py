@@ -235,7 +235,7 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
     ):
         text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
         text += (
-            ", DeepSpeed (stage 3: dpo and reward with a reference model of its own, or none), or FSDP2 without evaluation"
+            ", DeepSpeed (stage 3: dpo and reward with a reference model of its own, or none), or FSDP without evaluation"
             if _compares_inside(config, stack)
             else ""
         )
@@ -264,4 +264,6 @@ def _shares_model(config: TrainingConfig, stack: Stack) -> bool:
         alone = config.offload == Offload() and not config.evaluation and config.method.stage != "kto"
         return parallel.zero_stage < 3 or (config.method.reference_model != "adapter-off" and alone)
     gathered_anew = parallel.reshard_after_forward and not config.evaluation
-    return parallel.engine == "torch" and parallel.zero_stage == 3 and (gathered_anew or not resident)
+    if parallel.engine == "fsdp1" and not (gathered_anew and config.offload == Offload()):
+        return False
+    return parallel.zero_stage == 3 and (gathered_anew or not resident)
