@@ -149,13 +149,15 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
 
 
 def fullest_of(traces: Sequence[Trace]) -> Trace:
-    """Return the first of several ranks' traces, with the fullest of all at each instant."""
+    """Return the first of several ranks' traces, with the fullest of all at each instant, and the most that one of them keeps."""
     instants: dict[str, Moment] = {}
     for trace in traces:
         for name, moment in trace.instants.items():
             if name not in instants or moment.bytes > instants[name].bytes:
                 instants[name] = moment
-    return replace(traces[0], instants=instants)
+    fullest = replace(traces[0], instants=instants)
+    vars(fullest)["persistent_bytes"] = max(trace.persistent_bytes for trace in traces)  # in the place of the first's
+    return fullest
 
 
 def _keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
