@@ -46,6 +46,16 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=64)
+def nearest_divisor(total: int, parts: int) -> int:
+    """Return the number nearest to ``parts`` that divides a total, both at least 1: the smaller one of two.
+
+    Example:
+        >>> nearest_divisor(32, 5), nearest_divisor(8, 16), nearest_divisor(8, 3)
+        (4, 8, 2)
+    """
+    return min((n for n in range(1, total + 1) if total % n == 0), key=lambda n: abs(n - parts))
+
+
 def parse_bytes(text: str) -> int:
     """Return the bytes that ``text`` names; the unit is required.
 

@@ -61,8 +61,8 @@ def test_states_that_do_not_fit_are_no(cli):
     ("words", "code", "reason"),
     [
         (("--gpus", "60", "--tp", "8", "--pp", "4"), 2, "60 GPUs are no multiple of tensor x pipeline x context = 32; the nearest that is: 64"),
-        (("--gpus", "64", "--tp", "3"), 2, "64 GPUs are no multiple of tensor x pipeline x context = 3; the nearest that is: 63"),
-        (("--gpus", "48", "--tp", "3"), 2, "32 of attention heads cannot be divided among 3 tensor parallel ranks"),
+        (("--gpus", "64", "--tp", "3"), 2, "64 GPUs are no multiple of tensor x pipeline x context = 3; the nearest that is: 63, or tensor 2"),
+        (("--gpus", "48", "--tp", "3"), 2, "32 of attention heads cannot be divided among 3 tensor parallel ranks; the nearest that divides them is 2"),
         (("--gpus", "64", "--pp", "64"), 2, "32 layers cannot be divided among 64 stages; the nearest that divides them is 32"),
         (("--gpus", "8", "--tp", "2", "--rank", "8"), 2, "rank: expected worst, all or a number from 0 to 7"),
         (("--gpus", "8", "--rank", "8"), 2, "--rank: expected worst, all or a number from 0 to 7"),

@@ -5,7 +5,7 @@ from math import lcm
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
-from memplan.units import round_up
+from memplan.units import nearest_divisor, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
     for words, size in (("tensor x pipeline x context", model), ("expert tensor x expert x pipeline", expert_model)):
         size *= parallel.replicate
         if world % size:
-            near = _nearest(world, lcm(model, expert_model) * parallel.replicate)
+            near = _nearest(world, lcm(model, expert_model) * parallel.replicate) + _nearest_degree(parallel, world)
             raise InvalidFileError([f"parallel: {world:,} GPUs are no multiple of {words}{copies} = {size:,}; {near}"])
     if parallel.data not in (1, world // model, world // model // parallel.replicate):
         text = f"{world:,} GPUs leave {world // model} for data parallelism, not {parallel.data}"
@@ -98,6 +98,17 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         sequence=parallel.sequence,
         group=parallel.megatron.micro_batch_group or 0,
     )
+
+
+def _nearest_degree(parallel: Parallel, world: int) -> str:
+    """Return the degree next to the only one that is given that divides so many GPUs, in words; nothing where several are given."""
+    names = ("tensor", "pipeline", "context", "expert", "expert_tensor", "replicate")
+    given = {name: degree for name in names if (degree := getattr(parallel, name)) not in (None, 1)}
+    if len(given) != 1:
+        return ""
+    name, degree = next(iter(given.items()))
+    near = nearest_divisor(world, degree)
+    return f", or {name.replace('_', ' ')} {near}" if near > 1 else ""
 
 
 def _nearest(world: int, step: int) -> str:

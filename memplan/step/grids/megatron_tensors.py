@@ -23,7 +23,7 @@ from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExper
 from memplan.model.state_space import StateSpace
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.pipeline_stages import Chunk
-from memplan.units import round_up
+from memplan.units import nearest_divisor, round_up
 
 VOCABULARY_MULTIPLE = 128
 """``--make-vocab-size-divisible-by`` (megatron/training/arguments.py): the vocabulary is padded to this times the tensor degree."""
@@ -185,9 +185,8 @@ def divided(size: int, degree: int, what: str) -> int:
         InvalidFileError: The degree does not divide it.
     """
     if size % degree:
-        raise InvalidFileError(
-            [f"parallel: {size} of {what.rstrip('.')} cannot be divided among {degree} tensor parallel ranks"]
-        )
+        text = f"parallel: {size} of {what.rstrip('.')} cannot be divided among {degree} tensor parallel ranks"
+        raise InvalidFileError([f"{text}; the nearest that divides them is {nearest_divisor(size, degree)}"])
     return size // degree
 
 
@@ -248,7 +247,8 @@ def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, engine: bool) -> I
         yield RankTensor("mlp.router.bias", (part.num_experts,))
     if part.num_experts % grid.expert:
         text = f"parallel.expert: {part.num_experts} experts cannot be divided among {grid.expert} ranks"
-        raise InvalidFileError([text])
+        near = nearest_divisor(part.num_experts, grid.expert)
+        raise InvalidFileError([f"{text}; the nearest that divides them is {near}"])
     one = Mlp(part.intermediate_size, gated=part.gated, bias=part.expert_bias)
     apart = grid.expert > 1
     own = part.num_experts // grid.expert

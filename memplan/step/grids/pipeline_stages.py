@@ -10,6 +10,7 @@ import re
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.step.grids.grid import Grid
+from memplan.units import nearest_divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +135,4 @@ def _nearest(layers: int, parts: int) -> str:
     """Return the nearest number of parts that divides so many layers, in words."""
     if layers < 1 or parts < 1:
         return ""
-    near = min((n for n in range(1, layers + 1) if layers % n == 0), key=lambda n: (abs(n - parts), n))
-    return f"; the nearest that divides them is {near}"
+    return f"; the nearest that divides them is {nearest_divisor(layers, parts)}"
