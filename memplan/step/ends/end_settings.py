@@ -37,6 +37,7 @@ class EndSettings:
     loss_behind: bool  # Whether the model's forward has ended before the loss is formed of its logits
     narrow_loss: bool  # Whether the model forms its loss of logits that it cuts, in their own dtype
     shifts_labels: bool  # Whether the loss is given a shifted copy of the labels
+    pads_labels: bool  # Whether that is of a copy with one more, as ``ForCausalLMLoss`` makes it (transformers 5.24.0)
     cuts_logits: bool  # Whether it is given the logits without each row's last token, and labels without the first
     casts_logits: bool  # Whether the model has a name for logits in fp32 alone
     embedding_dropout: float  # Probability with which the embedding's output is dropped
@@ -100,6 +101,7 @@ def end_settings(spec: ModelSpec, block: BlockSettings, setup: TrainingSetup, *,
         names_logits=setup.stack.loop.loss in ("model", "named"),
         loss_behind=setup.stack.loop.loss == "named",
         shifts_labels=setup.stack.loop.labels in ("shifted", "cut"),
+        pads_labels=(setup.stack.loop.labels, setup.stack.loop.loss) == ("shifted", "model"),
         cuts_logits=setup.stack.loop.labels == "cut" or narrow,
         casts_logits=(_names_wide_logits(spec, setup) or block.code.wide_logits) and not setup.scores and not narrow,
         embedding_dropout=block.dropout if drops else 0.0,

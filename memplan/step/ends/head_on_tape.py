@@ -246,7 +246,7 @@ def _loss(builder: Builder, settings: EndSettings, given: Value, *, wide: bool) 
     with builder.tape.alive(logits, *((given,) if settings.names_logits else ())):
         if settings.block.divided:
             return divided_cross_entropy(builder, logits, settings.loss_bytes)
-        how = {"shifted": settings.shifts_labels, "cut": settings.cuts_logits}
+        how = {"shifted": settings.shifts_labels, "cut": settings.cuts_logits, "padded": settings.pads_labels}
         return cross_entropy(builder, logits, **how, loss_bytes=settings.loss_bytes)
 
 

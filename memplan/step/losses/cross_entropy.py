@@ -18,24 +18,29 @@ STATISTICS_BYTES, RESULTS_BYTES = 7 * 4, 4 + 4 + 1
 """Of a token: what the tiles are folded into, and log-probability, entropy and whether the target came first."""
 
 
-def cross_entropy(builder: Builder, logits: Value, *, shifted: bool, cut: bool = False, loss_bytes: int) -> Value:
+def cross_entropy(
+    builder: Builder, logits: Value, *, shifted: bool, cut: bool = False, padded: bool = False, loss_bytes: int
+) -> Value:
     """Record cross-entropy over whole logits; return the loss.
 
     Args:
         logits: In the dtype that the loss is formed in.
         shifted: Whether it is given a shifted copy of the labels, which is saved.
         cut: Whether it is given the logits without each row's last token; one row's labels are no copy then.
+        padded: Whether the function that shifts labels pads them first, and names that copy to its end.
         loss_bytes: What the loss takes besides.
     """
     tape = builder.tape
     rows = _cut_logits(builder, logits) if cut else logits
     with tape.alive(*([rows] if cut else [])):
         copied = shifted and not (cut and builder.settings.regime.one_sequence)
-        labels = [tape.make("shift labels", tape.value(rows.quantity, 1, 8))] if copied else []
-        logs = builder.fresh(rows)
-        tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
-        logs = builder.cast(logs, 4) if builder.settings.autocast else logs
-        return _chosen_loss(builder, logs, labels, loss_bytes)
+        names = ("pad labels", "shift labels") if padded else ("shift labels",)
+        labels = [tape.make(name, tape.value(rows.quantity, 1, 8)) for name in names] if copied else []
+        with tape.alive(*labels):
+            logs = builder.fresh(rows)
+            tape.apply("log_softmax", [(rows, NEW)], logs, [logs])
+            logs = builder.cast(logs, 4) if builder.settings.autocast else logs
+            return _chosen_loss(builder, logs, labels[-1:], loss_bytes)
 
 
 def _chosen_loss(builder: Builder, logs: Value, labels: Sequence[Value], loss_bytes: int) -> Value:
