@@ -419,6 +419,13 @@ def test_one_of_several_ranks_runs_unchanged(name, rank, tmp_path):
 
 
 @pytest.mark.slow
+def test_replicas_of_a_compiled_model_run_unchanged():
+    ran = memplan.run(SCRIPTS / "replicas_loop.py", ["--compile"], gpu="h100", gpus=16, quiet=True)
+    assert ran.fits
+    assert any("replicas are compiled as one graph" in note for note in ran.outcome.notes)
+
+
+@pytest.mark.slow
 def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_path):
     for package in ("trl", "peft", "bitsandbytes"):
         pytest.importorskip(package)

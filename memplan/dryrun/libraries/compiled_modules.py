@@ -125,10 +125,13 @@ class CompiledModules:
             enter(_with_torch_compile())
             enter(pretended_compiler(self._capability, "cuda", self._values.forget_numbers, self._pads))
             enter(_without_watching_hooks())
-            enter(config.patch(fail_on_recompile_limit_hit=True))
+            # Cuts at the buckets of replicas' gradients run each part as it is compiled, on tensors that are no fakes.
+            enter(config.patch(fail_on_recompile_limit_hit=True, optimize_ddp=False))
             warnings.filterwarnings("ignore", message="Using `torch.compile")  # of hooks that are not there
             self._compile = torch.compile
             self._note(COMPILED_NOTE)
+            if torch.distributed.is_initialized():
+                self._note(WHOLE_NOTE)
         return self._compile
 
     def _pads(self, _: Any, *matrices: Any, **__: Any) -> bool:
@@ -166,6 +169,7 @@ def _padded_bytes(matrix: Any) -> int:
 
 
 _OWN = torch.compile
+WHOLE_NOTE = "replicas are compiled as one graph: cuts at DistributedDataParallel's buckets (torch._dynamo.config.optimize_ddp) are left out"
 
 
 @contextmanager

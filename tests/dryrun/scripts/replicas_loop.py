@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ dist.init_process_group(backend="nccl")
 rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(rank)
 model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.LayerNorm(2048), nn.Linear(2048, 512)).to(rank)
+if "--compile" in sys.argv:
+    model = torch.compile(model)
 model = DistributedDataParallel(model, device_ids=[rank], gradient_as_bucket_view=True)
 rows = TensorDataset(torch.randn(512, 512))
 sampler = DistributedSampler(rows)
@@ -20,7 +23,7 @@ loader = DataLoader(rows, batch_size=16, sampler=sampler, pin_memory=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 sampler.set_epoch(0)
 for number, (x,) in enumerate(loader, start=1):
-    x = x.to(rank, non_blocking=True)
+    x = x.to(rank, non_blocking=True)[:16]
     sends = number % 2 == 0
     with contextlib.nullcontext() if sends else model.no_sync(), torch.autocast("cuda", torch.bfloat16):
         loss = (model(x).float() - x).square().mean() / 2
