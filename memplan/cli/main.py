@@ -309,6 +309,8 @@ def _extra_hint(word: str, where: str) -> str:
             return f"; did you mean {' or '.join(f'{option} {word}' for option in options)}?"
         if word in catalog.gpus:
             return f"; did you mean --gpu {word}?"
+        if word in catalog.models:
+            return f"; a command takes one model: ask for {word} by itself"
         return f"; did you mean --config {word}?" if word in catalog.configs else f" (see: {where})"
     except MemplanError:
         return f" (see: {where})"

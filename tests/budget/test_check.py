@@ -7,6 +7,7 @@ import json
 import pytest
 
 import memplan
+from memplan.library.answers.budget_check import FIRST
 
 
 def statuses(ran):
@@ -119,7 +120,13 @@ def test_a_budget_without_jobs_is_no_success(cli, budget, text):
 
 
 def test_a_missing_budget_is_bad_input(refused, folder):
-    assert refused("check") == "memplan: memplan-budget.yaml: no such file"
+    said = refused("check")
+    assert said.startswith("memplan: memplan-budget.yaml: no such file; a first one may say {version: 1")
+
+
+def test_the_first_budget_that_is_offered_is_one(cli, budget):
+    budget(FIRST)
+    assert cli("check").exit_code == 0
 
 
 # ------------------------------------------------------------------ limits

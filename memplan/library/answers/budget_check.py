@@ -1,5 +1,6 @@
 """Whether the jobs of a repository are within their budgets: ``memplan.check``."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,9 @@ from memplan.budget.budget_files import BudgetFile, read_budget
 from memplan.budget.budget_jobs import DEFAULT_FILE
 from memplan.budget.evaluation import Result, baseline_of, exit_code, worst_first
 from memplan.catalog.catalog import Catalog
-from memplan.documents.opening import path_kind, whole_path
+from memplan.documents.opening import path_kind, shown_path, whole_path
 from memplan.documents.writing import write_file
-from memplan.errors import CannotAnswerError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.budget_plans import Workshop
@@ -72,6 +73,8 @@ def check(
     """
     known = catalog_of(catalog)
     known.check_own_entries()
+    if os.fspath(file) != "-" and path_kind(Path(file)) == "nothing":
+        raise InvalidFileError([f"{shown_path(Path(file))}: no such file; a first one may say {FIRST} (docs/ci.md)"])
     budget = read_budget(_from_here(Path(file)))
     path = budget.baseline if baseline is None else Path(baseline)
     workshop = Workshop(known)
@@ -80,6 +83,9 @@ def check(
     if update_baseline:
         results = workshop.results(budget, _updated(results, path, known))
     return Check(tuple(worst_first(results)), budget.name, path, known)
+
+
+FIRST = "{version: 1, budgets: [{name: tune, model: llama-3.1-8b, config: qlora, gpus: [rtx4090], limit: 20 GiB}]}"
 
 
 def _from_here(path: Path) -> Path:

@@ -163,7 +163,8 @@ def refuse_unmodelled(text: str, catalog: Catalog) -> None:
         CannotAnswerError: With what it is that is not modelled.
     """
     for family, reason in _unmodelled(text, catalog):
-        raise CannotAnswerError(f"{printable(text)!r}: {family} is not modelled: {reason}")
+        script = "memplan run executes a script that trains it"
+        raise CannotAnswerError(f"{printable(text)!r}: {family} is not modelled: {reason}; {script}")
 
 
 def _unmodelled(text: str, catalog: Catalog) -> Iterator[tuple[str, str]]:
