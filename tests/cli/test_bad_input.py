@@ -31,7 +31,7 @@ ONE = ("fit", "gpt2", *GPU, "--config", "bf16-adamw")
         (("fit", "gpt2", *GPU, "--method", "inference", "--host-memory", "nonsense"), 2, "--host-memory would not count"),
         (("fit", "gpt2", *GPU, "--method", "inference", "--rank", "3"), 3, "other ways of serving are not modelled"),
         (("fit", "t5-base", *GPU), 3, "; memplan run executes a script that trains it"),
-        (("fit", "gpt2", *GPU, "--method", "inference", "--tp", "2"), 3, "other ways of serving are not modelled"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--tp", "2"), 2, "--tp 2 takes --gpus 2"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else "",
 )  # fmt: skip

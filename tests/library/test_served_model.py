@@ -92,6 +92,25 @@ def test_a_model_that_is_released_in_few_bits_is_served_so(served, name, gibibyt
     assert answer.weights == "expert_matrix=mxfp4"
 
 
+@pytest.mark.parametrize(("weights", "gibibytes"), [("q8_0", 7.95), ("q6_k", 6.14)])
+def test_llama_cpps_files_are_as_large_as_it_says(served, weights, gibibytes):
+    """Of https://github.com/ggml-org/llama.cpp/blob/master/tools/quantize/README.md, for Llama-3.1-8B; norms are fp32 there."""
+    assert abs(served("llama-3.1-8b", weights=weights).served.components["weights"] / 2**30 - gibibytes) < 0.006
+
+
+def test_llama_cpps_head_has_six_bits_at_least(served):
+    head, embedding, norms = 128_256 * 4096, 128_256 * 4096, 65 * 4096
+    matrices = 8_030_261_248 - head - embedding - norms
+    blocks = (matrices + embedding) // 32 * 18 + head // 256 * 210
+    assert served("llama-3.1-8b", weights="q4-0").served.components["weights"] == blocks + norms * 2
+
+
+@pytest.mark.parametrize(("weights", "said"), [("Q4_K_M", "give the .gguf file itself"), ("int4", "awq, gptq, nf4")])
+def test_names_that_mean_several_formats_are_told_apart(served, weights, said):
+    with pytest.raises(InvalidFileError, match=said):
+        served("llama-3.1-8b", weights=weights)
+
+
 def test_formats_are_given_by_role_too(served):
     plain, experts = (
         served("gpt-oss-20b", weights="bf16").served,
@@ -140,7 +159,8 @@ def test_what_does_not_fit_exits_with_1_and_is_offered_fewer_bits(cli, served):
         (("--method", "inferenc"), 2, "did you mean 'inference'"),
         (("--context", 9), 2, "--context counts with --method inference alone"),
         (("--method", "inference", "--kv-dtype", "fp9"), 2, "--kv-dtype: unknown dtype 'fp9'"),
-        (("--method", "inference", "--qlora"), 2, "no option of training counts"),
+        (("--method", "inference", "--qlora"), 2, "no option of training counts: sequences are --concurrency"),
+        (("--method", "inference", "--tp", 2), 2, "--tp 2 takes --gpus 2"),
         (
             ("--method", "inference", "--gpus", 3),
             2,

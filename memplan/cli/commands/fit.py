@@ -107,7 +107,9 @@ def _serves(method: MethodOptions, settings: list[str]) -> bool:
         return True
     given = [name for name in SERVING if getattr(method, name) != getattr(MethodOptions(), name)]
     if given:
-        raise InvalidFileError([f"--{given[0].replace('_', '-')} counts with --method inference alone"])
+        raise InvalidFileError(
+            [f"--{given[0].replace('_', '-')} counts with --method inference alone; training has -b and -s"]
+        )
     return False
 
 
@@ -117,12 +119,17 @@ def _refuse_training_options(
     """Refuse what serving takes no account of."""
     if training != TrainingOptions():
         raise InvalidFileError(
-            ["--method inference: no option of training counts; say --weights, --context, --concurrency"]
+            [
+                "--method inference: no option of training counts: sequences are --concurrency, their length is --context, "
+                "and what weights are stored in is --weights"
+            ]
         )
     given = {"--with": model.beside, "--profile": device.profile, "--host-memory": device.host_memory}
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise InvalidFileError([f"--method inference: {' and '.join(names)} would not count; leave it out"])
+    if grid.tp not in (None, 1) and device.gpus == 1:
+        raise InvalidFileError([f"--method inference: --tp {grid.tp} takes --gpus {grid.tp}"])
     if replace(grid, tp=None, nodes=None, gpus_per_node=None) != GridOptions() or grid.tp not in (None, device.gpus):
         raise CannotAnswerError(
             "--method inference: GPUs share a model's matrices (--gpus N, or --tp N); other ways of serving are not modelled"

@@ -1,9 +1,10 @@
 """``memplan fit --method inference``: does serving this model fit, and how far does it go?"""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.method_keys import Stage
@@ -43,6 +44,11 @@ MOST_CONTEXT = 16_777_216
 
 KEPT_IN_FLOATS: tuple[Role, ...] = ("embedding", "head", "norm", "bias", "router")
 """Roles whose weights stay in the compute dtype beside coded matrices, as bitsandbytes, GPTQ and AWQ leave them."""
+
+KEPT_BY_LLAMA_CPP: tuple[Role, ...] = ("norm", "bias", "router")
+LLAMA_CPP_HEAD = "q6-k"
+"""llama.cpp codes embedding and head too, the head, or the table that stands for both, in Q6_K at least
+(``llama_tensor_get_type`` of src/llama-quant.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class Serving(Answer):
         if self.verdict == "fits":
             return {}
         planner, request = self.planner, self.served.request
-        others = {name: _stored(name, self.catalog) for name in SMALLER}
+        others = {name: _stored(name, self.model, self.catalog) for name in SMALLER}
         plans = {
             name: ServedModel(self.model, planner.keys, planner.setup, stored, self.device).plan(request)
             for name, stored in others.items()
@@ -140,7 +146,7 @@ def serve(
     kv_dtype = options.kv_dtype or "bf16"
     config = TrainingConfig(description="serving", stack="transformers", weights={"default": "bf16"})
     setup = on_card(resolve(config, catalog, "inference"), model, device.gpu)
-    stored = _stored(weights, catalog)
+    stored = _stored(weights, model, catalog)
     keys, windows = _keys(model, catalog)
     planner = ServedModel(model, keys, setup, stored, device)
     served = planner.plan(_request(options, kv_dtype))
@@ -215,22 +221,47 @@ def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple
     raise CannotAnswerError(f"the model was released in {released}, whose layout is not known here: say --weights")
 
 
-def _stored(weights: str, catalog: Catalog) -> dict[Role, StorageFormat]:
+def _stored(weights: str, model: Model, catalog: Catalog) -> dict[Role, StorageFormat]:
     """Return the format of each role: of all matrices, or of roles by name as in ``expert_matrix=mxfp4``."""
     stored: dict[Role, StorageFormat] = dict.fromkeys(ROLES, catalog.formats["bf16"])
     for part in weights.split(","):
         given, _, name = part.rpartition("=")
         if given and given.strip() not in ROLES:
             raise InvalidFileError([f"--weights: unknown role {printable(given)!r}{match_hint(given, ROLES)}"])
-        own = catalog.formats[name.strip()]
+        own = _format(name.strip(), catalog)
         if own.training == "coded" and own.ggml_type is None:
             raise CannotAnswerError(f"--weights: {own.title} is memplan.muon's own; no engine for inference reads it")
-        floats = catalog.formats.name_of(name.strip()) in FLOAT_BYTES
-        roles = [
-            role for role in ROLES if role == given.strip() or (not given and (floats or role not in KEPT_IN_FLOATS))
-        ]
-        stored |= dict.fromkeys(roles, own)
+        if given:
+            stored[cast("Role", given.strip())] = own
+            continue
+        if catalog.formats.name_of(name.strip()) in FLOAT_BYTES:
+            kept: Sequence[Role] = ()
+        else:
+            kept = KEPT_IN_FLOATS if own.ggml_type is None else KEPT_BY_LLAMA_CPP
+        stored |= {role: own for role in ROLES if role not in kept}
+        if (
+            own.ggml_type is not None
+            and own.bytes_per_element < (head := catalog.formats[LLAMA_CPP_HEAD]).bytes_per_element
+        ):
+            stored["embedding" if model.spec.tie_word_embeddings else "head"] = head
     return stored
+
+
+def _format(name: str, catalog: Catalog) -> StorageFormat:
+    """Return a weight format; of the names of llama.cpp's mixtures and of bits alone, what there is instead."""
+    if name not in catalog.formats:
+        if _MIXTURE.fullmatch(name):
+            nearest = catalog.formats.name_of(name.rpartition("_")[0])
+            text = f"mixes formats: give the .gguf file itself as the model, or plan a little less with {nearest}"
+            raise InvalidFileError([f"--weights: llama.cpp's {printable(name)} {text}"])
+        if _FOUR_BITS.fullmatch(name):
+            raise InvalidFileError([f"--weights: {printable(name)} may be {FOUR_BITS}: say which"])
+    return catalog.formats[name]
+
+
+_MIXTURE = re.compile(r"q[2-6]_k_[sml]|iq[1-4]_m", re.IGNORECASE)
+_FOUR_BITS = re.compile(r"(?:int|w)?-?4(?:-?bits?)?|w4a16", re.IGNORECASE)
+FOUR_BITS = "awq, gptq, nf4, q4-0 or mxfp4"
 
 
 def _keys(model: Model, catalog: Catalog) -> tuple[dict[str, Any], tuple[str, ...]]:
