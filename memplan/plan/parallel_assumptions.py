@@ -190,6 +190,13 @@ def _flat_units(config: TrainingConfig, *, coded: bool, wraps: str) -> str:
     )
 
 
+def has_whole_codes(plan: MemoryPlan) -> bool:
+    """Tell whether all else is sharded, and quantised weights are not."""
+    parallel = plan.setup.config.parallel
+    sharded = is_sharded(parallel) and parallel.engine == "torch"
+    return sharded and any(is_whole(one.tensor, plan.setup) for one in plan.states.tensors)
+
+
 def _units(plan: MemoryPlan) -> Iterator[str]:
     """Yield what torch's ``fully_shard`` shards as one, and in which dtypes units are gathered and reduced."""
     config = plan.setup.config
@@ -225,8 +232,8 @@ def _units(plan: MemoryPlan) -> Iterator[str]:
         yield (
             f"gathered in {compute}, reduced in {own}: MixedPrecisionPolicy(param_dtype, reduce_dtype), as in torchtitan"
         )
-    if any(is_whole(entry.tensor, plan.setup) for entry in plan.states.tensors):
-        yield "codes of quantised weights are whole on each GPU, which accelerate does not shard"
+    if has_whole_codes(plan):
+        yield "codes of quantised weights are whole on each GPU, which accelerate does not shard; FSDP1 does (parallel.engine: fsdp1)"
     elif config.parallel.staged_codes:
         yield "codes of weights that were staged on the CPU are sharded in bytes; scales, whole on each GPU, are buffers of axolotl's parametrisation, which decodes a weight as it is asked for"
         if words := decoded_weights_note(plan):

@@ -175,6 +175,13 @@ def test_with_prices_the_gpus_that_have_one_are_shown(cli, tmp_path):
     ]
 
 
+def test_a_screen_says_that_quantised_weights_are_not_sharded(cli):
+    job = ("fit", "llama-8b", "--qlora", "--gpus", "2x rtx4090")
+    said = "quantised weights whole on each GPU (parallel.engine=fsdp1 shards them)"
+    assert said in " ".join(cli(*job).out.split())
+    assert said not in " ".join(cli(*job, "--set", "parallel.engine=fsdp1").out.split())
+
+
 def test_serving_has_a_screen(cli):
     asked = ("fit", "llama-8b", "--gpu", "rtx4090", "--method", "inference")
     lines = cli(*asked).out.splitlines()

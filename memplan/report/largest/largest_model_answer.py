@@ -139,7 +139,7 @@ def where_document(
             rows,
         ),
         _how_shared(ordered, placements.refusal),
-        _where_sentence(job, ordered, costs, prices) if ordered else _nowhere(job, placements.most),
+        _where_sentence(job, ordered, costs, prices) if ordered else _nowhere(job, setup, placements.most),
     ]
     return Document(
         {
@@ -207,8 +207,14 @@ def _how_shared(rows: Sequence[Placement], refusal: str) -> str:
     )
 
 
-def _nowhere(job: str, most: int) -> str:
-    return f"NO: {job} fits on no number of these GPUs, up to {most:,} of a kind."
+def _nowhere(job: str, setup: TrainingSetup, most: int) -> str:
+    """Return that a job fits nowhere, and what no number of GPUs divides."""
+    freed = setup.config.activation_checkpointing != "full"
+    change = "--checkpointing full keeps a layer's input alone" if freed else "memplan fit --gpus N lists them"
+    return (
+        f"NO: {job} fits on no number of these GPUs, up to {most:,} of a kind: each has the activations of its own "
+        f"micro-batch, and what is gathered or not sharded; {change}."
+    )
 
 
 def _where_sentence(

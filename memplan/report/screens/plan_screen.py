@@ -13,6 +13,7 @@ from memplan.plan.model_notes import (
     rows_alone,
     runs_text_alone,
 )
+from memplan.plan.parallel_assumptions import has_whole_codes
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, learning, ranks_table
@@ -240,6 +241,7 @@ def _assumed(plan: MemoryPlan) -> str:
         f"full sequences{_seen(plan)}",
         "the text model alone" if runs_text_alone(plan) else "",
         f"experts in {experts}, as bitsandbytes quantises linear layers alone" if experts else "",
+        "quantised weights whole on each GPU (parallel.engine=fsdp1 shards them)" if has_whole_codes(plan) else "",
         f"{format_bytes(reserve)} kept free" if reserve else "an idle GPU",
         "allocator by share" if plan.reserve_by_share else "",
         *(note for note in plan.model.notes if ALL_LAYERS in note),
