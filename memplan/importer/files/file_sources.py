@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
 from memplan.documents.opening import MAXIMUM_TEXT_BYTES, is_file, read_text, shown_path, usable_path
 from memplan.errors import InvalidFileError
-from memplan.importer.files.included_files import interpolated, with_includes
 from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
+from memplan.importer.sources.included_files import interpolated, with_includes
 
 if TYPE_CHECKING:
     from memplan.importer.shell.shell_commands import ShellCommand

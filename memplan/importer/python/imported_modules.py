@@ -6,10 +6,10 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from memplan.importer.files.included_files import interpolated, merged
 from memplan.importer.python.python_classes import LIBRARIES
 from memplan.importer.python.python_settings import called_name, nodes_of
 from memplan.importer.sources.given_keys import GivenKeys
+from memplan.importer.sources.included_files import interpolated, merged
 
 MOST_MODULES, MOST_LETTERS = 10, 2**18
 """Modules of a program that are read, those that they import with them, and letters of them together."""
