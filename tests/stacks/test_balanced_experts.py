@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.errors import CannotAnswerError
 from tests.survey.drawn_jobs import Job
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
@@ -69,3 +70,15 @@ def test_a_model_without_experts_has_none(catalog):
     experts = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
     dense = {**{key: value for key, value in MODEL.items() if key not in experts}, "model_type": "qwen3"}
     assert instants(catalog, dense) == instants(catalog, dense, method={"balances": False})
+
+
+def test_a_model_whose_result_has_no_place_for_routers_logits_is_refused(catalog):
+    vision = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    model = {
+        "model_type": "internvl",
+        "text_config": MODEL,
+        "vision_config": {**vision, "image_size": 28, "patch_size": 14},
+    }
+    with pytest.raises(CannotAnswerError, match="router_logits"):
+        instants(catalog, model)
+    assert instants(catalog, model, method={"balances": False})

@@ -94,6 +94,7 @@ class FamilyCode:
     # Whether a layer has a name, until it returns, for what routed experts add, and calls shared ones itself (Granite 4).
     names_routed: bool = False
     balances: bool = False  # Whether its own config has a factor for a loss of unbalanced experts
+    drops_routers: bool = False  # Whether what its model returns has no place for what routers of its text model do
     # Why TRL's loss over the head's chunks ends with an error for it: what an error of Python says is missing.
     unfused: str = ""
     steps_alone: bool = False  # Whether its code has no attention but step by step

@@ -139,7 +139,8 @@ def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:
 
     Source:
         ``_fused_forward`` in trl/trainer/utils.py, ``aux_loss_enabled`` in sft_trainer.py (1.16.0); ``load_balancing_loss_func`` in
-        transformers/models/granitemoehybrid/modeling_granitemoehybrid.py (5.23.0), which returns a number where there are no routers.
+        transformers/models/granitemoehybrid/modeling_granitemoehybrid.py (5.23.0), which returns a number where there are no routers;
+        ``InternVLModelOutputWithPast`` in transformers/models/internvl/modeling_internvl.py (5.24.0).
     """
     code = family_code(setup.stack, spec.architecture)
     balances = setup.balances and code.balances
@@ -148,6 +149,11 @@ def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:
         raise CannotAnswerError(
             f"model: the loss of {setup.stack.label} ends with \"object has no attribute '{code.unfused}'\" for {spec.name} "
             f"(_fused_forward in trl/trainer/utils.py, 1.16.0); use --stack transformers, or {off}"
+        )
+    if code.drops_routers and setup.balances and experts_of(spec):
+        raise CannotAnswerError(
+            f"model: {setup.stack.label} asks {spec.name} for a loss of unbalanced experts, and what its model returns takes no "
+            "'router_logits'; set method.balances=false (router_aux_loss_coef: 0.0)"
         )
     if balances and not experts_of(spec):
         raise CannotAnswerError(

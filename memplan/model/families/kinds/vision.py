@@ -281,7 +281,7 @@ LFM2_PROCESSING = (
 INTERN = "model.vision_tower.encoder.layer.{}"
 
 
-@runs_as(scored=False, wrapped=True, ahead=False, norms_at_once=True, adapted_experts="left")
+@runs_as(scored=False, wrapped=True, ahead=False, norms_at_once=True, drops_routers=True, adapted_experts="left")
 def internvl(config: ConfigValues) -> ModelSpec:
     """InternVL 3 and 3.5 as transformers has them (``-hf``): a tower that scales what its blocks add, and a projector of several patches.
 
