@@ -151,9 +151,9 @@ def _notebook(document: Any, path: Path, environment: Mapping[str, str] | None) 
     Raises:
         InvalidFileError: It cannot be read, or holds neither.
     """
+    from memplan.importer.files.notebook_script import notebook_script
     from memplan.importer.python.called_trainers import trains
     from memplan.importer.python.notebook_cells import code_cells, notebook_keys, python_cells
-    from memplan.importer.shell.notebook_script import notebook_script
     from memplan.importer.shell.shell_commands import shell_commands
 
     name = shown_path(path)

@@ -52,14 +52,14 @@ def python_keys(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree, modules = with_modules(_tree(text), files, _tree)
-            return _keys(tree, name, _Names(tree, flags or {}, files, environment or {}, modules))
+            return _keys(tree, name, Names(tree, flags or {}, files, environment, modules))
     except SyntaxError as error:
         raise InvalidFileError([f"{name}:{error.lineno or 1}: not Python: {error.msg}"]) from None
     except (ValueError, RecursionError, MemoryError):
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
 
 
-def _keys(tree: ast.Module, name: str, names: _Names) -> GivenKeys:
+def _keys(tree: ast.Module, name: str, names: Names) -> GivenKeys:
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
     for key, node in names.settings.single.items():  # how long rows are may be said by a flag alone
@@ -99,7 +99,7 @@ TOKENIZER = "tokenizer"
 
 
 def _parsed_classes(
-    tree: ast.Module, classes: Mapping[str, str], names: _Names, data: dict[str, Any], lines: dict[Any, int]
+    tree: ast.Module, classes: Mapping[str, str], names: Names, data: dict[str, Any], lines: dict[Any, int]
 ) -> Iterator[str]:
     """Yield classes of settings that transformers' parser makes of flags, with the defaults that a file's own gives them."""
     own = {
@@ -128,7 +128,7 @@ def _parsed_classes(
             yield called
 
 
-def _calls(tree: ast.Module, names: _Names) -> Iterator[ast.Call | ast.Attribute]:
+def _calls(tree: ast.Module, names: Names) -> Iterator[ast.Call | ast.Attribute]:
     """Yield the calls of a file, and where it sets ``requires_grad``, but for branches that are not taken and functions that are not called."""
     idle = idle_functions(tree)
     nodes: list[ast.AST] = [tree]
@@ -166,23 +166,25 @@ def _opened(tree: ast.Module) -> dict[str, ast.expr]:
     return {shown(name): call for name, call in items if name is not None and isinstance(call, ast.Call)}
 
 
-class _Names:
+class Names:
     """What names are given, one assignment after the other."""
 
     def __init__(
         self,
         tree: ast.Module,
         flags: Mapping[str, Any],
-        files: Files,
-        environment: Mapping[str, str],
-        modules: Mapping[str, int],
+        files: Files = _none,
+        environment: Mapping[str, str] | None = None,
+        modules: Mapping[str, int] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
+        """Read a file, with what :func:`python_keys` is given, where modules end, and what names are before it."""
         self.opened: Mapping[str, ast.expr] = _opened(tree)
         self.files = files
-        self.given: dict[str, list[tuple[int, Any]]] = {}
+        self.given: dict[str, list[tuple[int, Any]]] = {name: [(0, value)] for name, value in (values or {}).items()}
         self.settings, self.defaults = Settings(tree, flags), parameters(tree, flags)
-        self.environment = {**environment, **_environment(tree)}
-        self.modules = modules
+        self.environment = {**(environment or {}), **_environment(tree)}
+        self.modules = modules or {}
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
         self.made: dict[str, str] = {}
         self.flags, self.steps, self.scope = by_argument(nodes_of(tree), flags), 0, ""
@@ -266,7 +268,7 @@ class _Names:
 
 
 def _statements(
-    body: Sequence[ast.stmt], names: _Names, *, inside: bool, scope: str
+    body: Sequence[ast.stmt], names: Names, *, inside: bool, scope: str
 ) -> Iterator[tuple[ast.stmt, bool, str]]:
     """Yield statements that may set names, in their order, each with whether it stands inside a branch or loop, and its function.
 
@@ -316,7 +318,7 @@ FIRST = "0"
 
 
 def _keywords(
-    called: str, node: ast.Call, names: _Names, data: dict[str, Any], lines: dict[tuple[str | int, ...], int]
+    called: str, node: ast.Call, names: Names, data: dict[str, Any], lines: dict[tuple[str | int, ...], int]
 ) -> list[str]:
     """Take up the keywords of a call; return the mappings among them that settings may hold and nobody can tell."""
     given = [

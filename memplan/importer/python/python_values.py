@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from memplan.documents.loading import parse_document
 from memplan.importer.python.python_settings import Settings, called_name, shown
 from memplan.importer.python.python_words import (
     CAPABILITY,
@@ -195,7 +196,7 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
 
 
 def _loaded(node: ast.expr, names: Known, line: int) -> Any:
-    """Return what stands in a file that is loaded by its path, or by what ``open`` returned for it.
+    """Return what stands in a text, or in a file that is loaded by its path or by what ``open`` returned for it.
 
     Raises:
         ValueError: Nobody can tell which it is, or it is not there.
@@ -203,7 +204,8 @@ def _loaded(node: ast.expr, names: Known, line: int) -> Any:
     node = names.opened.get(shown(node), node)
     if isinstance(node, ast.Call):  # open(path), path.open(), path.read_text()
         node = node.args[0] if called_name(node.func) == "open" and node.args else getattr(node.func, "value", node)
-    values = names.files(str(_known(node, names, line)))
+    text = str(_known(node, names, line))
+    values = parse_document(text, "text").data if "\n" in text else names.files(text)
     if not isinstance(values, dict):
         raise ValueError(node)
     return values

@@ -6,12 +6,13 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
+from textwrap import dedent
 from typing import Any
 
 from memplan.importer.shell.expansions import COMPARISONS
 from memplan.importer.sources.given_keys import Expression
 
-LOADED = ("safe_load", "yaml_load", "json_load", "full_load", "OmegaConf_load")
+LOADED = ("safe_load", "yaml_load", "json_load", "json_loads", "full_load", "OmegaConf_load")
 """Functions that read a file of keys, or ``open``'s result."""
 VARIABLES = ("os_getenv", "environ_get", "os_environ_get")
 """Functions that return a variable of the environment, or their second argument where it is not set."""
@@ -26,7 +27,7 @@ NO = ("mps_is_available", "xpu_is_available", "npu_is_available", "is_torch_xla_
 CAPABILITY = Expression("the first number of the GPU's compute capability")
 MAPPED = ("dict", "SimpleNamespace", "Namespace", "OmegaConf_create", "DictConfig", "EasyDict", "DotDict", "AttrDict", "Box", "DictDefault", "ConfigDict")  # fmt: skip
 """Functions that return what they are given as a mapping, whose keys are attributes too."""
-CONVERTED: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list, "tuple": list, "sorted": sorted, "round": round, "abs": abs, "Path": str}  # fmt: skip
+CONVERTED: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list, "tuple": list, "sorted": sorted, "round": round, "abs": abs, "Path": str, "dedent": dedent, "textwrap_dedent": dedent}  # fmt: skip
 """Functions of one literal, such as that of a variable of the environment, which is text."""
 METHODS = ("lower", "upper", "strip", "split", "copy", "removeprefix", "removesuffix", "get")
 """Methods of texts and mappings that change nothing."""

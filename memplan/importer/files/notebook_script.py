@@ -8,6 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from memplan.importer.python.python_literals import Names
+from memplan.importer.python.python_values import literal
+from memplan.importer.sources.given_keys import Expression
+
 END = "END_OF_THE_FILE"
 _LINE = re.compile(r"^[ \t]*!((?:.*\\\n)*.*)$", re.MULTILINE)
 _SHELL = re.compile(r"\s*%%(?:bash|sh|shell|script +\w+)[^\n]*\n(.*)", re.DOTALL)
@@ -64,52 +68,28 @@ def _dumps(python: str, values: Mapping[str, Any]) -> Iterator[str]:
         tree = ast.parse(python)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
-    assigned = {
-        one.targets[0].id: one.value
-        for one in ast.walk(tree)
-        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)
-    }
-    opened = {
-        item.optional_vars.id: item.context_expr
-        for one in ast.walk(tree)
-        if isinstance(one, ast.With)
-        for item in one.items
-        if isinstance(item.optional_vars, ast.Name)
-    }
+    names = Names(tree, {}, values=values)
     for node in (one for one in ast.walk(tree) if isinstance(one, ast.Call)):
         called = ast.unparse(node.func).rpartition(".")[2]
-        if called == CONFIGURED and (given := _value(node, assigned, values)):
+        if called == CONFIGURED and (given := _value(node, names)):
             yield f"{_document('config.yaml', json.dumps(given))}axolotl train config.yaml\n"
         elif called in ("dump", "safe_dump", "write") and len(node.args) >= 1 + (called != "write"):
             content, file = node.args[0], node.args[-1] if called != "write" else node.func.value  # type: ignore[attr-defined]
-            target = opened.get(file.id) if isinstance(file, ast.Name) else file
-            path = _value(target.args[0], assigned, values) if isinstance(target, ast.Call) and target.args else None
-            written = _value(content, assigned, values)
+            target = names.opened.get(file.id) if isinstance(file, ast.Name) else file
+            path = _value(target.args[0], names) if isinstance(target, ast.Call) and target.args else None
+            written = _value(content, names)
             if isinstance(path, str) and isinstance(written, dict | str):
                 yield _document(path, written if isinstance(written, str) else json.dumps(written))
 
 
-def _value(node: ast.expr | None, assigned: Mapping[str, ast.expr], values: Mapping[str, Any], depth: int = 0) -> Any:
-    """Return what an expression is: a literal, a mapping whose values are, or a text that a shell could not tell either."""
-    if isinstance(node, ast.Name) and depth < len(assigned) + 1:
-        if node.id in assigned:
-            return _value(assigned[node.id], assigned, values, depth + 1)
-        return values.get(node.id, f"${{{node.id}}}")
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("safe_load", "strip", "dedent")):
-        inner = node.func.value if ast.unparse(node.func).endswith("strip") else node.args[0] if node.args else None  # type: ignore[attr-defined]
-        return _value(inner, assigned, values, depth + 1)
-    if isinstance(node, ast.Call) and not node.args and node.keywords:  # of dict, or of a class that is one
-        return {one.arg: _value(one.value, assigned, values, depth + 1) for one in node.keywords if one.arg}
-    if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {
-            one.value: _value(value, assigned, values, depth + 1)
-            for one, value in pairs
-            if isinstance(one, ast.Constant)
-        }
-    if isinstance(node, ast.List):
-        return [_value(one, assigned, values, depth + 1) for one in node.elts]
-    try:
-        return ast.literal_eval(node) if node is not None else None
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return f"$({ast.unparse(node)})" if node is not None else None
+def _value(node: ast.expr | None, names: Names) -> Any:
+    """Return what an expression is, of which a shell could not tell either what nobody can."""
+    return None if node is None else _unknown(literal(node, names, node.lineno))
+
+
+def _unknown(value: Any) -> Any:
+    if isinstance(value, Expression):
+        return f"${{{value}}}" if value.isidentifier() else f"$({value})"
+    if isinstance(value, dict):
+        return {key: _unknown(item) for key, item in value.items()}
+    return [_unknown(item) for item in value] if isinstance(value, list) else value
