@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
-from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.built_models import RotaryTables, StackModels
+from memplan.catalog.config_keys.method_keys import Stage
 from memplan.catalog.entries import Source
 from memplan.catalog.kernel_profiles import AttentionKernel, CodesLoading, KernelProfile, LossKernel
 from memplan.catalog.training_config import Checkpointing, NamesEnd

@@ -1,6 +1,7 @@
 """Torch's out-of-memory message, read from whatever it stands in, and which of a few causes the plan of its job gives it."""
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from memplan.catalog.catalog import data_directory
@@ -98,8 +99,7 @@ def read_message(text: str, where: str) -> OutOfMemory:
     flat = " ".join(text.split())
     matches = list(_TRIED.finditer(flat))
     if not matches:
-        metal = list(_METAL.finditer(flat))
-        if metal:
+        if metal := list(_METAL.finditer(flat)):
             return _of_metal(metal[-1], text)
         _refuse_others(text, where)
         raise InvalidFileError(
@@ -114,13 +114,7 @@ def read_message(text: str, where: str) -> OutOfMemory:
     missing = [name for name in ("capacity", "free", "allocated", "unallocated") if name not in sizes]
     if missing:
         raise InvalidFileError([f"{where}: the message is cut off: it does not say {', '.join(missing)}"])
-    processes = [_bytes(size) for size in _PROCESS.findall(said)]
-    reserved = sizes["allocated"] + sizes["unallocated"]
-    own = sizes.get("own")
-    if own is None and processes:  # before torch 2.2 this process is among them, under a number of its own
-        own = min((size for size in processes if size >= reserved), default=None)
-        if own is not None:
-            processes.remove(own)
+    own, others = _processes(sizes, [_bytes(size) for size in _PROCESS.findall(said)])
     message = OutOfMemory(
         tried=_bytes(last[1]),
         capacity=sizes["capacity"],
@@ -128,13 +122,24 @@ def read_message(text: str, where: str) -> OutOfMemory:
         allocated=sizes["allocated"],
         unallocated=sizes["unallocated"],
         own=own,
-        others=sum(processes),
+        others=others,
         allowed=sizes.get("allowed"),
         phase=_phase(before),
         step=_step(before),
     )
     _refuse_contradictions(message, where)
     return message
+
+
+def _processes(sizes: Mapping[str, int], all_sizes: Sequence[int]) -> tuple[int | None, int]:
+    """Return what this process has on the device, where the message says it, and what others have."""
+    own, others = sizes.get("own"), sum(all_sizes)
+    if own is not None:
+        return own, others
+    # Before torch 2.2 this process is among them, under a number of its own.
+    reserved = sizes["allocated"] + sizes["unallocated"]
+    own = min((size for size in all_sizes if size >= reserved), default=None)
+    return own, others - (own or 0)
 
 
 def _refuse_contradictions(message: OutOfMemory, where: str) -> None:

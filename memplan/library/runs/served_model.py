@@ -235,10 +235,10 @@ def _stored(weights: str, model: Model, catalog: Catalog) -> dict[Role, StorageF
             stored[cast("Role", given.strip())] = own
             continue
         if catalog.formats.name_of(name.strip()) in FLOAT_BYTES:
-            kept: Sequence[Role] = ()
+            floats: Sequence[Role] = ()
         else:
-            kept = KEPT_IN_FLOATS if own.ggml_type is None else KEPT_BY_LLAMA_CPP
-        stored |= {role: own for role in ROLES if role not in kept}
+            floats = KEPT_IN_FLOATS if own.ggml_type is None else KEPT_BY_LLAMA_CPP
+        stored |= {role: own for role in ROLES if role not in floats}
         if (
             own.ggml_type is not None
             and own.bytes_per_element < (head := catalog.formats[LLAMA_CPP_HEAD]).bytes_per_element

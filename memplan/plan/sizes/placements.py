@@ -87,9 +87,9 @@ def placements(
     refusal = _refusal(compiled)
     first = alone or compiled(2)[0]
     rows, able = [], [*able_devices(first, devices_for(first.setup, devices))]
+    told = progress or (lambda done, of: None)
     for number, device in enumerate(able):
-        if progress is not None:
-            progress(number, len(able))
+        told(number, len(able))
         if alone is not None and (plan := _alone(alone, device, simulated)) is not None:
             rows.append(Placement(device, 1, plan))
             continue
@@ -98,8 +98,7 @@ def placements(
             rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
         elif not refusal and (row := _fewest_ranks(compiled, device, simulated)) is not None:
             rows.append(replace(row, bound=None if alone is None else least_devices(alone, device)))
-    if progress is not None:
-        progress(len(able), len(able))
+    told(len(able), len(able))
     return Placements(tuple(rows), refusal)
 
 

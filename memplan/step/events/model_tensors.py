@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Sequence
 
-from memplan.catalog.kernel_profiles import CodesLoading
 from memplan.catalog.built_models import StackModels
+from memplan.catalog.kernel_profiles import CodesLoading
 from memplan.step.events.event_stream import EventStream
 from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import table_sizes

@@ -2,11 +2,11 @@
 
 from memplan.model.spec import Attention
 from memplan.step.blocks.adapted_projections import linear, linear_of_parts
-from memplan.step.blocks.builder import Builder
+from memplan.step.blocks.builder import Builder, looked_at
 from memplan.step.blocks.fused_adapters import fused_linears, fuses
 from memplan.step.blocks.norms import normalised
 from memplan.step.divided.shared_ends_and_rows import row_product
-from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, looked_at, repeated, ungrouped
+from memplan.step.layers.attention_kernels import FLASH_WIDTH_MULTIPLE, Heads, cached, repeated, ungrouped
 from memplan.step.layers.handed_down import stored
 from memplan.step.layers.head_gradients import (
     copied_gradients,

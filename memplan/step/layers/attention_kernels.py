@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.builder import ONE, TOKENS, Builder, promoted
+from memplan.step.blocks.builder import ONE, TOKENS, Builder, looked_at, promoted
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value
 from memplan.units import round_up
@@ -300,13 +300,6 @@ def in_order(builder: Builder, x: Value, heads: int) -> Value:
 def heads_lie_apart(builder: Builder, heads: int) -> bool:
     """Tell whether heads of tensors that have tokens before them cannot be stacked without a copy."""
     return heads > 1 and not builder.settings.regime.one_sequence and not builder.settings.regime.one_token
-
-
-def looked_at(builder: Builder, x: Value) -> Value:
-    """Return another look at a tensor, from which its gradient comes back as a copy."""
-    view = builder.tape.view(x)
-    view.apart = x.apart
-    return builder.tape.apply("look", [(x, NEW)], view, traits=SAVES_NOTHING)
 
 
 def _softmax(builder: Builder, scores: Value) -> Value:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from memplan.model.spec import Attention
-from memplan.step.blocks.builder import Builder
-from memplan.step.layers.attention_kernels import looked_at
+from memplan.step.blocks.builder import Builder, looked_at
 from memplan.step.layers.scaled_dot_product import goes_by_steps
 from memplan.step.tapes.taped_operations import Value
 
