@@ -87,7 +87,7 @@ def placements(
     refusal = _refusal(compiled)
     first = alone or compiled(2)[0]
     rows, able = [], [*able_devices(first, devices_for(first.setup, devices))]
-    told = progress or (lambda done, of: None)
+    told = progress or (lambda *_: None)
     for number, device in enumerate(able):
         told(number, len(able))
         if alone is not None and (plan := _alone(alone, device, simulated)) is not None:

@@ -1,5 +1,7 @@
 """Multi-head attention with grouped queries on a tape."""
 
+from collections.abc import Sequence
+
 from memplan.model.spec import Attention
 from memplan.step.blocks.adapted_projections import linear, linear_of_parts
 from memplan.step.blocks.builder import Builder, looked_at
@@ -27,15 +29,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
     """Return what multi-head attention adds to the residual stream."""
     code = builder.settings.code
     with builder.tape.alive(x):
-        one_by_one = code.query_first or code.turns_each
-        if one_by_one:
-            query, key, value = (_each_turned if code.turns_each else _query_first)(builder, x, part, prefix)
-            gates: tuple[Value, ...] = ()
-        else:
-            projected, gates = _projections(builder, x, part, prefix)
-            query, key, value = _clipped(builder, *projected) if part.clip else projected
-            if not (views_normed(part) or _looks_at_once(builder, part)):
-                query, key, value = in_heads(builder, (query, key, value), part)
+        (query, key, value), gates = _formed(builder, x, part, prefix)
         query.apart = key.apart = value.apart = True
         whole = value
         if code.by_groups:
@@ -46,7 +40,7 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
         if norms and views_normed(part):
             query, key, value = in_heads(builder, (query, key, value), part)
         named = gates
-        if not one_by_one:
+        if not (code.query_first or code.turns_each):
             with builder.tape.alive(*gates):
                 turn = interleaved_rotation if code.interleaved and part.rotary_dim else turned
                 query, key, named = turn(builder, (query, key, value), part)
@@ -77,6 +71,18 @@ def attention(builder: Builder, x: Value, part: Attention, prefix: str) -> Value
             others = [x for x in (*heads.tensors, *named) if x.storage != whole.storage]
             builder.tape.touch(whole, *others, out)
         return result
+
+
+def _formed(builder: Builder, x: Value, part: Attention, prefix: str) -> tuple[Sequence[Value], tuple[Value, ...]]:
+    """Return query, key and value as a family's code forms them, some of them normalised and rotated already, and gates."""
+    code = builder.settings.code
+    if code.query_first or code.turns_each:
+        return (_each_turned if code.turns_each else _query_first)(builder, x, part, prefix), ()
+    formed, gates = _projections(builder, x, part, prefix)
+    projected = _clipped(builder, *formed) if part.clip else formed
+    if views_normed(part) or _looks_at_once(builder, part):
+        return projected, gates
+    return in_heads(builder, projected, part), gates
 
 
 def _output(builder: Builder, x: Value, name: str) -> Value:
@@ -115,7 +121,7 @@ def _put_together(
                 return query, key, repeated(builder, value, times, alone=groups == 1)
 
 
-def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
+def _clipped(builder: Builder, *projected: Value) -> Sequence[Value]:
     """Return what projections yield, clipped in place, of which backward needs a copy as it was before."""
     # Source: ``OlmoAttention.forward`` in transformers/models/olmo/modeling_olmo.py (5.23.0); ``clamp`` in
     # derivatives.yaml (v2.13.0).
@@ -124,11 +130,10 @@ def _clipped(builder: Builder, *projected: Value) -> tuple[Value, ...]:
         for x in projected:
             out = builder.tape.view(x)
             out.apart = True
-            flags = Traits(
-                workspace=[(x.quantity, x.width)] * 2, forms_last=True
-            )  # ``where(self >= min and self <= max)``
+            masks = [(x.quantity, x.width)] * 2  # ``where(self >= min and self <= max)``
+            flags = Traits(workspace=masks, forms_last=True)
             clipped.append(builder.tape.apply("clamp in place", [(x, NEW)], out, [builder.fresh(x)], traits=flags))
-        return tuple(clipped)
+        return clipped
 
 
 def _names(builder: Builder, prefix: str) -> list[str]:
@@ -171,37 +176,10 @@ def _projections(
     builder: Builder, x: Value, part: Attention, prefix: str
 ) -> tuple[tuple[Value, Value, Value], tuple[Value, ...]]:
     """Return query, key and value, results of their own or views of one, and the gate of the result, where there is one."""
-    names, tape, code = builder.settings.names, builder.tape, builder.settings.code
+    names, tape = builder.settings.names, builder.tape
     sizes = (part.query_size, part.key_value_size, part.key_value_size)
     if part.fused_qkv:
-        name = f"{prefix}.{names.qkv}"
-        apart = code.adapts_parts
-        fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
-        query, key, value = (tape.view(fused, size) for size in sizes)
-        builder.named += [fused] if code.adds_inside else []
-        fused = looked_at(builder, fused) if code.by_groups else fused
-        tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
-        if builder.settings.copies_fused:
-            with tape.alive(fused, query, key, value):
-                query = builder.copied(query)
-                with tape.alive(query):
-                    key = builder.copied(key)
-                    with tape.alive(key):
-                        return (query, key, builder.copied(value)), ()
-        if code.own_scores and part.num_key_value_heads == 1 < part.num_heads:
-            builder.named.append(fused)
-            with tape.alive(fused, query):  # chosen by a list of one number, not by a slice (``_split_heads``)
-                key = builder.copied(key)
-                with tape.alive(key):
-                    return (query, key, builder.copied(value)), ()
-        if (
-            apart and not code.by_groups and part.rotary_dim and part.query_key_norm is None
-        ):  # a slice's gradient has heads before tokens
-            query, key = (
-                looked_at(builder, x) if n > 1 else x
-                for x, n in ((query, part.num_heads), (key, part.num_key_value_heads))
-            )
-        return (query, key, value), ()
+        return _parts_of_one(builder, x, part, f"{prefix}.{names.qkv}", sizes), ()
     at_once = _norms_at_once(builder, part, prefix)
     projections = _names(builder, prefix)
     if fuses(builder, "qkv", projections):
@@ -216,10 +194,41 @@ def _projections(
         key = linear(builder, x, f"{prefix}.{names.key}", sizes[1])
         key = looked_at(builder, key) if moved[1] or stays_transposed(builder, part) else key
         key = _norm(builder, key, part, prefix, names.key_norm) if at_once else key
-        key = builder.pointwise("scale key", key) if code.scales_parts else key
+        key = builder.pointwise("scale key", key) if builder.settings.code.scales_parts else key
         with tape.alive(key):
             value = linear(builder, x, f"{prefix}.{names.value}", sizes[2])
             return (query, key, looked_at(builder, value) if moved[2] else value), gates
+
+
+def _parts_of_one(
+    builder: Builder, x: Value, part: Attention, name: str, sizes: tuple[int, int, int]
+) -> tuple[Value, Value, Value]:
+    """Return query, key and value as views or copies of one projection's result."""
+    tape, code = builder.tape, builder.settings.code
+    apart = code.adapts_parts
+    fused = linear_of_parts(builder, x, name, sizes) if apart else linear(builder, x, name, sum(sizes))
+    query, key, value = (tape.view(fused, size) for size in sizes)
+    builder.named += [fused] if code.adds_inside else []
+    fused = looked_at(builder, fused) if code.by_groups else fused
+    tape.apply("split", [(fused, NEW)], (query, key, value), traits=SAVES_NOTHING)
+    if builder.settings.copies_fused:
+        with tape.alive(fused, query, key, value):
+            query = builder.copied(query)
+            with tape.alive(query):
+                key = builder.copied(key)
+                with tape.alive(key):
+                    return query, key, builder.copied(value)
+    if code.own_scores and part.num_key_value_heads == 1 < part.num_heads:
+        builder.named.append(fused)
+        with tape.alive(fused, query):  # chosen by a list of one number, not by a slice (``_split_heads``)
+            key = builder.copied(key)
+            with tape.alive(key):
+                return query, key, builder.copied(value)
+    if apart and not code.by_groups and part.rotary_dim and part.query_key_norm is None:
+        # a slice's gradient has heads before tokens
+        query = looked_at(builder, query) if part.num_heads > 1 else query
+        key = looked_at(builder, key) if part.num_key_value_heads > 1 else key
+    return query, key, value
 
 
 def _looks_at_once(builder: Builder, part: Attention) -> bool:
