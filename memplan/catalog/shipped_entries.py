@@ -94,6 +94,7 @@ class BuiltEntries(Mapping[str, T]):
         self._parts = parts
         self._built = dict(added)
         self._names = sorted({*parts, *added})
+        self._lists: dict[str, list[tuple[str, str]]] = {}
 
     def __getitem__(self, name: str) -> T:
         if name not in self._built:
@@ -105,6 +106,11 @@ class BuiltEntries(Mapping[str, T]):
 
     def listed(self, key: str) -> Iterator[tuple[str, str]]:
         """Yield what entries list under a key of names, each with the entry's name; none of ours is built for it."""
+        if key not in self._lists:
+            self._lists[key] = [*self._read(key)]
+        yield from self._lists[key]
+
+    def _read(self, key: str) -> Iterator[tuple[str, str]]:
         for name in self._names:
             part = self._parts.get(name)
             if part is not None:

@@ -147,11 +147,12 @@ def _listed(text: str, catalog: Catalog) -> ResolvedName | None:
         ("mirrors", "mirror"),
         ("tuned", "guess"),
     )
+    meant = normalised_name(text)
     for key, how in keys:
         for spelling, name in catalog.models.listed(key):
             spelled.setdefault(spelling.lower(), (name, how))
             for part in (spelling, spelling.rsplit("/", 1)[-1]):
-                if normalised_name(part) == normalised_name(text) and same_numbers(text, part):
+                if normalised_name(part) == meant and same_numbers(text, part):
                     owners.add((name, how))
     known = spelled.get(text.lower()) or (min(owners, key=lambda owner: owner[1]) if _one_entry(owners) else None)
     return None if known is None else ResolvedName(*known)

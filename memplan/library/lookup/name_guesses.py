@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -64,10 +65,9 @@ def guessed_name(text: str, catalog: Catalog) -> str | None:
     (hf_models.json of llmfit 1.1.17) 3,642 that no list has, and whose shapes are known, are guessed by these rules, but for
     the month's; 2 of the guesses are wrong.
     """
-    known = known_names(catalog)
-    names, families = sorted(known, key=len, reverse=True), _families(catalog)
-    spelled = _DECIMAL.sub(r"\1.\2", text)
-    return next((known[name] for given in (text, spelled) if (name := _guess(tokens(given), names, families))), None)
+    known = _known(catalog)
+    spellings = dict.fromkeys((text, _DECIMAL.sub(r"\1.\2", text)))
+    return next((known.entries[name] for given in spellings if (name := _guess(tokens(given), known))), None)
 
 
 class _Families(NamedTuple):
@@ -75,6 +75,21 @@ class _Families(NamedTuple):
 
     words: frozenset[str]
     versioned: frozenset[str]  # Of names some of which have a word like ``v0.2``
+
+
+class _Known(NamedTuple):
+    """Names in the catalog."""
+
+    entries: Mapping[tuple[str, ...], str]  # Words of a name -> the entry
+    longest_first: Sequence[tuple[str, ...]]
+    families: _Families
+
+
+@lru_cache(maxsize=1)
+def _known(catalog: Catalog) -> _Known:
+    """Return the names in a catalog, which thousands of texts are split for: once, as one name is asked for several times."""
+    entries = known_names(catalog)
+    return _Known(entries, sorted(entries, key=len, reverse=True), _families(catalog))
 
 
 def _families(catalog: Catalog) -> _Families:
@@ -85,14 +100,9 @@ def _families(catalog: Catalog) -> _Families:
     return _Families(frozenset(words[0] for words in names if words), frozenset(versioned))
 
 
-def _guess(
-    given: tuple[str, ...], longest_first: Sequence[tuple[str, ...]], families: _Families
-) -> tuple[str, ...] | None:
-    """Return the known name that words seem to mean, or None.
-
-    Args:
-        families: Words of which none may stand beside the name, but its own; and those with versions.
-    """
+def _guess(given: tuple[str, ...], known: _Known) -> tuple[str, ...] | None:
+    """Return the known name that words seem to mean, or None: of a family's words none may stand beside it but its own."""
+    _, longest_first, families = known
     for name in longest_first:
         rest = _left_over(given, name)
         if rest is not None and all(_ENDING.fullmatch(word) for word in rest):
@@ -169,7 +179,7 @@ def refuse_unmodelled(text: str, catalog: Catalog) -> None:
 
 def _unmodelled(text: str, catalog: Catalog) -> Iterator[tuple[str, str]]:
     given = tokens(text)
-    known = _guess(given, sorted(known_names(catalog), key=len, reverse=True), _families(catalog)) or ()
+    known = _guess(given, _known(catalog)) or ()
     for row in catalog.tables.unmodelled.values():
         starts = [start for start in map(tokens, row.begins) if given[: len(start)] == start]
         begins = any(known[: len(start)] != start for start in starts)  # a model of them that is known is modelled
