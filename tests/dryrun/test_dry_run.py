@@ -357,13 +357,14 @@ UNCOUNTED = {
 }
 
 
-@pytest.mark.parametrize("library", UNCOUNTED)
-def test_libraries_that_take_workspaces_of_their_own_are_named(tmp_path, library):
+@pytest.mark.parametrize("libraries", [("cuDNN", "cuFFT"), ("cuSOLVER", "nn.Bilinear"), ("no library",)])
+def test_libraries_that_take_workspaces_of_their_own_are_named(tmp_path, libraries):
     script = tmp_path / "script.py"
-    script.write_text(TRAINS.replace("(weight @ weight)", UNCOUNTED[library]))
+    losses = " + ".join(f"{UNCOUNTED[library]}.sum()" for library in libraries)
+    script.write_text(TRAINS.replace("(weight @ weight).sum()", f"({losses})"))
     notes = memplan.run(script, gpu="h100", quiet=True, steps=1).outcome.notes
     named = {name for name in UNCOUNTED if any(name in note for note in notes)}
-    assert named == {library} - {"no library"}
+    assert named == {*libraries} - {"no library"}
 
 
 @pytest.mark.slow
