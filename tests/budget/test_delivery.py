@@ -78,11 +78,13 @@ def runner(tmp_path_factory) -> Runner:
     program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "from memplan.cli.main import run; run()" "$@"\n')
     program.chmod(0o755)
-    (made.workspace / "ten.yaml").write_text(TEN_JOBS)
-    (made.workspace / "fine.yaml").write_text(TEN_JOBS.replace("mixed-adamw\n", "lora\n"))
-    (made.workspace / "typo.yaml").write_text(TEN_JOBS.replace("config: qlora", "config: qlorra"))
+    lines = TEN_JOBS.splitlines(keepends=True)
+    jobs = "".join(lines[:6] + lines[8:11])  # a step starts three processes that plan them all
+    (made.workspace / "four.yaml").write_text(jobs)
+    (made.workspace / "fine.yaml").write_text(jobs.replace("mixed-adamw\n", "lora\n"))
+    (made.workspace / "typo.yaml").write_text(jobs.replace("config: qlora", "config: qlorra"))
     (made.workspace / "unknown.yaml").write_text(
-        TEN_JOBS.replace("mixed-adamw\n", "lora\n").replace("config: tier1", "config: tier1, max_increase: 1%")
+        jobs.replace("mixed-adamw\n", "lora\n").replace("config: tier1", "config: tier1, max_increase: 1%")
     )
     return made
 
@@ -98,7 +100,7 @@ def test_every_step_is_a_script_that_takes_inputs_from_its_environment():
 
 @pytest.mark.parametrize(
     ("budget", "code", "verdict"),
-    [("fine.yaml", 0, "within"), ("ten.yaml", 1, "over"), ("typo.yaml", 2, "invalid"), ("unknown.yaml", 3, "cannot")],
+    [("fine.yaml", 0, "within"), ("four.yaml", 1, "over"), ("typo.yaml", 2, "invalid"), ("unknown.yaml", 3, "cannot")],
 )
 def test_the_check_step_passes_on_the_exit_code_and_says_why(runner, budget, code, verdict):
     ran = runner.step(1, budget=budget)
