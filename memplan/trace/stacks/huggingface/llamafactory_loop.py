@@ -216,15 +216,17 @@ def _parts(inputs: StackInputs) -> SimpleNamespace:
 
 
 def _targets(model: Any, inputs: StackInputs) -> list[str] | None:
-    """Return the modules of a vision-language model that get adapters, as ``_setup_lora_tuning`` chooses them (model/adapter.py)."""
-    adapter = inputs.setup.config.adapter
-    if inputs.model.spec.tower is None or adapter is None:
+    """Return the modules that get adapters as ``_setup_lora_tuning`` chooses them (model/adapter.py), or None where a config does."""
+    adapter, text = inputs.setup.config.adapter, inputs.model.spec.tower is None
+    if adapter is None or (text and adapter.targets != ("all-linear",)):
         return None
     _checkpointing()
     misc, visual = (import_module(f"llamafactory.model.model_utils.{name}") for name in ("misc", "visual"))
     options, targets = _parts(inputs), list(adapter.targets)
     if targets == ["all-linear"]:
         targets = misc.find_all_linear_modules(model, options.freeze_vision_tower)
+    if text:
+        return targets
     chosen: list[str] = visual.patch_target_modules(model, options, targets)
     return chosen
 
