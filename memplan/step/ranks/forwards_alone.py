@@ -1,7 +1,6 @@
 """Forwards without gradients of one rank that holds shards: of an evaluation, of a reference model."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
@@ -28,8 +27,8 @@ def with_gathered(name: str, operation: str, form: Form, communication: int) -> 
 
 def instant_with(instant: Instant, communication: int) -> Instant:
     """Return an instant with gathered weights and reduced gradients around it."""
-    around = instant.around(constant_form(Part.TEMPORARIES, communication))
-    return replace(around, communication=instant.communication + communication)
+    form = instant.form + constant_form(Part.TEMPORARIES, communication)
+    return Instant(instant.name, instant.operation, form, instant.communication + communication, instant.reduces)
 
 
 def arguments_of(step: ShardedStep) -> Form:

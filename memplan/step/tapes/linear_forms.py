@@ -162,6 +162,8 @@ class Form:
 
     def __add__(self, other: Form) -> Form:
         """Return the bytes of both."""
+        if other is ZERO:
+            return self
         pairs = zip(self.parts, other.parts, strict=True)
         return Form(tuple([x if y is NOTHING else y if x is NOTHING else tuple(map(add, x, y)) for x, y in pairs]))
 
