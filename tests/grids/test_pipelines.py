@@ -203,6 +203,11 @@ def test_pipelines_that_cannot_be_are_refused_by_name(settings, words):
         memplan.plan("llama-8b", gpus=64, set=[f"parallel.{one}" for one in settings], **JOB)
 
 
+def test_a_pipeline_of_tied_embeddings_is_one_that_torchtitan_does_not_run():
+    with pytest.raises(MemplanError, match="torchtitan .* runs no pipeline of a model whose head is its embedding"):
+        memplan.plan("llama-3.2-1b", gpus=64, set=["parallel.pipeline=4"], **JOB)
+
+
 def test_a_schedule_that_megatron_does_not_have_is_refused():
     with pytest.raises(MemplanError, match="Megatron-LM has no such setting"):
         memplan.plan_grid("llama-8b", gpu="h100", gpus=8, set=["parallel.pipeline=4", "parallel.schedule=gpipe"])

@@ -299,9 +299,12 @@ def staged(model: Model, setup: TrainingSetup) -> Model:
         InvalidFileError: More stages than layers.
     """
     parallel = setup.config.parallel
-    if model.spec.tie_word_embeddings or len(model.spec.runs) > 1:
-        what = "tied embeddings" if model.spec.tie_word_embeddings else "layers of several kinds"
-        raise CannotAnswerError(f"parallel.pipeline: {what} of {model.spec.name} over stages are not modelled; use 1")
+    if model.spec.tie_word_embeddings:  # ``update_from_config`` in torchtitan/models/common/decoder.py (0.3.0)
+        text = f"{setup.stack.label} runs no pipeline of a model whose head is its embedding, as that of {model.spec.name} is"
+        raise CannotAnswerError(f"parallel.pipeline: {text}; use 1")
+    if len(model.spec.runs) > 1:
+        text = f"layers of several kinds of {model.spec.name} over stages are not modelled"
+        raise CannotAnswerError(f"parallel.pipeline: {text}; use 1")
     sizes, own = layers_of_stages(model.spec.num_hidden_layers, parallel), stages_of(parallel.stage or 0, parallel)
     if any(sizes[stage] == 0 for stage in own):
         raise CannotAnswerError(
