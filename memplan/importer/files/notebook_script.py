@@ -75,7 +75,7 @@ def _dumps(python: str, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{_document('config.yaml', json.dumps(given))}axolotl train config.yaml\n"
         elif called in ("dump", "safe_dump", "write") and len(node.args) >= 1 + (called != "write"):
             content, file = node.args[0], node.args[-1] if called != "write" else node.func.value  # type: ignore[attr-defined]
-            target = names.opened.get(file.id) if isinstance(file, ast.Name) else file
+            target = names.file_of(file)
             path = _value(target.args[0], names) if isinstance(target, ast.Call) and target.args else None
             written = _value(content, names)
             if isinstance(path, str) and isinstance(written, dict | str):

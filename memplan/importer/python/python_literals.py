@@ -18,6 +18,7 @@ from memplan.importer.python.python_settings import (
     called_name,
     nodes_of,
     parameters,
+    returned_values,
     shown,
 )
 from memplan.importer.python.python_values import Files, literal, truth_of, value_of
@@ -155,15 +156,11 @@ def _environment(tree: ast.Module) -> dict[str, str]:
     return variables
 
 
-def _opened(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return names of open files -> the call that opened them."""
-    items = [
-        (item.optional_vars, item.context_expr)
-        for node in nodes_of(tree)
-        if isinstance(node, ast.With)
-        for item in node.items
-    ]
-    return {shown(name): call for name, call in items if name is not None and isinstance(call, ast.Call)}
+def _opened(tree: ast.Module) -> list[tuple[str, ast.Call]]:
+    """Return names of open files with the calls that opened them, in the order of their lines."""
+    items = [item for node in nodes_of(tree) if isinstance(node, ast.With) for item in node.items]
+    pairs = [(shown(one.optional_vars), one.context_expr) for one in items if one.optional_vars is not None]
+    return sorted(((name, call) for name, call in pairs if isinstance(call, ast.Call)), key=lambda pair: pair[1].lineno)
 
 
 class Names:
@@ -179,10 +176,11 @@ class Names:
         values: Mapping[str, Any] | None = None,
     ) -> None:
         """Read a file, with what :func:`python_keys` is given, where modules end, and what names are before it."""
-        self.opened: Mapping[str, ast.expr] = _opened(tree)
+        self.opened = _opened(tree)
         self.files = files
         self.given: dict[str, list[tuple[int, Any]]] = {name: [(0, value)] for name, value in (values or {}).items()}
         self.settings, self.defaults = Settings(tree, flags), parameters(tree, flags)
+        self.returns: Mapping[str, ast.expr] = returned_values(tree, self.settings)
         self.environment = {**(environment or {}), **_environment(tree)}
         self.modules = modules or {}
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
@@ -253,6 +251,12 @@ class Names:
         if inside and earlier and earlier[-1][1] != value:
             value = Expression(name)
         earlier.append((line, value))
+
+    def file_of(self, node: ast.expr) -> ast.expr:
+        """Return the call that opened the file which a name stands for where it is read, or else the expression itself."""
+        name = shown(node)
+        opened = [call for one, call in self.opened if one == name and call.lineno <= node.lineno]
+        return opened[-1] if opened else node
 
     def at(self, name: str, line: int) -> Any:
         """Return what a name is at a line; where no statement gives it anything, what an argument of a function is by default."""

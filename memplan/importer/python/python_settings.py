@@ -59,6 +59,8 @@ class Settings:
     def get(self, path: str, default: ast.expr | None = None) -> ast.expr | None:
         """Return the default of ``args.key``, of which a program's flags and its classes have one alone."""
         holder, _, name = path.rpartition(".")
+        if holder.endswith(tuple(f"{one}()" for one in PARSED)):
+            return self.single.get(name, default)
         if path in self.own or holder not in self.holders:
             return self.own.get(path) or self._inner(holder, name) or default
         return self.by_class.get(self.holders[holder], {}).get(name) or self.single.get(name, default)
@@ -278,6 +280,26 @@ def parameters(tree: ast.Module, flags: Mapping[str, Any]) -> dict[str, ast.expr
         if others and others[0] is not None and len({value and shown(value) for value in others}) == 1:
             known[one] = others[0]
     return known
+
+
+def returned_values(tree: ast.Module, settings: Settings) -> dict[str, ast.expr]:
+    """Return functions -> the expression that each returns, where that stands in one place; of a class's own, with that class's name.
+
+    An instance of its class that a method makes, as of keys in a file, is a mapping of the fields.
+    """
+    methods = {one: node.name for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for one in node.body}
+    values: dict[str, ast.expr] = {}
+    for node in nodes_of(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        returned = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
+        value, of = returned[0] if len(returned) == 1 else None, methods.get(node, "")
+        if isinstance(value, ast.Call) and called_name(value.func) in ("cls", of) and not value.args:
+            fields = [ast.keyword(name, default) for name, default in settings.by_class.get(of, {}).items()]
+            value = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [*fields, *value.keywords]), value)
+        if value is not None:
+            values[f"{of}_{node.name}" if of else node.name] = value
+    return values
 
 
 def _options(function: ast.FunctionDef) -> dict[str, ast.expr]:

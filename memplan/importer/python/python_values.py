@@ -37,9 +37,12 @@ class Known(Protocol):
     settings: Settings  # Flags and classes of settings
     environment: dict[str, str]  # Variables that the file sets, or is given
     modules: Mapping[str, int]  # Name of a module that the file imports -> the line at which that ends
+    returns: Mapping[str, ast.expr]  # Function of the file -> what it returns in one place alone
     steps: int  # Expressions that were looked at
-    opened: Mapping[str, ast.expr]  # Name of an open file -> its path
     files: Files  # What stands in a file that the program loads
+
+    def file_of(self, node: ast.expr) -> ast.expr:
+        """Return the call that opened the file which a name stands for, or else the expression itself."""
 
     def at(self, name: str, line: int) -> Any:
         """Return what a name is at a line, or an :class:`Expression`."""
@@ -192,6 +195,8 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
             if isinstance(values, str | dict | list)
             else Expression(shown(node))
         )
+    if (returned := names.returns.get(called)) is not None:
+        return value_of(returned, names, returned.lineno)
     return Expression(shown(node))
 
 
@@ -201,7 +206,7 @@ def _loaded(node: ast.expr, names: Known, line: int) -> Any:
     Raises:
         ValueError: Nobody can tell which it is, or it is not there.
     """
-    node = names.opened.get(shown(node), node)
+    node = names.file_of(node)
     if isinstance(node, ast.Call):  # open(path), path.open(), path.read_text()
         node = node.args[0] if called_name(node.func) == "open" and node.args else getattr(node.func, "value", node)
     text = str(_known(node, names, line))
