@@ -12,6 +12,7 @@ from memplan.errors import InvalidFileError, printable
 from memplan.importer.files.file_sources import program_keys, read_keys, read_source
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.imported_job import ImportedJob, Question, joined_job
+from memplan.importer.python.python_settings import ARGV
 from memplan.importer.python.python_words import PROCESSES
 from memplan.importer.reading import LAUNCHED, Result
 from memplan.importer.referred_files import note_others, note_shipped, note_words
@@ -138,7 +139,13 @@ def _program(
     own = command.job.environment or {}
     counted = processes(command.launched, own)
     environment = {**given, **({PROCESSES: str(counted[1])} if counted else {}), **own}
-    flags = {**{flag: text for flag in CONFIG_FLAGS for text in command.config}, **command.short, **command.job.data}
+    words = list(command.job.words[command.job.words.index(name) :]) if name in command.job.words else []
+    flags = {
+        **{flag: text for flag in CONFIG_FLAGS for text in command.config},
+        **command.short,
+        **command.job.data,
+        ARGV: words,
+    }
     if path is None:
         return None
     program = program_keys(path, text and text[0], flags, environment, configured, alone=alone)

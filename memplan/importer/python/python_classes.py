@@ -1,11 +1,11 @@
-"""Classes and functions of a Python file: what they are made of, what they do otherwise, and which nothing calls."""
+"""Classes and functions of a Python file: what they are made of, what they do otherwise, what they return, and which nothing calls."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from memplan.importer.python.python_settings import called_name, nodes_of, shown
+from memplan.importer.python.python_settings import Settings, called_name, nodes_of, shown
 
 SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
 """Ends of the names of what settings are given to."""
@@ -72,3 +72,23 @@ def idle_functions(tree: ast.Module) -> set[ast.AST]:
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name not in named and not node.decorator_list
     }
+
+
+def returned_values(tree: ast.Module, settings: Settings) -> dict[str, ast.expr]:
+    """Return functions -> the expression that each returns, where that stands in one place; of a class's own, with that class's name.
+
+    An instance of its class that a method makes, as of keys in a file, is a mapping of the fields.
+    """
+    methods = {one: node.name for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for one in node.body}
+    values: dict[str, ast.expr] = {}
+    for node in nodes_of(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        returned = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
+        value, of = returned[0] if len(returned) == 1 else None, methods.get(node, "")
+        if isinstance(value, ast.Call) and called_name(value.func) in ("cls", of) and not value.args:
+            fields = [ast.keyword(name, default) for name, default in settings.by_class.get(of, {}).items()]
+            value = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [*fields, *value.keywords]), value)
+        if value is not None:
+            values[f"{of}_{node.name}" if of else node.name] = value
+    return values

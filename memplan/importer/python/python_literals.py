@@ -10,15 +10,15 @@ from typing import Any
 
 from memplan.errors import InvalidFileError
 from memplan.importer.python.imported_modules import configured, with_modules
-from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps
+from memplan.importer.python.python_classes import SETTINGS, bases, idle_functions, own_steps, returned_values
 from memplan.importer.python.python_settings import (
+    ARGV,
     LONGEST,
     Settings,
     by_argument,
     called_name,
     nodes_of,
     parameters,
-    returned_values,
     shown,
 )
 from memplan.importer.python.python_values import Files, literal, truth_of, value_of
@@ -124,7 +124,7 @@ def _parsed_classes(
             of_class = own.get(given, set())
             others = set().union(*own.values()) - of_class
             data[called] = {key: literal(value, names, node.lineno) for key, value in fields.items() if key in of_class}
-            data[called] |= {key: value for key, value in names.flags.items() if key not in others}
+            data[called] |= {key: value for key, value in names.flags.items() if key not in (*others, ARGV)}
             lines |= {(called, key): getattr(fields.get(key), "lineno", 1) for key in data[called]}
             yield called
 
@@ -185,7 +185,8 @@ class Names:
         self.modules = modules or {}
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
         self.made: dict[str, str] = {}
-        self.flags, self.steps, self.scope = by_argument(nodes_of(tree), flags), 0, ""
+        self.flags: Mapping[str, Any] = by_argument(nodes_of(tree), flags)
+        self.steps, self.scope = 0, ""
         self.scopes: dict[str, str] = {}  # Name -> the function that gave it something last
         self.given |= {name: [(line, values)] for name, line, values in configured(tree, files)}
         for node, inside, scope in _statements(tree.body, self, inside=False, scope=""):

@@ -11,6 +11,8 @@ FROM_FILES = ("parse_args_and_config", "parse_yaml_file", "parse_json_file")
 """Those of them that read a file of keys."""
 PARSED = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", *FROM_FILES)
 """Methods that return a program's flags: argparse's, and those of the parsers of transformers and TRL."""
+ARGV = "sys.argv"
+"""Where Python has a command's words; those that are no flags are named so among the flags."""
 LONGEST = 60
 """Letters of an expression that a message shows."""
 OPTIONS = ("Option", "Argument", "option")
@@ -207,11 +209,13 @@ def by_argument(nodes: Sequence[ast.AST], flags: Mapping[str, Any]) -> dict[str,
         flags: Values by their names with underscores, those of one letter with their dash.
     """
     stored: dict[str, tuple[str, bool | None]] = {}
+    placed: list[str] = []
     for node in nodes:
         if isinstance(node, ast.Call) and called_name(node.func).endswith(("add_argument", "option")) and node.args:
             given = {keyword.arg: keyword.value for keyword in node.keywords}
             names = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
             named, switch = _stored_name(node), shown(given["action"]) if "action" in given else ""
+            placed += [named] if not any(text.startswith("-") for text in names) else []
             for text in names:
                 on, _, off = text.partition("/")  # click's pair
                 plain = on if len(on) == 2 else on.lstrip("-").replace("-", "_")
@@ -221,7 +225,8 @@ def by_argument(nodes: Sequence[ast.AST], flags: Mapping[str, Any]) -> dict[str,
                 )
                 stored |= {other: (named, False)} if other else {}
     places = {name: stored.get(name, (name, None)) for name in flags}
-    return {named: flags[name] if fixed is None else fixed for name, (named, fixed) in places.items()}
+    words = dict(zip(placed, flags.get(ARGV, ())[1:], strict=False))
+    return words | {named: flags[name] if fixed is None else fixed for name, (named, fixed) in places.items()}
 
 
 def _stored_name(node: ast.Call) -> str:
@@ -269,6 +274,7 @@ def parameters(tree: ast.Module, flags: Mapping[str, Any]) -> dict[str, ast.expr
         defaults.update(_options(function))
         own = [one.arg for one in plain if one.arg not in ("self", "cls")]
         called = [call for call in calls.get(name, ()) if function in methods or isinstance(call.func, ast.Name)]
+        called = [call for call in called if call.args or call.keywords or not function.decorator_list]
         passed = [_passed(call, own) for call in called] or [stated]
         for one, default in defaults.items():
             given.setdefault(one, []).extend(
@@ -280,26 +286,6 @@ def parameters(tree: ast.Module, flags: Mapping[str, Any]) -> dict[str, ast.expr
         if others and others[0] is not None and len({value and shown(value) for value in others}) == 1:
             known[one] = others[0]
     return known
-
-
-def returned_values(tree: ast.Module, settings: Settings) -> dict[str, ast.expr]:
-    """Return functions -> the expression that each returns, where that stands in one place; of a class's own, with that class's name.
-
-    An instance of its class that a method makes, as of keys in a file, is a mapping of the fields.
-    """
-    methods = {one: node.name for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for one in node.body}
-    values: dict[str, ast.expr] = {}
-    for node in nodes_of(tree):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        returned = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
-        value, of = returned[0] if len(returned) == 1 else None, methods.get(node, "")
-        if isinstance(value, ast.Call) and called_name(value.func) in ("cls", of) and not value.args:
-            fields = [ast.keyword(name, default) for name, default in settings.by_class.get(of, {}).items()]
-            value = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [*fields, *value.keywords]), value)
-        if value is not None:
-            values[f"{of}_{node.name}" if of else node.name] = value
-    return values
 
 
 def _options(function: ast.FunctionDef) -> dict[str, ast.expr]:

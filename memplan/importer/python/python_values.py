@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from memplan.documents.loading import parse_document
-from memplan.importer.python.python_settings import Settings, called_name, shown
+from memplan.importer.python.python_settings import ARGV, Settings, called_name, shown
 from memplan.importer.python.python_words import (
     CAPABILITY,
     COMPARED,
@@ -38,6 +38,7 @@ class Known(Protocol):
     environment: dict[str, str]  # Variables that the file sets, or is given
     modules: Mapping[str, int]  # Name of a module that the file imports -> the line at which that ends
     returns: Mapping[str, ast.expr]  # Function of the file -> what it returns in one place alone
+    flags: Mapping[str, Any]  # What a command gives the program
     steps: int  # Expressions that were looked at
     files: Files  # What stands in a file that the program loads
 
@@ -138,6 +139,8 @@ def _name(node: ast.Name, names: Known, line: int) -> Any:
 def _attribute(node: ast.Attribute, names: Known, line: int) -> Any:
     if isinstance(node.value, ast.Name) and node.value.id == "torch":
         return node.attr
+    if shown(node) == ARGV:
+        return names.flags.get(ARGV, [""])
     if (end := names.modules.get(shown(node.value))) is not None:
         return names.at(node.attr, end)
     if (default := names.settings.get(shown(node))) is not None:
@@ -166,8 +169,6 @@ def _call(node: ast.Call, names: Known, line: int) -> Any:
         return int(names.environment.get(PROCESSES, 1))
     if called.endswith((*YES, *NO)):
         return called.endswith(YES)
-    if called.endswith("get_device_capability"):
-        return Expression(shown(node))
     if called.endswith(LOADED) and node.args:
         return _loaded(node.args[0], names, line)
     if called in MAPPED:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+SHELLS = frozenset(("bash", "sh", "zsh"))
 CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot", "docker-compose"))
 WRAPPERS = frozenset(("timeout", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi", "numactl", "stdbuf", "nice", "ionice", "taskset", "nsys", "ssh", "tmux", "screen", "xargs", "unbuffer", "script", "dotenv", "infisical", "doppler", "op", "aim", "mlflow"))  # fmt: skip
 """Programs that take flags and the words of another command."""
@@ -60,3 +61,11 @@ def started_inside(words: Sequence[str]) -> int:
 def is_container(words: Sequence[str]) -> bool:
     """Whether a command starts a container, or runs something in one."""
     return bool(words) and words[0].rpartition("/")[2] in CONTAINERS
+
+
+def script_word(words: Sequence[str]) -> int | None:
+    """Return where the script stands that ``bash -c`` is given."""
+    for place, word in enumerate(words[:-2]):
+        if word.rpartition("/")[2] in SHELLS and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
+            return place + 2
+    return None

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from posixpath import join
 
 from memplan.errors import InvalidFileError, printable
-from memplan.importer.shell.containers import container_variables, started_inside
+from memplan.importer.shell.containers import SHELLS, container_variables, script_word, started_inside
 from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
@@ -21,7 +21,6 @@ MOST = 5_000
 """Commands of a script that are followed; calls of functions inside functions could be without end."""
 DEEPEST = 8
 SETTING = frozenset(("export", "declare", "typeset", "readonly", "local"))
-SHELLS = frozenset(("bash", "sh", "zsh"))
 TESTS = frozenset(("[", "[[", "test"))
 QUIET = frozenset(("echo", "printf", "cat", "mkdir", "cd", "pushd", "popd", "ls", "rm", "cp", "mv", "ln", "touch", "chmod", "tar", "unzip", "wget", "curl", "pip", "pip3", "conda", "git", "sleep", "tee", "grep", "sed", "awk", "module", "ulimit", "trap", "set", "shift", "wait", "kill", "exit", "return", "source", ".", "huggingface-cli", "nvidia-smi", "date", "hostname",))  # fmt: skip
 """Commands that start no training."""
@@ -191,8 +190,10 @@ class _Run:
                 [f"{self.name}:{lines[0]}: {printable(first, 60)} is a command of its own here: {why}"]
             )
         if first in self.functions and self.depth < DEEPEST:
+            for token in assigned:
+                self._assign(token, sure)
             return self._called(first, words[1:], sure)
-        place = _script_word(words)
+        place = script_word(words)
         if first == "eval" or place is not None:
             self.scope.variables |= (
                 inside := container_variables(words[:place]) | step_variables(words[:place], self.scope.variables)
@@ -206,7 +207,8 @@ class _Run:
                     self._set(word, UNKNOWN, (), sure=True)
             return False if first == "getopts" else None
         if first == "shift":
-            self.scope.arguments = self.scope.arguments[1:]
+            count = words[1] if len(words) > 1 else "1"
+            self.scope.arguments = self.scope.arguments[int(count) if count.isdigit() else 1 :]
         if first in ("cd", "pushd") and len(words) == 2 and sure and "$" not in words[1]:
             self.folder = join(self.folder, words[1])
         if first in ("true", ":", "false"):
@@ -332,14 +334,6 @@ def _leading_assignments(words: Sequence[Token]) -> Sequence[Token]:
         if token.words is None and not (_ASSIGNED.fullmatch(token.text) or _ITEM.fullmatch(token.text)):
             return words[:place]
     return words
-
-
-def _script_word(words: Sequence[str]) -> int | None:
-    """Return where the script stands that ``bash -c`` is given."""
-    for place, word in enumerate(words[:-2]):
-        if word.rpartition("/")[2] in SHELLS and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
-            return place + 2
-    return None
 
 
 def _is_further(before: Sequence[str], name: str) -> bool:
