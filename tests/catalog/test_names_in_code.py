@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 import memplan
 from memplan.catalog.catalog import data_directory
+from tests.jobs import yaml_data
 
 PACKAGE = Path(memplan.__file__).parent
 DTYPES = frozenset(("fp32", "bf16", "fp16"))
@@ -40,8 +39,8 @@ def names() -> frozenset[str]:
     root = data_directory()
     found = {path.stem for path in (root / "configs" / "training").glob("*.yaml")}
     for file in ("gpu_catalog.yaml", *(f"configs/{kind}.yaml" for kind in ("weight_formats", "gradient_dtypes"))):
-        found |= set(yaml.safe_load((root / file).read_text(encoding="utf-8")))
-    optimizers = yaml.safe_load((root / "configs" / "optimizers.yaml").read_text(encoding="utf-8"))
+        found |= set(yaml_data(root / file))
+    optimizers = yaml_data(root / "configs" / "optimizers.yaml")
     return frozenset(found | set(optimizers) | {entry["algorithm"] for entry in optimizers.values()}) - DTYPES
 
 

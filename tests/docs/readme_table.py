@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -65,6 +66,7 @@ def table() -> list[str]:
     ]
 
 
+@cache
 def measured() -> Counter[str]:
     """Return how many runs that others measured and published are planned, by group (reported_runs.yaml and t4_runs.yaml in tests/published)."""
     jobs = [entry["job"] for entry in yaml.safe_load(REPORTED.read_text(encoding="utf-8")).values()]

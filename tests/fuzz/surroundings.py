@@ -14,9 +14,8 @@ from random import Random
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
 from memplan.catalog.catalog import data_directory
+from tests.jobs import yaml_data
 
 from .arguments import MODELS, NUMBERS
 from .hostile import KEYS, VALUES, some_text, value
@@ -157,7 +156,7 @@ def cleared(path: Path) -> None:
 def trainer_keys() -> tuple[str, ...]:
     """Return every key that some trainer's mapping reads."""
     files = sorted((data_directory() / "configs" / "trainers").glob("*.yaml"))
-    return tuple(sorted({key for file in files for key in _keys(yaml.safe_load(file.read_text())["rules"])}))
+    return tuple(sorted({key for file in files for key in _keys(yaml_data(file)["rules"])}))
 
 
 def _keys(rules: list[Mapping[str, Any]]) -> Iterator[str]:

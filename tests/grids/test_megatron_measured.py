@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-RECORD = yaml.safe_load((Path(__file__).parent / "megatron-measured.yaml").read_text())
+from tests.jobs import yaml_data
+
+RECORD = yaml_data(Path(__file__).parent / "megatron-measured.yaml")
 COMMON, TESTS = RECORD["common"], RECORD["tests"]
 SET_WORKSPACES = 2 * 32 * 2**20
 """CUBLAS_WORKSPACE_CONFIG=:4096:8, eight buffers of 4,096 KiB for each of two handles."""

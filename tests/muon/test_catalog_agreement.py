@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from memplan.muon.byte_model import BlockLayout, layout_bytes, predict_bytes, state_layouts
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
 from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
+from tests.jobs import yaml_data
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def entries(name):
-    return yaml.safe_load((CONFIGS / name).read_text(encoding="utf-8"))
+    return yaml_data(CONFIGS / name)
 
 
 OPTIMIZERS = entries("optimizers.yaml")

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.jobs import yaml_data
 from tests.published.test_t4_runs import TABLE, planned
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -22,7 +22,7 @@ bitsandbytes 0.50.2. Weights that are made as they stay came to 6 to 10 % less i
 
 @pytest.mark.parametrize(("model", "layers", "attention", "held"), TRACED)
 def test_codes_lie_where_16_bit_weights_were_sent(model, layers, attention, held, tmp_path):
-    keys = yaml.safe_load((MODELS / f"{model}.yaml").read_text())["config"]
+    keys = yaml_data(MODELS / f"{model}.yaml")["config"]
     keys |= {"model_type": "llama", "num_hidden_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     plan = planned(str(tmp_path), "nf4", attention, 32, 2, 512)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 import memplan
+from tests.jobs import yaml_data
 
-TABLE = yaml.safe_load((Path(__file__).parent / "t4_runs.yaml").read_text())
+TABLE = yaml_data(Path(__file__).parent / "t4_runs.yaml")
 SCRIPT = Path(__file__).parents[1] / "dryrun" / "scripts" / "checkpointed_step.py"
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -59,7 +59,7 @@ def test_a_peak_measured_on_a_t4_is_the_one_that_is_planned(run):
 def test_a_run_of_such_a_script_holds_what_it_held_on_the_t4(run, tmp_path):
     pytest.importorskip("peft")
     model, _, attention, rank, rows, tokens, allocated, reserved = run
-    keys = yaml.safe_load((MODELS / f"{model}.yaml").read_text())["config"]
+    keys = yaml_data(MODELS / f"{model}.yaml")["config"]
     keys |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     kernel = "eager" if attention == "eager" else "sdpa"

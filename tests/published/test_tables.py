@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
 
 from memplan.catalog.catalog import data_directory
 from memplan.documents.loading import load_document
@@ -18,12 +17,13 @@ from memplan.published.judgement import Judge
 from memplan.published.notes_accounting import FILE, NotesRules, notes_rules
 from memplan.published.rules import MEASURED, RULES
 from memplan.published.table_schema import FOLDER, Library, Origin, PublishedFile
+from tests.jobs import yaml_data
 
 ROOT = data_directory()
 FILES = sorted((ROOT / FOLDER).glob("*.yaml"))
 LIBRARY = Library(ROOT)
 TABLES = list(LIBRARY.tables)
-AUDIT = yaml.safe_load(Path(__file__).with_name("audit.yaml").read_text(encoding="utf-8"))
+AUDIT = yaml_data(Path(__file__).with_name("audit.yaml"))
 RECORDED = {*MEASURED, "training-record"}
 OURS = {"no-record", "within-spread", "differs"}
 ALLOWED: dict[str, set[str]] = {

@@ -10,9 +10,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import yaml
 
 from memplan.model.readers.gguf import BlockLayout
+from tests.jobs import yaml_data
 
 FORMATS_FILE = Path(__file__).parents[2] / "configs" / "weight_formats.yaml"
 
@@ -22,7 +22,7 @@ REQUIRED_KEYS = {"block_bytes", "block_elements", "kind", "sources"}
 
 @pytest.fixture(scope="session")
 def formats() -> dict[str, dict[str, Any]]:
-    entries = yaml.safe_load(FORMATS_FILE.read_text(encoding="utf-8"))
+    entries = yaml_data(FORMATS_FILE)
     missing = {name: sorted(REQUIRED_KEYS - entry.keys()) for name, entry in entries.items()}
     assert not any(missing.values()), (
         f"{FORMATS_FILE.name}: keys are missing: { {k: v for k, v in missing.items() if v} }"

@@ -6,16 +6,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("torch")
 
+from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import traced
 from tests.survey.stacks.stack_records import read_records, recorded
 
 FOLDER = Path(__file__).parent
-FILES = [FOLDER / "records" / f"{name}.json" for name in yaml.safe_load((FOLDER / "environments.yaml").read_text())]
+FILES = [FOLDER / "records" / f"{name}.json" for name in yaml_data(FOLDER / "environments.yaml")]
 OWN = ("torchtitan", "torchtune")
 INSTALLED = [path for path in FILES if path.is_file() and path.stem in OWN and find_spec(path.stem) is not None]
 RECORDS = [(path.stem, number) for path in INSTALLED for number in range(0, 60, 12)]

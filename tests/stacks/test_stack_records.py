@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("torch")
 
 from tests.golden.test_recorded_jobs import hold
+from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned, stack_setup
 from tests.survey.stacks.stack_records import catalog_at, read_records
@@ -385,7 +385,7 @@ def test_the_formula_agrees_with_the_librarys_own_code_as_the_page_says_but_for_
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_records_are_of_the_versions_that_the_environments_install(path):
     versions, records = read_records(path)
-    environments = yaml.safe_load((FOLDER / "environments.yaml").read_text(encoding="utf-8"))
+    environments = yaml_data(FOLDER / "environments.yaml")
     groups = environments.get(path.stem, environments[path.stem.partition(".")[0]]).values()
     pinned = dict(package.split("==") for group in groups for package in group)
     assert {name: number.split("+")[0] for name, number in versions.items()}.items() <= pinned.items()

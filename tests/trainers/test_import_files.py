@@ -17,6 +17,7 @@ from memplan.catalog.catalog import data_directory
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, MemplanError, UncountedWarning
 from memplan.importer.classified_keys import known_keys
 from memplan.library.lookup.trainer_files import trainer_mappings
+from tests.jobs import yaml_data
 
 EXAMPLES = Path(__file__).parent / "examples"
 
@@ -252,7 +253,7 @@ def test_a_file_of_that_name_in_another_folder_is_nobodys(tmp_path):
 @pytest.mark.parametrize("launcher", ["accelerate", "deepspeed"])
 def test_every_shipped_file_has_known_keys_alone(tmp_path, launcher):
     folder = data_directory() / "configs" / "trainers" / "shipped"
-    for path, file in yaml.safe_load((folder / f"{launcher}.yaml").read_text()).items():
+    for path, file in yaml_data(folder / f"{launcher}.yaml").items():
         job = memplan.import_file(written(tmp_path, json.dumps(file["keys"]), "keys.json"), trainer=launcher).to_dict()
         assert job["keys"]["unknown"] == [], path
 
@@ -867,7 +868,7 @@ RULE_KEYS = {
 
 @pytest.mark.parametrize("path", MAPPINGS, ids=lambda path: path.stem)
 def test_a_mapping_has_rules_of_the_kinds_that_there_are(path):
-    data = yaml.safe_load(path.read_text())
+    data = yaml_data(path)
     for rule in [*data.get("rules", ()), *data.get("joined", ())]:
         assert rule.keys() <= RULE_KEYS, rule
         assert rule.keys() & {"to", "table", "set", "need", "refuse", "value", "change"}, rule
@@ -914,7 +915,7 @@ ODD = st.sampled_from(
         "\x1b[",
     ]
 )
-WHOLE = {path.name: yaml.safe_load(path.read_text()) for path in sorted(EXAMPLES.glob("*.y*ml"))}
+WHOLE = {path.name: yaml_data(path) for path in sorted(EXAMPLES.glob("*.y*ml"))}
 
 
 @settings(max_examples=40, deadline=None)
