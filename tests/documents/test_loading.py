@@ -151,6 +151,15 @@ def test_an_alias_bomb_is_refused_quickly_and_in_little_memory():
     tracemalloc.stop()
 
 
+def test_one_long_list_that_is_named_many_times_is_refused_and_a_short_one_is_read():
+    def text(count):
+        return f"a: &a [{', '.join('x' * count)}]\nb: [{', '.join(['*a'] * count)}]\n"
+
+    with pytest.raises(InvalidFileError, match="too many or too deeply nested values"):
+        parse_document(text(2_000), "quadratic.yaml")
+    assert parse_document(text(20), "short.yaml").data["b"] == [["x"] * 20] * 20
+
+
 def test_an_alias_to_itself_is_refused():
     with pytest.raises(InvalidFileError):
         parse_document("a: &a [*a]", "loop.yaml")
