@@ -78,3 +78,35 @@ def test_the_fullest_rank_has_its_reserve_simulated_with_a_stage_named_or_not(fu
 def test_micro_batches_that_pass_together_count_towards_what_can_be_played():
     parallel = replace(SCHEDULES["1f1b"], micro_batches=MOST_LAYERS, stage=0)
     assert "too many to be played" in shares_reason(plan_of(parallel))
+
+
+MOMENTS = {
+    ("gpipe", 0, "fp32", 8): 444_958_950_544,
+    ("gpipe", 1, "fp32", 8): 650_610_743_044,
+    ("gpipe", 1, "chunked-backward", 1): 657_962_952_116,
+    ("gpipe", 1, "chunked-backward", 8): 716_209_464_868,
+    ("1f1b", 0, "fp32", 8): 468_931_298_480,
+    ("1f1b", 1, "fp32", 8): 596_954_379_220,
+    ("1f1b", 1, "chunked-backward", 1): 833_023_181_916,
+    ("1f1b", 1, "chunked-backward", 8): 949_485_085_908,
+    ("1f1b, alone", 0, "fp32", 8): 448_828_827_216,
+    ("1f1b, alone", 1, "fp32", 8): 577_365_206_028,
+    ("1f1b, alone", 1, "chunked-backward", 1): 853_799_126_092,
+    ("1f1b, alone", 1, "chunked-backward", 8): 924_936_209_564,
+    ("1f1b, matrices", 0, "fp32", 8): 329_509_788_880,
+    ("1f1b, matrices", 1, "fp32", 8): 411_708_781_712,
+    ("1f1b, matrices", 1, "chunked-backward", 1): 534_965_588_216,
+    ("1f1b, matrices", 1, "chunked-backward", 8): 580_471_701_824,
+    ("interleaved", 0, "fp32", 8): 659_969_766_840,
+    ("interleaved", 1, "fp32", 8): 805_843_670_312,
+    ("interleaved", 1, "chunked-backward", 1): 1_138_445_133_192,
+    ("interleaved", 1, "chunked-backward", 8): 1_250_178_745_856,
+}
+"""Schedule, stage, loss and its chunks -> the bytes of all moments of a step together, the fullest one or not."""
+
+
+@pytest.mark.parametrize("case", MOMENTS, ids=str)
+def test_every_moment_of_a_stage_takes_as_much_as_it_did(case):
+    name, stage, loss, chunks = case
+    plan = plan_of(replace(SCHEDULES[name], stage=stage), kernels=Kernels(loss=loss, loss_chunks=chunks))
+    assert sum(one.form.total_bytes(plan.values) for one in plan.forms.candidates) == MOMENTS[case]
