@@ -26,6 +26,12 @@ def test_a_starting_file_reads_back_to_the_same_bytes(tmp_path, trainer, config)
     assert memplan.import_file(path).to_dict()["keys"]["unknown"] == []
 
 
+def test_a_trainer_is_found_whatever_its_case_and_separators():
+    options = {"config": "lora", "gpu": "h100"}
+    texts = {memplan.emit("llama-3.2-1b", name, **options) for name in ("llama-factory", "LLaMAFactory")}
+    assert len(texts) == 1
+
+
 @pytest.mark.parametrize("trainer", ["axolotl", "trl", "llama-factory"])
 def test_a_starting_file_says_that_nothing_runs_under_autocast(tmp_path, trainer):
     options = {"config": "lora", "gpu": "a100-80gb", "micro_batch_size": 1, "sequence_length": 512}

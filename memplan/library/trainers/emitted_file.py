@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from memplan.catalog.config_keys.parallel_keys import DeepSpeed
 from memplan.catalog.training_config import TrainingConfig
-from memplan.errors import CannotAnswerError, MemplanError, unknown_name
+from memplan.errors import CannotAnswerError, MemplanError, normalised_name, unknown_name
 from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.argument_kinds import checked
@@ -42,10 +42,12 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
         >>> print(memplan.emit("llama-3.2-1b", "trl", config="lora", gpu="rtx4090").splitlines()[0])
         model_name_or_path: meta-llama/Llama-3.2-1B
     """
-    if trainer == DEEPSPEED:
-        return emit_deepspeed(options)
     mappings = trainer_mappings()
     writable = {mappings.body(name).stack: name for name in mappings.names() if mappings.body(name).writes}
+    spellings = {normalised_name(name): name for name in (*writable, DEEPSPEED)}
+    trainer = spellings.get(normalised_name(trainer), trainer)
+    if trainer == DEEPSPEED:
+        return emit_deepspeed(options)
     if trainer not in writable:
         raise unknown_name("trainer to write for", trainer, [*writable, DEEPSPEED])
     writes = mappings.body(writable[trainer]).writes

@@ -1,6 +1,7 @@
 """Changes that make a job fit, written in its trainer's own keys: ``memplan.rewrite``."""
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Unpack
 from memplan.catalog.catalog import Catalog
 from memplan.documents.opening import read_text, usable_path
 from memplan.dryrun.terms.outcome import CalledJob
-from memplan.errors import CannotAnswerError, MemplanError
+from memplan.errors import CannotAnswerError, MemplanError, MemplanWarning
 from memplan.importer.reading import STATED
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan, plan, plan_by_share
@@ -73,7 +74,10 @@ class _File:
     def by_share(self, content: str) -> Plan:
         """Return the same with a share as the allocator's reserve."""
         if content not in self.shares:
-            self.shares[content] = self._planned(content)
+            with warnings.catch_warnings():
+                if self.shares:  # what is said of the reader's own text is said once
+                    warnings.simplefilter("ignore", MemplanWarning)
+                self.shares[content] = self._planned(content)
         return self.shares[content]
 
     def _planned(self, content: str) -> Plan:
