@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from functools import cached_property, partial
@@ -87,7 +88,7 @@ class Shelf(Generic[T]):
             known = [*self.entries]
             for entry in self.entries.values():
                 known += [*getattr(entry, "aliases", ()), *([entry.name] if isinstance(entry, Gpu) else ())]
-            unlisted = "; any other: --gpu-memory 24GiB" if self.section == "gpus" else ""
+            unlisted = _unlisted(key) if self.section == "gpus" else ""
             raise unknown_name(self.kind, given, known, f"memplan list {self.section}{unlisted}")
         return name
 
@@ -116,6 +117,13 @@ class Shelf(Generic[T]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+def _unlisted(key: str) -> str:
+    """Return how a GPU that is in no catalog is asked for: of a Mac by what Metal lets a process have."""
+    # As measured on Macs of the catalog: two thirds of 16 and 32 GB, three quarters of 64 and 96 GB.
+    share = "of another Mac, two thirds of its memory up to 32 GB, three quarters of more: --gpu-memory 48GiB"
+    return f"; {share}" if re.match(r"apple|mac|mps|m[1-9](?!\d)", key) else "; any other: --gpu-memory 24GiB"
 
 
 class Catalog:

@@ -134,6 +134,7 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
         (("fit", "llama-8b", "--ctx-size", "8192"), "here it is --context (see"),
         (("list", "gpus", "--vram", "24GB"), "No such option: --vram (see"),
         (("fit", "llama-8b", "--gpu", "colab"), "any other: --gpu-memory 24GiB"),
+        (("fit", "llama-8b", "--gpu", "M3 Pro 36GB"), "of another Mac, two thirds of its memory up to 32 GB"),
         (("fit", "llama-8b", "--gpu", "h100", "--stack", "hf"), "known: axolotl, bundled,"),
         (("compare", "llama-8b", "mistral-7b"), "a command takes one model: ask for mistral-7b by itself"),
         (("check", "none.yaml"), "none.yaml: no such file; a first one may say {version: 1, budgets: ["),
