@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from memplan.errors import InvalidFileError
 from memplan.importer.python.python_classes import LIBRARIES
 from memplan.importer.python.python_settings import called_name, nodes_of
 from memplan.importer.sources.given_keys import GivenKeys
@@ -32,7 +34,8 @@ def with_modules(tree: ast.Module, files: Callable[[str], Any], parsed: Tree) ->
     waiting, left = [tree], MOST_LETTERS
     while waiting and len(modules) < MOST_MODULES:
         for module, names, others in _imported(waiting.pop(0)):
-            text = None if module in modules else files(f"{module.replace('.', '/')}.py")
+            path = module.replace(".", "/")
+            text = None if module in modules else files(f"{path}.py") or files(f"{path}/__init__.py")
             if isinstance(text, str) and (left := left - len(text)) > 0 and (inner := _parsed(text, parsed)):
                 modules[module] = inner
                 waiting.append(inner)
@@ -87,7 +90,8 @@ def configured(tree: ast.Module, files: Callable[[str], Any]) -> Iterator[tuple[
             folder, name = given.get("config_path"), str(given.get("config_name") or "")
             data = _composed(f"{folder}/" if folder else "", name.removesuffix(".yaml"), files)
             if data is not None:
-                yield node.args.args[0].arg, node.lineno, interpolated(GivenKeys(name, data, {})).data
+                with suppress(InvalidFileError):  # references that lead back to themselves
+                    yield node.args.args[0].arg, node.lineno, interpolated(GivenKeys(name, data, {})).data
 
 
 def _composed(folder: str, name: str, files: Callable[[str], Any]) -> Mapping[str, Any] | None:
