@@ -204,7 +204,7 @@ def test_pipelines_that_cannot_be_are_refused_by_name(settings, words):
 
 
 def test_a_pipeline_of_tied_embeddings_is_one_that_torchtitan_does_not_run():
-    with pytest.raises(MemplanError, match="torchtitan .* runs no pipeline of a model whose head is its embedding"):
+    with pytest.raises(MemplanError, match=r"torchtitan .* runs no pipeline of a model whose head is its embedding"):
         memplan.plan("llama-3.2-1b", gpus=64, set=["parallel.pipeline=4"], **JOB)
 
 
