@@ -95,7 +95,8 @@ class ModelsBySize:
         trained = [(name, as_trained(model, setup)) for name, model in models]
         largest_first = sorted((-parameter_count(model.inventory), name, model) for name, model in trained)
         self._setup, self._figure = setup, bytes_per_parameter(setup).total
-        self._planned = {name: (-size, _Planned(model, setup)) for size, name, model in largest_first}
+        least = least_bytes_per_parameter(setup)
+        self._planned = {name: (-size, _Planned(model, setup, least)) for size, name, model in largest_first}
 
     def refuse_all(self) -> None:
         """Refuse models of which none can be planned.
@@ -137,12 +138,15 @@ class _Room:
 class _Planned:
     """A model under a setup, planned once it is asked for and as far as it takes to say whether it fits.
 
+    Args:
+        least: What each parameter takes at least.
+
     Attributes:
         played: Its plan whose reserve was simulated last, or none.
     """
 
-    def __init__(self, model: Model, setup: TrainingSetup) -> None:
-        self._model, self._setup = model, setup
+    def __init__(self, model: Model, setup: TrainingSetup, least: Fraction) -> None:
+        self._model, self._setup, self._least = model, setup, least
         self.played: MemoryPlan | None = None
         self._job = setup.config.micro_batch_size, setup.config.sequence_length
         self._saved: dict[int, int] = {}
@@ -162,7 +166,7 @@ class _Planned:
             built = built_by(self._model, self._setup)
         except MemplanError:
             return 0
-        return int(parameter_count(built.inventory) * least_bytes_per_parameter(self._setup))
+        return int(parameter_count(built.inventory) * self._least)
 
     @property
     def refusal(self) -> str:
