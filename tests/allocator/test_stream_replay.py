@@ -9,7 +9,7 @@ import pytest
 from memplan.allocator.caching_allocator import replay
 from memplan.allocator.pools import Turn
 from memplan.allocator.settings import AllocatorSettings
-from memplan.allocator.streams.stream_allocator import StreamAllocator
+from memplan.allocator.streams.stream_allocator import Part, Shape, StreamAllocator
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 
 SIZES = (1, 600, 2**19, 2**20, 2**20 + 1, 3 * 2**20, 9_999_999, 10 * 2**20, 17 * 2**20 + 5, 40 * 2**20, 0)
@@ -221,3 +221,26 @@ def test_segments_that_a_step_has_made_are_known_to_be_taken_again_or_are_tried(
             assert few.peaks(**ways) == whole.peaks(**ways), (seed, ways)
         skipped += plays(few) < len(places) + 1
     assert skipped >= len(drawn) - 5
+
+
+SMALL_KEY, LARGE_KEY = 20, 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "alike"),
+    [
+        ({}, (), (True, True)),
+        ({"retries": 1}, (), (False, False)),
+        ({"live": {7: (1, 2)}}, (), (False, False)),
+        ({"free": ([SMALL_KEY], [])}, (), (False, True)),
+        ({"free": ([], [LARGE_KEY])}, (), (True, False)),
+        ({"free": ([], [LARGE_KEY])}, [Part(0, [(LARGE_KEY, 0, 1)])], (True, True)),
+        ({"free": ([], [LARGE_KEY])}, [Part(0, [(LARGE_KEY, LARGE_KEY + 1, 1)])], (True, False)),
+        ({"free": ([], [LARGE_KEY])}, [Part(LARGE_KEY + 1, []), Part(0, [(LARGE_KEY, 0, 1)])], (True, False)),
+        ({"free": ([SMALL_KEY], [])}, [Part(0, [(SMALL_KEY, 0, 0)])], (False, True)),
+        ({"free": ([SMALL_KEY], []), "downwards": False}, [Part(0, [(SMALL_KEY, 0, 0)])], (True, True)),
+    ],
+)
+def test_codes_do_the_same_once_more_where_everything_is_where_it_was(changes, parts, alike):
+    before = Shape(live={}, free=([], []), holes=(), retries=0, downwards=changes.get("downwards", True))
+    assert before._replace(**changes).repeats(before, parts) == alike
