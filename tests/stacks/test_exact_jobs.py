@@ -14,6 +14,7 @@ from tests.survey.stacks.stack_records import catalog_at, read_records
 
 RECORDS = Path(__file__).parent / "records"
 EXACT = {
+    "litgpt.0-4": (4, 6, 10, 11, 14, 17, 18, 19, 25, 26, 28, 29, 33, 35, 36, 41, 42, 43, 45),
     "transformers.offload.shards": (2, 4, 5, 7, 9, 10, 14, 19, 22, 23, 25, 34, 37),
     "transformers.fsdp1-offload.shards": (2, 4, 5, 7, 10, 12, 17, 18, 20, 21, 23, 27, 28, 29),
     "plain-loop.latent": (2, 3, 4, 13, 22, 25, 33),
@@ -36,3 +37,16 @@ def test_every_instant_is_the_librarys_own(name):
         own = dict(plan.instants)
         off = {key: own[key] - size for key, size in record.instants.items() if abs(own[key] - size) > UNCOUNTED_BYTES}
         assert not off, number
+
+
+GPT_2 = """{"card": "8.0", "reentrant": false, "model": {"model_type": "gpt2", "n_embd": 1024, "n_head": 16, "n_layer": 4,
+"n_positions": 1024, "vocab_size": 50257, "tie_word_embeddings": true, "activation_function": "gelu_new", "attn_pdrop": 0.1,
+"embd_pdrop": 0.1, "resid_pdrop": 0.1}, "training": {"description": "", "stack": "transformers@4.44", "compute_dtype": "bf16",
+"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}, "activation_checkpointing": "full", "clip_gradients": true,
+"adapter": {"kind": "lora", "rank": 16, "dropout": 0.1, "dtype": "fp32"}, "gradient_accumulation_steps": 2,
+"micro_batch_size": 1, "sequence_length": 256}}"""
+
+
+def test_gpt_2_of_transformers_4_44_cuts_logits_and_keeps_a_mask_in_each_layer():
+    plan = planned(StackJob.read(GPT_2), catalog_at(""))
+    assert plan.requested_bytes == pytest.approx(694_831_678, abs=4096)  # as its own code was traced
