@@ -39,6 +39,7 @@ class StackCheckpointing:
     selective: Literal["products", "alternate-products"]
     early_stop: bool  # Whether a layer is computed again no further than backward needs it
     replicas_reentrant: bool | None = None  # What ``reentrant`` is for replicas, if it is another
+    partitioned_reentrant: bool = False  # Whether it is so for adapters under DeepSpeed's stage 3, whatever is said
     # Whether it runs a layer again through the unit that wraps it, whose hooks are then set again, and not inside of that.
     calls_units: bool = False
     # How what full checkpointing saves may wait in host memory: in ``buffers``, but for the last layer's input, as it does by

@@ -147,7 +147,7 @@ def test_there_is_nothing_to_switch_off_without_adapters():
         ("llama-factory", {"method.stage": "reward", "parallel.data": 2}, " on several GPUs"),
         ("llama-factory", {"method.stage": "reward", "evaluation": True}, " as it evaluates"),
         ("llama-factory", {"method.stage": "reward", "adapter.modules_to_save": ["lm_head"]}, " with copies"),
-        ("trl", {"parallel.data": 2, "parallel.zero_stage": 3, "parallel.engine": "fsdp1"}, ""),
+        ("trl", {"parallel.data": 2, "parallel.zero_stage": 3, "parallel.engine": "fsdp1", "evaluation": True}, ""),
         ("trl@0.29", {"parallel.data": 2}, "; as TRL's newest version does: --stack trl$"),
         ("trl@1.12", {"method.stage": "simpo"}, ".*its newest version runs it: --stack trl$"),
         ("trl", {"method.stage": "orpo", "parallel.data": 2, "parallel.zero_stage": 3}, ""),

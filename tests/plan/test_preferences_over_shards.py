@@ -44,8 +44,55 @@ def test_an_engine_of_its_own_gathers_a_reference_model_at_stage_3():
         {"offload.optimizer_states": "cpu"},
         {"method.stage": "kto", "micro_batch_size": 2},
     ):
-        with pytest.raises(CannotAnswerError, match="stage 3: dpo and reward with a reference model of its own"):
+        with pytest.raises(CannotAnswerError, match="stage 3: dpo and reward"):
             plan("resident", **engine, **keys)
+
+
+def test_fsdp1_leaves_the_root_of_a_reference_model_gathered_for_good():
+    alone, beside = (plan(kind, **{"parallel.engine": "fsdp1"}) for kind in ("precomputed", "resident"))
+    assert beside.components["weights"] - alone.components["weights"] == PARAMETERS * BF16_BYTES // GPUS
+    root = (128_256 + 1) * 2048 * BF16_BYTES  # embedding, which is the head, and norm
+    own, before = dict(beside.memory.instants), dict(alone.memory.instants)
+    shards = PARAMETERS * BF16_BYTES // GPUS
+    assert {own[name] - before[name] for name in ("loss backward", "end of backward", "optimizer step")} == {
+        root + shards
+    }
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_deepspeeds_stage_3_has_backward_of_no_layer_end_that_ran_without_adapters(checkpointing):
+    settings = {
+        "parallel.engine": "deepspeed",
+        "parallel.zero_stage": 3,
+        "method.stage": "dpo",
+        "adapter.dtype": "bf16",
+    }
+    alone, off = (
+        memplan.plan(
+            "llama-3.2-1b",
+            gpu="h100",
+            gpus=GPUS,
+            config="lora",
+            stack="trl",
+            activation_checkpointing=checkpointing,
+            set={**settings, "method.reference_model": kind},
+        )
+        for kind in ("precomputed", "adapter-off")
+    )
+    more = dict(off.memory.instants)["end of backward"] - dict(alone.memory.instants)["end of backward"]
+    layers = (PARAMETERS - 128_256 * 2048) * BF16_BYTES
+    assert more == pytest.approx(layers, rel=0.07)  # the first layer is there without, too
+
+
+def test_trl_has_adapters_run_again_by_reentrant_checkpointing_under_stage_3_whatever_it_is_told():
+    settings = {"parallel.engine": "deepspeed", "parallel.zero_stage": 3, "adapter.dtype": "bf16"}
+    keys = {"gpu": "h100", "gpus": GPUS, "config": "lora", "stack": "trl", "activation_checkpointing": "full"}
+    told = [
+        memplan.plan("llama-3.2-1b", set={**settings, "reentrant_checkpointing": way}, **keys)
+        for way in (True, False, None)
+    ]
+    assert {plan.memory.setup.stack.checkpointing.reentrant for plan in told} == {True}
+    assert len({plan.memory.requested_bytes for plan in told}) == 1
 
 
 @pytest.mark.parametrize("keys", [{"evaluation": True}, {"parallel.reshard_after_forward": False}])

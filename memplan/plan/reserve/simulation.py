@@ -177,7 +177,7 @@ def _untold_engine(plan: MemoryPlan) -> str:
         return "the events of DeepSpeed's steps in host memory are not told"
     if config.evaluation and is_partitioned(config.parallel):
         return "what DeepSpeed's stage 3 gathers to evaluate is not told as events"
-    if is_partitioned(config.parallel) and config.method.reference_model == "resident":
+    if is_partitioned(config.parallel) and config.method.reference_model in ("resident", "adapter-off"):
         return "what DeepSpeed's stage 3 gathers of a reference model is not told as events"
     return ""
 

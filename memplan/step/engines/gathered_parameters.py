@@ -10,7 +10,8 @@ backward has run, even where it is let go of and gathered anew.
 
 Source:
     deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8), ``_fetch_sub_module_impl``, ``release_sub_module``,
-    ``__params_to_release`` and ``release_backward_leftovers``; partition_parameters.py, ``_all_gather_sequential``,
+    ``__params_to_release`` and ``release_backward_leftovers``; ``_post_backward_module_hook`` in parameter_offload.py, which
+    sets ``ds_grads_remaining`` to 0; partition_parameters.py, ``_all_gather_sequential``,
     ``_all_gather_dtype`` and ``AllGatherCoalescedHandle.wait``.
 """
 
@@ -21,6 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from memplan.documents.frozen_values import dataclass
+from memplan.step.states.parallel_shards import ADAPTER
 from memplan.units import ceil_div
 
 
@@ -81,6 +83,8 @@ class GatheredParameters:
         limits: What the rank gathers by.
         log: Is told of all of it.
         stays: Parameters that stay once they have been gathered.
+        anew: What is there as it begins, and counted elsewhere, where another forward of the same modules without adapters lies
+            before backward: it has each begin to count its inputs anew, so that backward of none ends that does not run again.
 
     Attributes:
         bytes: Whole parameters and buffers that are there.
@@ -95,6 +99,7 @@ class GatheredParameters:
         limits: Limits,
         log: Log | None = None,
         stays: Collection[str] = (),
+        anew: Collection[str] | None = None,
     ) -> None:
         self.bytes, self._log, self._stays = 0, log, stays
         self._elements, self._whole, self._frozen, self._limits = elements, whole, frozen, limits
@@ -113,7 +118,9 @@ class GatheredParameters:
         self._queue = deque((name, step) for step, names in enumerate(own) for name in names)
         self._step = self._live = 0
         self._asked: dict[str, int] = {}
-        self._there: dict[str, int] = {}
+        width, ranks = limits.width * limits.ranks, limits.ranks
+        self._there = {name: width * ceil_div(elements[name], ranks) for name in anew or ()}
+        self._again: set[str] | None = None if anew is None else set()  # Modules that have run again
         self._flying: dict[str, Buffer] = {}
         self._held: dict[str, int] = {}
         self._active: dict[str, set[str]] = {}
@@ -122,6 +129,8 @@ class GatheredParameters:
     def fetch(self) -> int:
         """Let the next module begin; return the most that is there meanwhile."""
         visit = self._visits[self._step]
+        if visit.way == "again" and self._again is not None:
+            self._again.add(visit.module)
         if visit.way == "backward":
             self._backward[visit.module] = dict.fromkeys(visit.parameters)
         most = self._gather([name for name in visit.parameters if self._is_apart(name)])
@@ -139,6 +148,8 @@ class GatheredParameters:
 
     def release(self, module: str, parameters: Sequence[str], *, backward: bool) -> None:
         """Let a module end."""
+        if backward and self._again is not None and module not in self._again and ADAPTER not in module:
+            return
         retained = self._backward.pop(module, {}) if backward else {}
         for name in [name for name in (*parameters, *retained) if name not in self._whole]:
             self._active.get(name, set()).discard(module)

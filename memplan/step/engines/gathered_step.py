@@ -7,6 +7,7 @@ Source:
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from memplan.errors import CannotAnswerError
@@ -43,7 +44,7 @@ from memplan.step.model_on_tape import ModelOnTape, PlayedModel
 from memplan.step.no_grad_instants import EVALUATION, forward_only_instants
 from memplan.step.playing.recomputation import Mark
 from memplan.step.states.optimizer_scratch import Temporaries
-from memplan.step.states.parallel_shards import in_layers
+from memplan.step.states.parallel_shards import ADAPTER, in_layers
 from memplan.step.states.partitioned_weights import Partitions, partitions
 from memplan.step.step_inputs import StepInputs, buffers, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form
@@ -156,6 +157,11 @@ class GatheredStep:
         elements: Of each parameter, in the order in which the model has them.
         frozen: Those that are not trained.
         whole: Those that stay gathered.
+        begun_anew: Whether a forward without adapters begins the order of modules anew, so that it is never known: nothing is
+            gathered ahead, and what has run is let go of, even what stays else.
+
+    Source:
+        ``reset_step``, ``trace_prologue`` and ``release_sub_module`` in deepspeed/runtime/zero/partitioned_param_coordinator.py (0.19.8).
     """
 
     def __init__(self, inputs: StepInputs, taped: ModelOnTape, rules: Partitions) -> None:
@@ -169,9 +175,10 @@ class GatheredStep:
             gathered = (((), Instant("", "gather", ZERO), mark),)
             self._pass = replace(self._pass, embedding=Segments(self._pass.embedding.forward, gathered))
         self.whole = frozenset(name for name, size in self.elements.items() if size <= rules.threshold)
+        self.begun_anew = inputs.setup.config.method.reference_model == "adapter-off"
 
-    def modules(self) -> Modules:
-        """Return the model's modules, of which none has run."""
+    def modules(self, *, adapted: bool = True) -> Modules:
+        """Return the model's modules, of which none has run, with adapters or with these switched off."""
         setup, spec = self.inputs.setup, self.inputs.spec
         tables = int(family_code(setup.stack, spec.architecture).forms_tables and not spec.learned_positions)
         wrapped = setup.config.adapter is not None
@@ -179,7 +186,7 @@ class GatheredStep:
         head = f"{spec.names.embedding if spec.tie_word_embeddings else spec.names.head}.weight" if outside else ""
         tied = spec.tie_word_embeddings
         dropouts = module_dropouts(setup.stack, spec.architecture)
-        names = tuple(self.elements)
+        names = tuple(name for name in self.elements if adapted or ADAPTER not in name)
         return Modules(names, spec.names, head, *dropouts, tied=tied, wrapped=wrapped, tables=tables)
 
     def listed(self) -> Sequence[Visit]:
@@ -191,8 +198,12 @@ class GatheredStep:
     def _forward(self, walk: EnginePass, following: Following, played: PlayedModel) -> Iterator[Instant]:
         """Yield the moments of forward, the reference model's beside what is gathered then."""
         behind = yield from through_forward(walk, following, played)
-        if self.inputs.setup.config.method.reference_model == "resident":
-            yield from referred(self.inputs, self.taped, (self.modules, self.elements), behind, following.resident)
+        if self.inputs.setup.config.method.reference_model in ("resident", "adapter-off"):
+            elements = {
+                name: size for name, size in self.elements.items() if not self.begun_anew or ADAPTER not in name
+            }
+            modules = partial(self.modules, adapted=not self.begun_anew)
+            yield from referred(self.inputs, self.taped, (modules, elements), behind, following.resident)
             return
         for moment in forward_only_instants(self.inputs, self.taped, behind):
             yield following.with_resident(moment)
@@ -201,11 +212,14 @@ class GatheredStep:
         """Yield the candidates for the peak."""
         inputs, rules = self.inputs, self.rules
         visits = self.listed()
-        limits = Limits(rules.ranks, rules.width, rules.ahead, rules.live, rules.distance, rules.moved)
+        ahead, distance = (0, 0) if self.begun_anew else (rules.ahead, rules.distance)
+        limits = Limits(rules.ranks, rules.width, ahead, rules.live, distance, rules.moved)
         several = inputs.setup.config.gradient_accumulation_steps > 1
 
         def one_pass(*, second: bool) -> Iterator[Instant]:
-            gathered = GatheredParameters(visits, self.elements, self.whole, self.frozen, limits)
+            whole = frozenset[str]() if self.begun_anew else self.whole
+            anew = (frozenset() if second else self.whole) if self.begun_anew else None
+            gathered = GatheredParameters(visits, self.elements, whole, self.frozen, limits, anew=anew)
             leaving = Leaving(last=second or not several, summed=second) if rules.offloads else None
             return self._pass.instants(GatheredGradients(self.modules(), gathered, self.elements, rules, leaving))
 
@@ -213,9 +227,9 @@ class GatheredStep:
         for instant in one_pass(second=False):
             most = max(most, instant.communication if instant.name == "forward" else 0)
             yield instant
-            if several and not rules.offloads:
+            if several and not (rules.offloads or self.begun_anew):
                 yield _of_second(instant)
-        if several and rules.offloads:
+        if several and (rules.offloads or self.begun_anew):
             yield from map(_of_second, one_pass(second=True))
         graph = graph_of_loss(inputs, self.taped)  # the engine steps before the loop has let go of the loss
         for instant in after_backward(inputs, self.taped, rules.gradient_bytes):
@@ -283,6 +297,10 @@ def _refuse(inputs: StepInputs, rules: Partitions) -> None:
         what = "kernels.loss: cut-cross-entropy, which gathers the head by itself,"
     elif family_code(setup.stack, spec.architecture).own_linear and not (adapter and setup.checkpointing == "full"):
         what = f"model: {spec.name}, whose graph keeps views of gathered weights, without LoRA and full checkpointing,"
+    elif setup.config.method.reference_model == "adapter-off" and setup.checkpointing != "none":
+        # What is gathered then belongs to the module whose backward has begun last, which is another.
+        again = setup.stack.checkpointing.reentrant
+        what = "" if again else "method.reference_model: adapter-off, beside layers that run again not reentrant,"
     elif rules.ranks == 1:
         what = "parallel.data: 1"
     if what:

@@ -14,7 +14,14 @@ from memplan.step.engines.gathered_parameters import GatheredParameters, Limits
 from memplan.step.engines.module_visits import Listed, Modules, followed
 from memplan.step.engines.reduced_gradients import EngineBytes
 from memplan.step.model_on_tape import ModelOnTape
-from memplan.step.no_grad_instants import EMBEDDING, HEAD, beside_reference, forward_arguments, places_alone
+from memplan.step.no_grad_instants import (
+    EMBEDDING,
+    HEAD,
+    beside_reference,
+    forward_arguments,
+    places_alone,
+    reference_model,
+)
 from memplan.step.playing.recomputation import Mark
 from memplan.step.playing.section import Section, forward_player
 from memplan.step.states.partitioned_weights import PREFETCHED, reference_threshold
@@ -54,7 +61,7 @@ def referred(
     around: Form,
     beside: EngineBytes,
 ) -> Iterator[Instant]:
-    """Yield the moments of a reference model's forward, of layers alike those beside which the most is gathered.
+    """Yield the moments of a reference model's forward, or of the model's without adapters, of layers alike those beside which the most is gathered.
 
     Args:
         taped: The model that is trained, which the reference is another of.
@@ -63,6 +70,8 @@ def referred(
         beside: What its engine has gathered, and gradients.
     """
     modules, elements = model
+    known = inputs.setup.config.method.reference_model == "resident"  # else it is the trained one's engine, begun anew
+    taped = taped if known else reference_model(inputs, taped) or taped
     arguments = forward_arguments(inputs)
     places = [*places_alone(inputs, taped, around + beside_reference(inputs), arguments)]
     parts = {kind: forward_segments(section) for kind, _, section in places}
@@ -79,12 +88,12 @@ def referred(
     limits = Limits(
         setup.config.parallel.data,
         setup.compute_bytes,
-        ahead,
+        ahead * known,
         zero.max_live_parameters,
-        zero.max_reuse_distance,
+        zero.max_reuse_distance * known,
         setup.offloads_weights,
     )
-    whole = {name for name, size in elements.items() if size <= least}
+    whole = {name for name, size in elements.items() if size <= least and known}
     gathered = GatheredParameters(listed.visits, elements, whole, elements, limits)
     following = Following(ReferenceParameters(modules(), gathered, beside))
     walked = [(kind, following.walk(parts[kind], number)) for kind, number in order]

@@ -12,7 +12,7 @@ from memplan.catalog.kernel_profiles import KernelProfile
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Offload, TrainingConfig
 from memplan.training.rules.image_rules import out_of_range
-from memplan.training.rules.stack_rules import beside_codes
+from memplan.training.rules.stack_rules import FLOATS, beside_codes
 
 Path = tuple[str, ...]
 REFERRED = frozenset(("dpo", "kto"))
@@ -65,11 +65,19 @@ def with_checkpointing(config: TrainingConfig, stack: Stack) -> Stack:
         ``_fix_gradient_checkpointing`` in swift/trainers/mixin.py (4.6.0).
     """
     rules, parallel = stack.checkpointing, config.parallel
+    if forces_reentrant(config, stack):
+        return replace(stack, checkpointing=replace(rules, reentrant=True))
     if config.reentrant_checkpointing is not None:
         return replace(stack, checkpointing=replace(rules, reentrant=config.reentrant_checkpointing))
     if rules.replicas_reentrant is None or parallel.gpus == 1 or parallel.zero_stage or parallel.engine != "torch":
         return stack
     return replace(stack, checkpointing=replace(rules, reentrant=rules.replicas_reentrant))
+
+
+def forces_reentrant(config: TrainingConfig, stack: Stack) -> bool:
+    """Tell whether a stack has adapters' layers run again by reentrant checkpointing, whatever it is told: TRL under stage 3."""
+    parallel, forced = config.parallel, stack.checkpointing.partitioned_reentrant
+    return forced and config.adapter is not None and (parallel.engine, parallel.zero_stage) == ("deepspeed", 3)
 
 
 def with_outputs(config: TrainingConfig, stack: Stack) -> Stack:
@@ -214,6 +222,9 @@ def _reference_refusals(config: TrainingConfig, stack: Stack, hidden: str) -> It
     elif stack.loop.metrics == "softmax" and reference == "resident" and hidden not in ("fp32", config.compute_dtype):
         text = f"{stack.label} loads a reference model in {config.compute_dtype} beside weights in {hidden}, which is not modelled"
         yield ("method", "reference_model"), f"{text}; use weights: {config.compute_dtype}"
+    elif reference == "resident" and hidden not in FLOATS and config.parallel.zero_stage == 3:
+        text = "a reference model of its own whose weights are quantised is not modelled over shards; use adapter-off"
+        yield ("method", "reference_model"), text
     elif _compares_whole(config, stack) and stack.loop.metrics == "accuracy" and reference == "precomputed" and full:
         text = f"{stack.label} keeps the reference model though its log-probabilities are known; use resident"
         yield ("method", "reference_model"), text  # trl/trainer/dpo_trainer.py, lines 689 to 702 (0.29.0)
@@ -235,7 +246,7 @@ def _run_refusals(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, 
     ):
         text = f"{stage} over several GPUs that share a model is not modelled; plan replicas, parallel.zero_stage: 0"
         text += (
-            ", DeepSpeed (stage 3: dpo and reward with a reference model of its own, or none), or FSDP without evaluation"
+            ", DeepSpeed (stage 3: dpo and reward), or FSDP without evaluation"
             if _compares_inside(config, stack)
             else ""
         )
@@ -255,14 +266,15 @@ def _shares_model(config: TrainingConfig, stack: Stack) -> bool:
 
     Source:
         ``prepare_fsdp`` and ``prepare_deepspeed`` in trl/models/utils.py (1.16.0): up to stage 2 the reference model is a whole copy,
-        and an engine of its own at stage 3; a forward without adapters begins the trained one's engine anew there (``reset_step``).
+        and an engine of its own at stage 3; a forward without adapters begins the trained one's engine anew there (``reset_step``),
+        which is followed.
     """
     parallel, resident = config.parallel, config.method.reference_model == "resident"
     if not _compares_inside(config, stack):
         return False
     if parallel.engine == "deepspeed":
         alone = config.offload == Offload() and not config.evaluation and config.method.stage != "kto"
-        return parallel.zero_stage < 3 or (config.method.reference_model != "adapter-off" and alone)
+        return parallel.zero_stage < 3 or alone
     gathered_anew = parallel.reshard_after_forward and not config.evaluation
     if parallel.engine == "fsdp1" and not (gathered_anew and config.offload == Offload()):
         return False

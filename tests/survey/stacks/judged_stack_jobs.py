@@ -22,6 +22,7 @@ from memplan.step.states.parallel_shards import is_flat
 from memplan.trace.recording.trace_result import Moment, Trace
 from memplan.trace.stacks.registry import STEPS, StackInputs, details_of
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.method_rules import forces_reentrant
 from tests.survey.drawn_jobs import GPU, Verdict, compared, reserved, resolved
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 
@@ -33,7 +34,8 @@ def stack_setup(job: StackJob, catalog: Catalog) -> tuple[Any, TrainingSetup]:
         MemplanError: The job is refused.
     """
     model, setup = resolved(job.job, catalog)
-    checkpointing = replace(setup.stack.checkpointing, reentrant=job.reentrant)
+    reentrant = job.reentrant or forces_reentrant(setup.config, setup.stack)
+    checkpointing = replace(setup.stack.checkpointing, reentrant=reentrant)
     return model, replace(setup, stack=replace(setup.stack, checkpointing=checkpointing))
 
 
