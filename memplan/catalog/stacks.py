@@ -34,8 +34,7 @@ class StackCheckpointing:
     default: Checkpointing  # What it does where a config does not say
     default_quantised: Checkpointing  # The same where adapters stand on quantised weights
     reentrant: bool  # Whether layers are recomputed by ``torch.utils.checkpoint`` with ``use_reentrant=True``
-    # What ``selective`` means: results of attention and all ``products`` are saved, or of attention and
-    # ``alternate-products``, the first product of two matrices, the third and so on, and none of stacked ones.
+    # What ``selective`` saves beside attention's results: ``products``, or the first of two matrices, the third and so on, of none stacked.
     selective: Literal["products", "alternate-products"]
     early_stop: bool  # Whether a layer is computed again no further than backward needs it
     replicas_reentrant: bool | None = None  # What ``reentrant`` is for replicas, if it is another
