@@ -12,12 +12,13 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
 from memplan.cli.completion import run
-from memplan.errors import MemplanError
+from memplan.errors import GuessedNameWarning, MemplanError
 
 SECONDS = 5.0
 """Of processor time, as the machine may be shared."""
@@ -72,7 +73,8 @@ def called(read: Callable[[], object], name: str) -> Outcome:
     started = time.process_time()
     code, lines = 0, ""
     try:
-        with _alarm(SECONDS):
+        with _alarm(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore", GuessedNameWarning)  # what a program is told, and the entry point writes
             read()
     except MemplanError as error:
         code, lines = error.exit_code, "".join(f"memplan: {line}\n" for line in str(error).splitlines())
