@@ -14,6 +14,7 @@ from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TO
 from memplan.step.tapes.linear_forms import EMBEDDING_DIRECT_INDICES, LATE_CHUNKS, TILE_TOKENS, answered_tokens
 from memplan.step.units.host_memory import copied_widths, waits_on_host
 from memplan.training.resolved import TrainingSetup
+from memplan.training.rules.stack_rules import beside_codes
 from memplan.units import ceil_div
 
 MASK_COLUMNS = 16
@@ -29,6 +30,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
     learned, delta = spec.learned_positions > 0, spec.linear_attention
     scanned = 0 if spec.state_space is None else spec.state_space.chunk_tokens
     code = family_code(setup.stack, spec.architecture)
+    codes = beside_codes(setup.config, setup.format_names["hidden_matrix"])
     return Regime(
         one_sequence=batch == 1 and _differs_for_one(spec, setup),
         one_pair=setup.compares_pairs and batch == setup.rows_per_sample,
@@ -43,7 +45,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         pads_mask=masked and length % MASK_COLUMNS > 0,
         wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole"
         and not setup.config.parallel.zero_stage
-        and (length != spec.max_position_embeddings or setup.beside_codes),
+        and (length != spec.max_position_embeddings or codes),
         sorts_positions=learned and (tokens if code.counts_positions else length) > EMBEDDING_DIRECT_INDICES,
         all_words=profile.loss in TILED and has_all_words(profile.loss, spec.vocab_size, tokens),
         staged=waits_on_host(spec, setup, tokens),

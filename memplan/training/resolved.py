@@ -258,27 +258,26 @@ class TrainingSetup:
         return format_name(self.config, "embedding")
 
     @property
-    def beside_codes(self) -> bool:
-        """Whether matrices are frozen codes, beside which adapters or other parts train."""
-        return beside_codes(self.config, self.format_names["hidden_matrix"])
-
-    @property
     def kbit_floats(self) -> bool:
         """Whether all that is not quantised is in fp32 beside quantised matrices."""
         if self.config.parallel.engine != "torch":
             return False  # DeepSpeed casts them back, and FSDP1 refuses to flatten two dtypes into one tensor
-        return self.stack.kbit_floats in ("fp32", "fp32-norms") and self.beside_codes
+        quantised = beside_codes(self.config, self.format_names["hidden_matrix"])
+        return self.stack.kbit_floats in ("fp32", "fp32-norms") and quantised
 
     @property
     def loads_codes(self) -> CodesLoading | None:
         """How 4-bit weights are quantised on the card, where that decides what its allocator holds."""
         blocks = self.formats["hidden_matrix"].blocking == "tensor" and not self.formats["hidden_matrix"].row_bytes
-        return self.stack.loads_codes if blocks and self.beside_codes else None
+        return (
+            self.stack.loads_codes if blocks and beside_codes(self.config, self.format_names["hidden_matrix"]) else None
+        )
 
     @property
     def stable_embedding(self) -> bool:
         """Whether another embedding, trained by nothing, stands before quantised matrices in the place of the model's."""
-        return self.stack.kbit_floats == "stable-embedding" and self.beside_codes
+        quantised = beside_codes(self.config, self.format_names["hidden_matrix"])
+        return self.stack.kbit_floats == "stable-embedding" and quantised
 
     @property
     def leaves_gradients(self) -> bool:
