@@ -129,7 +129,7 @@ def test_every_form_of_the_answer_exits_alike(cli, device, code):
 
 
 OTHERS = [
-    pytest.param(("max",), marks=pytest.mark.thorough),
+    pytest.param(("max",), marks=pytest.mark.slow),  # every model under every method, twice
     ("max", "--gpu", "rtx4090"),
     ("max", "llama-8b", "--for", "batch", "--config", "qlora"),
     ("where", "llama-70b", "--config", "tier1"),

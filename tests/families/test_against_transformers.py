@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-NO_MULTIPLE_OF_HEADS = {"kanana-1.5-2.1b"}
+NO_MULTIPLE_OF_HEADS = {"kanana-1.5-2.1b", "kanana-nano-2.1b"}
 """Llama models whose width is no multiple of their heads, which ``LlamaConfig`` refuses since 5.0 whatever ``head_dim`` says."""
 
 

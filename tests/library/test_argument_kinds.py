@@ -66,7 +66,12 @@ def _said(name: str, given: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_odd_arguments_are_answered_or_refused_in_lines(name):
-    pairs = [(argument, kind) for argument in _arguments(name) for kind in ODD]
+    pairs = [
+        (argument, kind)
+        for argument in _arguments(name)
+        for kind in ODD
+        if argument != "progress" or not callable(ODD[kind])  # which is called, as it is said, and may fail as it likes
+    ]
     said = {pair: _said(name, _given(name) | {pair[0]: ODD[pair[1]]}) for pair in pairs}
     assert any(said.values())
     assert not [pair for pair, text in said.items() if not all(line.isprintable() for line in text.split("\n"))]

@@ -73,9 +73,10 @@ def check(
     """
     known = catalog_of(catalog)
     known.check_own_entries()
-    if os.fspath(file) != "-" and path_kind(Path(file)) == "nothing":
-        raise InvalidFileError([f"{shown_path(Path(file))}: no such file; a first one may say {FIRST} (docs/ci.md)"])
-    budget = read_budget(_from_here(Path(file)))
+    given = _from_here(Path(file))
+    if os.fspath(file) != "-" and path_kind(given) == "nothing":
+        raise InvalidFileError([f"{shown_path(given)}: no such file; a first one may say {FIRST} (docs/ci.md)"])
+    budget = read_budget(given)
     path = budget.baseline if baseline is None else Path(baseline)
     workshop = Workshop(known)
     before = None if update_baseline else _before(budget, path, given=baseline is not None)
