@@ -60,6 +60,14 @@ def test_what_is_not_planned_says_what_is(stack, settings, told):
         memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=settings)
 
 
+def test_dora_with_dropout_over_transposed_weights_is_refused_where_peft_runs_it():
+    job = {"gpu": "h100", "config": "lora", "set": {"adapter.kind": "dora", "adapter.dropout": 0.1}}
+    with pytest.raises(memplan.MemplanError, match="new parameters of the weights of GPT-2"):
+        memplan.plan("gpt2", stack="transformers", **job)
+    assert memplan.plan("gpt2", stack="bundled", **job).verdict == "fits"
+    assert memplan.plan("llama-3.2-1b", stack="transformers", **job).verdict == "fits"
+
+
 def test_a_tower_that_images_pass_through_stays_beside_copies_of_tied_ends():
     settings = {"images.per_row": 1, "sequence_length": 512, "kernels.attention": "flash"}
     copies = {"adapter.modules_to_save": ["embed_tokens"]}

@@ -21,6 +21,7 @@ def refuse_unmodelled(model: Model, setup: TrainingSetup) -> None:
     """
     _refuse_wide_tables(model, setup)
     _refuse_adapted_experts(model, setup)
+    _refuse_transposed_copies(model, setup)
     _refuse_fused_adapters(gathered_setup(setup) if is_sharded(setup.config.parallel) else setup)
     _refuse_clipped_projections(model, setup)
     _refuse_sharded_mixtures(model, setup)
@@ -97,6 +98,21 @@ def _refuse_adapted_experts(model: Model, setup: TrainingSetup) -> None:
     raise CannotAnswerError(
         f"{setup.name}: adapter.targets: {what}, {last}; target projections of attention, such as q_proj"
     )
+
+
+def _refuse_transposed_copies(model: Model, setup: TrainingSetup) -> None:
+    """Raise for DoRA with dropout over weights that are stored transposed: each forward makes parameters of them, which get gradients.
+
+    Source:
+        ``DoraLinearLayer.forward`` in peft/tuners/lora/dora.py and ``transpose`` in peft/utils/other.py (0.21.2).
+    """
+    adapter = setup.config.adapter
+    peft = setup.stack.model_code == "transformers" and setup.format_names["hidden_matrix"] in FLOAT_BYTES
+    if adapter is not None and adapter.kind == "dora" and adapter.dropout and model.spec.transposed_linear and peft:
+        raise CannotAnswerError(
+            f"{setup.name}: adapter.dropout: with DoRA, PEFT makes new parameters of the weights of {model.spec.name} in each "
+            "forward, and gradients of them, which is not modelled; use adapter.dropout: 0, or adapter.kind: lora"
+        )
 
 
 def _refuse_fused_adapters(setup: TrainingSetup) -> None:
