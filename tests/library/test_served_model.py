@@ -142,6 +142,11 @@ def test_json_follows_its_schema(cli):
     jsonschema.validate(ran.data, schema_of("inference"))
 
 
+def test_the_last_line_is_the_verdict(cli):
+    job = ("fit", "llama-8b", "--method", "inference", "--gpu", "rtx4090")
+    assert cli(*job, "-q").out == cli(*job, "--json").data["answer"] + "\n"
+
+
 def test_what_does_not_fit_exits_with_1_and_is_offered_fewer_bits(cli, served):
     ran = cli("fit", "llama-8b", "--method", "inference", "--gpu", "rtx3060")
     assert ran.exit_code == 1

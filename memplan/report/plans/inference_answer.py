@@ -52,7 +52,8 @@ def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, st
     )
     reach = _reach(answer, unit)
     failed = served.verdict == "no" or (strict and served.verdict == "tight")
-    blocks = (head, table, reach, tuple(f"Assumed: {note}" for note in answer.notes))
+    notes = tuple(f"Assumed: {note}" for note in answer.notes)
+    blocks = (head, table, reach, notes, inference_sentence(answer))
     screen = partial(_screen, answer, unit, reach)
     return Document(_data(answer, catalog_hash), blocks, 1 if failed else 0, screen=screen)
 
