@@ -226,10 +226,12 @@ _WORDS_FOR = {
     "--set kernels.attention=flash": ("--attn-implementation", "--flash-attention", "--flash-attn"),
     "--set offload.optimizer_states=cpu": ("--cpu-offload", "--offload"),
     "--lora --set weights.hidden_matrix=llm-int8": ("--load-in-8bit",),
+    "--set method.stage=dpo (and serving is memplan fit MODEL --method inference)": ("--method",),
     "--tp": ("--tensor-model-parallel-size", "--tensor-parallel-size"),
     "--with FILE": ("--deepspeed",),
     "--zero": ("--ds-stage", "--stage", "--zero-stage"),
     "--zero 3": ("--fsdp", "--zero3"),
+    "memplan fit MODEL --method inference": ("--concurrency", "--context", "--kv-dtype"),
     "MODEL without an option": ("--hf", "--model", "--model-id", "--model-name", "--model-name-or-path"),
 }
 """What memplan has -> options of other programs, and words for it, that people type."""

@@ -132,6 +132,8 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
         (("emit", "llama-8b", "--format", "axolotl"), "here it is --as (see"),
         (("fit", "llama-8b", "--nproc_per_node", "8"), "here it is --gpus (see"),
         (("fit", "llama-8b", "--ctx-size", "8192"), "here it is --context (see"),
+        (("max", "llama-8b", "--context", "8192"), "here it is memplan fit MODEL --method inference (see"),
+        (("where", "llama-8b", "--method", "dpo"), "here it is --set method.stage=dpo ("),
         (("list", "gpus", "--vram", "24GB"), "No such option: --vram (see"),
         (("fit", "llama-8b", "--gpu", "colab"), "any other: --gpu-memory 24GiB"),
         (("fit", "llama-8b", "--gpu", "M3 Pro 36GB"), "of another Mac, two thirds of its memory up to 32 GB"),
