@@ -137,6 +137,7 @@ def test_what_a_file_does_not_say_is_taken_from_the_options(tmp_path):
         ("job.py", b"f(", "not Python"),
         ("job.toml", b"a = ", "not valid TOML"),
         ("job.yaml", b"a: 1", "no trainer's keys"),
+        ("job.yaml", b"---\n" + b"\n" * 200_000 + b"---\n", "not valid YAML"),
         ("job.yaml", b"description: mine", "a training config, which names no model"),
     ],
 )

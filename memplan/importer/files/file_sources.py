@@ -97,7 +97,7 @@ def _several_documents(text: str, name: str) -> tuple[CommandLine, ...]:
     starts = [0, *(one.end() for one in _BETWEEN.finditer(text))]
     parts = [(start, text[start:end]) for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
     parts = [
-        (start, part.replace("---", "")) for start, part in parts if re.search(r"^\s*[\w'\"-]+:", part, re.MULTILINE)
+        (start, part.replace("---", "")) for start, part in parts if re.search(r"^[ \t]*[\w'\"-]+:", part, re.MULTILINE)
     ]
     commands: list[CommandLine] = []
     for start, part in parts if 1 < len(parts) <= MOST_DOCUMENTS else ():
