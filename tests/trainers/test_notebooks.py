@@ -137,6 +137,13 @@ def test_pictures_in_a_notebook_are_passed_over_and_endless_code_is_not_read(tmp
         memplan.import_file(notebook(tmp_path, "x = 1\n" * 100_000))
 
 
+def test_a_notebook_of_more_cells_than_any_is_refused(tmp_path):
+    path = tmp_path / "job.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": "x=1"}] * 10_001}))
+    with pytest.raises(InvalidFileError, match=r"job\.ipynb: more than 10,000 cells"):
+        memplan.import_file(path)
+
+
 def test_what_is_loaded_behind_training_does_not_count(tmp_path):
     never = "if False:\n    model, tokenizer = FastLanguageModel.from_pretrained(model_name='lora_model', max_seq_length=1, load_in_4bit=False)\nelse:\n    pass"
     again = "model, tokenizer = FastLanguageModel.from_pretrained('lora_model', max_seq_length=1)"

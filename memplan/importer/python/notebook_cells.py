@@ -19,6 +19,7 @@ _OWN = re.compile(
     r"^([ \t]*)(?:[!%?](?:.*\\\n)*.*|(?:pip3?|conda|cd|ls|cat|mkdir|wget) [^=(\n]*|\w[\w.]*\?{1,2})$", re.MULTILINE
 )
 """Lines that IPython runs: those of a shell, magics, help, and commands that it takes without a sign."""
+MOST_CELLS = 10_000
 PYTHON = ("capture", "time", "timeit", "prun")
 """Magics of a whole cell that is Python all the same."""
 
@@ -52,12 +53,14 @@ def code_cells(document: Any, name: str, most: int) -> Iterator[tuple[int, str]]
     """Yield the cells of code with their numbers among all cells, from 1.
 
     Raises:
-        InvalidFileError: It is no notebook, or its code is longer than that.
+        InvalidFileError: It is no notebook, has more cells than ``MOST_CELLS``, or its code is longer than that.
     """
     letters = 0
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
         raise InvalidFileError([f"{name}:1: not a notebook of format 4, which has cells"])
+    if len(cells) > MOST_CELLS:
+        raise InvalidFileError([f"{name}: more than {MOST_CELLS:,} cells: no notebook that trains has as many"])
     for number, cell in enumerate(cells, 1):
         if not isinstance(cell, dict) or cell.get("cell_type") != "code":
             continue
