@@ -330,8 +330,7 @@ class ModelEntry:
         ids: Ids of the same publisher's with the same shapes: instruction-tuned ones, say.
         mirrors: Other publishers' ids with the same shapes: copies, quantised uploads, fine-tunes.
         tuned: Ids of fine-tunes by what their pages say: a guess, since they may have other rows of tokens.
-        released: Day or month of the release.
-        released_weights: How they are stored there, as ``--weights`` has it; bf16 where nothing is said.
+        released, released_weights: Day or month of the release, and how weights are stored there (``--weights``), bf16 if unsaid.
     """
 
     title: str

@@ -81,7 +81,8 @@ def test_deepspeeds_stage_3_has_backward_of_no_layer_end_that_ran_without_adapte
     )
     more = dict(off.memory.instants)["end of backward"] - dict(alone.memory.instants)["end of backward"]
     layers = (PARAMETERS - 128_256 * 2048) * BF16_BYTES
-    assert more == pytest.approx(layers, rel=0.07)  # the first layer is there without, too
+    first = layers // 16 if checkpointing == "full" else 0  # runs again, and so is there without, too
+    assert 0 <= layers - first - more < 2**24  # buffers in flight, which the records of this engine's own code compare
 
 
 def test_trl_has_adapters_run_again_by_reentrant_checkpointing_under_stage_3_whatever_it_is_told():
