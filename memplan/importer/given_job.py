@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memplan.documents.opening import usable_path, whole_path
 from memplan.errors import InvalidFileError, printable
-from memplan.importer.files.file_sources import program_keys, read_keys, read_source
+from memplan.importer.files.file_sources import program_keys, read_keys, read_source, started_by_program
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.imported_job import ImportedJob, Question, joined_job
 from memplan.importer.python.python_settings import ARGV
@@ -38,7 +38,7 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     for path in paths:
         source = read_source(path, question.text if path == paths[0] else None, _processes(question))
         if path == paths[0] and isinstance(source, GivenKeys):
-            source = tuple(commands_within(source, question)) or source
+            source = tuple(commands_within(source, question, path)) or source
         if isinstance(source, GivenKeys):
             sources.append(source)
         elif path == paths[0]:
@@ -47,14 +47,25 @@ def import_files(paths: Sequence[Path], question: Question) -> ImportedJob:
     return joined_job(sources, replace(question, files=NamedFiles(_folders(paths))))
 
 
-def commands_within(keys: GivenKeys, question: Question) -> Sequence[CommandLine]:
-    """Return the commands that a file holds which is no trainer's own, but for those that no trainer has."""
-    heads = question.mappings.heads()
-    if keys.form != "file" or keys.words or question.trainer is not None or is_owned(keys, heads):
-        return ()
-    from memplan.importer.files.embedded_commands import embedded_commands
+def commands_within(keys: GivenKeys, question: Question, path: Path | None = None) -> Sequence[CommandLine]:
+    """Return the commands that a file holds which is no trainer's own, but for those that no trainer has.
 
-    commands = embedded_commands(keys)
+    Args:
+        keys: The file's.
+        question: What it is read with.
+        path: Where it lies; of a program in Python nothing is returned without.
+    """
+    heads = question.mappings.heads()
+    plain = keys.form == "file" and not keys.words
+    starts = keys.form == "python" and path is not None and question.text is None
+    if not (plain or starts) or question.trainer is not None or is_owned(keys, heads):
+        return ()
+    if starts and path is not None:
+        commands = started_by_program(path, _processes(question))
+    else:
+        from memplan.importer.files.embedded_commands import embedded_commands
+
+        commands = embedded_commands(keys)
     return commands if any(is_owned(command.job, heads) or command.config for command in commands) else ()
 
 

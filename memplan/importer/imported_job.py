@@ -17,7 +17,7 @@ from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.given_keys import GivenKeys, with_components
 from memplan.importer.sources.started_processes import processes, unknown_processes, visible_gpus
 from memplan.importer.trainer_detection import Owned, betrayed_version, is_owned, other_kind, owner_of, with_new_names
-from memplan.importer.trainer_mappings import Mapped, TrainerHead, TrainerMappings
+from memplan.importer.trainer_mappings import OTHER, Mapped, TrainerHead, TrainerMappings
 
 Role = Literal["job", "launcher", "not_training"]
 
@@ -54,6 +54,12 @@ class ImportedJob:
     keys: SortedKeys  # Irrelevant and unknown keys
     sources: tuple[GivenKeys, ...] = ()  # The files, that of the job last
     renamed: dict[str, str] = field(default_factory=dict)  # Key -> the name that was given
+
+    @property
+    def other(self) -> str:
+        """What a file is, in words, that is no training job."""
+        of_trainer = "" if self.head.role == OTHER else f" of {self.head.title}"
+        return f"{self.kind}{of_trainer}, not a training job"
 
     @property
     def refused(self) -> bool:
@@ -112,7 +118,7 @@ def joined_job(sources: Sequence[GivenKeys], question: Question, command: Comman
         names = " and ".join(dict.fromkeys(f"{told.head.trainer} ({told.keys.name})" for told in jobs))
         raise InvalidFileError([f"files of {names}: give one trainer's and its launcher's"])
     mapped = question.mappings.body(main.head.trainer)
-    version, betraying = betrayed_version(main.keys, mapped)
+    version, betraying = betrayed_version([told.keys for told in jobs] or [main.keys], mapped)
     version = _stated_version(question.version) or version or mapped.version
     inputs: dict[str, Any] = {
         "gpus": question.gpus,
@@ -122,14 +128,14 @@ def joined_job(sources: Sequence[GivenKeys], question: Question, command: Comman
     }
     environment = {name: value for source in sources for name, value in (source.environment or {}).items()}
     inputs |= {f"environment.{name}": value for name, value in environment.items()}
-    reading = Reading({name: value for name, value in inputs.items() if value not in (None, "")})
+    known = {name: value for name, value in inputs.items() if value not in (None, "")}
+    reading = Reading(known, notes=list(main.keys.noted))
     ordered = tuple(sorted(sources, key=lambda keys: keys is main.keys))
     job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), ordered)
     for absent in main.keys.absent:
         reading.need(absent)
     if betraying:
-        why = f"{betraying} is a key of {version} and older"
-        reading.results["let.version"] = Result(version, DEFAULTED, betraying, main.keys.name, why)
+        _note_version(reading, version, betraying, main)
     if job.role == "not_training":
         named = (main.keys.value(key) for key in ("model_name_or_path", "base_model", "model", "checkpoint_dir"))
         given = next((name for name in named if isinstance(name, str)), None)
@@ -146,6 +152,11 @@ def joined_job(sources: Sequence[GivenKeys], question: Question, command: Comman
     if reading.problems:
         raise InvalidFileError(reading.problems)
     return job
+
+
+def _note_version(reading: Reading, version: str, betraying: str, main: Owned) -> None:
+    why = f"{betraying} is a key of {version} and older"
+    reading.results["let.version"] = Result(version, DEFAULTED, betraying, main.keys.name, why)
 
 
 def _stated_version(version: str) -> str:

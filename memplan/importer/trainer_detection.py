@@ -15,7 +15,7 @@ from memplan.importer.classified_keys import known_keys
 from memplan.importer.interpreter import PROGRAM
 from memplan.importer.sources.conditions import holds, version_parts, word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
-from memplan.importer.trainer_mappings import Mapped, TrainerHead
+from memplan.importer.trainer_mappings import OTHER, Mapped, TrainerHead
 
 PARSED = "huggingface"
 """The mapping of trainers whose files transformers' parser reads: a key that it does not know fails, without a value too."""
@@ -71,7 +71,8 @@ def owner_of(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = 
         if none != NO_TRAINER and not _is_of(keys, chosen):
             raise InvalidFileError([f"{keys.name}: {none}"])
         return Owned(_calls_alone(keys, chosen), chosen, other_kind(keys, chosen))
-    told = [head for head in heads if _is_of(keys, head)]
+    told = [head for head in heads if head.role != OTHER and _is_of(keys, head)]
+    told = told or [head for head in heads if head.role == OTHER and _is_of(keys, head)]
     if keys.words and (longest := max((_by_words(keys, head) for head in told), default=0)):
         told = [head for head in told if _by_words(keys, head) == longest]
     if not told:
@@ -91,7 +92,7 @@ def _calls_alone(keys: GivenKeys, head: TrainerHead) -> GivenKeys:
 
 def is_owned(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
     """Tell whether these are keys of some trainer, or of several."""
-    return any(_is_of(keys, head) for head in heads)
+    return any(head.role != OTHER and _is_of(keys, head) for head in heads)
 
 
 def is_program_of(keys: GivenKeys, head: TrainerHead) -> bool:
@@ -104,7 +105,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _is_of(keys: GivenKeys, head: TrainerHead) -> bool:
-    said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING}
+    said = _said(keys)
     return bool(_by_words(keys, head)) or (
         any(holds(condition, lambda key: _stated_value(keys, key, said)) for condition in head.detect)
         and all(keys.value(name) is MISSING for name in head.without)
@@ -127,8 +128,7 @@ def other_kind(keys: GivenKeys, head: TrainerHead, *, unread: bool = False) -> s
     Args:
         unread: Whether a file that a command names is not there, so that the program alone can tell.
     """
-    trains = keys.form != "python" or any(map(_TRAINING.search, keys.words))
-    said = {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING, TRAINS: trains}
+    said = _said(keys)
     others = [one for one in head.other_files if PROGRAM in one.when or not unread]
 
     def lookup(key: str) -> Any:
@@ -136,6 +136,12 @@ def other_kind(keys: GivenKeys, head: TrainerHead, *, unread: bool = False) -> s
 
     told = (one for one in others if holds(one.when, lookup) and not (one.unless and holds(one.unless, lookup)))
     return next((one.kind for one in told), "")
+
+
+def _said(keys: GivenKeys) -> dict[str, Any]:
+    """Return what conditions ask of a source besides its keys."""
+    trains = keys.form != "python" or any(map(_TRAINING.search, keys.words))
+    return {FORM: keys.form, PROGRAM: " ".join(keys.words) or MISSING, TRAINS: trains}
 
 
 def _stated_value(keys: GivenKeys, key: str, said: Mapping[str, Any]) -> Any:
@@ -207,11 +213,19 @@ def _without_negations(keys: GivenKeys, mapped: Mapped) -> GivenKeys:
     return replace(keys, data=data, lines=lines)
 
 
-def betrayed_version(given: GivenKeys, mapped: Mapped) -> tuple[str, str]:
-    """Return the newest version that took all keys of a file, and the key, or ``KEY=VALUE``, that betrays it; nothing where all do."""
+def betrayed_version(sources: Sequence[GivenKeys], mapped: Mapped) -> tuple[str, str]:
+    """Return the newest version that took all keys of a job's files and flags, and the key, or ``KEY=VALUE``, that betrays it.
+
+    Nothing where the newest that is read takes all of them.
+    """
     dated = {old: alias.until for old, alias in mapped.aliases.items() if alias.until} | dict(mapped.history)
     strict = PARSED in mapped.extends
-    old = {key: until for key, until in dated.items() if _gives(given, key) or (strict and key in given.data)}
+    old = {
+        key: until
+        for given in sources
+        for key, until in dated.items()
+        if _gives(given, key) or (strict and key in given.data)
+    }
     if not old:
         return "", ""
     key = min(old, key=lambda name: version_parts(old[name]))

@@ -18,6 +18,9 @@ from memplan.importer.sources.given_keys import NO_LINE, GivenKeys
 HEAD_ENDS = "\nrules:"
 """Where what tells a trainer's file ends in a mapping's own file."""
 
+OTHER = "other"
+"""The role of what no trainer reads; it is asked about where no trainer has the keys."""
+
 Condition = Mapping[str, Any]
 
 
@@ -63,7 +66,9 @@ class TrainerHead:
 
     trainer: str  # Its name
     title: str  # Its name in prose
-    role: str = "job"  # ``job``, or ``launcher`` for files that say how a job is launched
+    role: str = (
+        "job"  # ``job``, ``launcher`` for files that say how a job is launched, ``other`` for those of no trainer
+    )
     detect: tuple[Condition, ...] = ()  # Conditions, of which one has to hold
     without: tuple[str, ...] = ()  # Keys of other trainers, none of which is there where one of those holds
     words: tuple[str, ...] = ()  # Patterns of the program or subcommand of a command line
@@ -114,7 +119,7 @@ class TrainerMappings:
 
     def names(self) -> list[str]:
         """Return the names of all trainers that are told."""
-        return sorted(head.trainer for head in self.heads())
+        return sorted(head.trainer for head in self.heads() if head.role != OTHER)
 
     def body(self, trainer: str) -> Mapped:
         """Return a trainer's mapping.

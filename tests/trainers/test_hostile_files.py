@@ -81,7 +81,7 @@ def test_a_version_that_is_none_is_refused(version):
         ),
         ("circle.py", "def f(a=b, b=a): pass\nx = a ** b ** a\n", "no trainer that memplan reads"),
         ("added.py", f"x += a{'.b' * 700}\n", "no trainer that memplan reads has these keys"),
-        ("looped.py", f"for x in a{'.b' * 700}:\n    pass\n", "not Python that can be read"),
+        ("looped.py", f"for x in a{'.b' * 700}:\n    pass\n", "no trainer that memplan reads has these keys"),
         ("set.py", f"a{'.b' * 700}['A'] = 1\n", "not Python that can be read"),
     ],
 )

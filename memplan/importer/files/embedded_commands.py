@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from memplan.importer.shell.shell_commands import ShellCommand, shell_commands
-from memplan.importer.sources.argument_vectors import CommandLine, command_line
+from memplan.importer.files.script_commands import command_of
+from memplan.importer.shell.shell_commands import shell_commands
+from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.given_keys import GivenKeys
 from memplan.importer.sources.started_processes import GIVEN_GPUS
 
@@ -37,11 +38,7 @@ def embedded_commands(keys: GivenKeys) -> tuple[CommandLine, ...]:
     counted = max(_counts(keys.data, 0), default=0)
     given = {GIVEN_GPUS: ",".join(map(str, range(counted)))} if counted else {}
     commands = [one for script in scripts for one in shell_commands(script, keys.name)]
-    return tuple(_with_gpus(_command(one, keys.name), given) for one in commands)
-
-
-def _command(one: ShellCommand, name: str) -> CommandLine:
-    return replace(command_line(one.words, name, one.lines, one.environment), unset=one.unset, written=one.written)
+    return tuple(_with_gpus(command_of(one, keys.name), given) for one in commands)
 
 
 def _with_gpus(command: CommandLine, given: Mapping[str, str]) -> CommandLine:
@@ -59,14 +56,18 @@ def _scripts(
             yield from _scripts(keys, inner, (*path, place), outer, depth + 1)
     elif isinstance(data, Mapping):
         variables = {**outer, **_variables(data)}
-        for key, text in _texts(data):
+        for key, text in _texts(data, variables):
             line = keys.lines.get((*path, key), 1)
             yield "\n" * (line - 1) + _exports(variables) + text
         for key, inner in data.items():
             yield from _scripts(keys, inner, (*path, key), variables, depth + 1)
 
 
-def _texts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+_REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)")
+"""What Kubernetes puts a container's variable in for, in ``command`` and ``args``."""
+
+
+def _texts(data: Mapping[str, Any], variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the scripts of a mapping with their keys: behind the line of a key where they have several lines."""
     words: list[str] = []
     first = ""
@@ -74,7 +75,7 @@ def _texts(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         value = data.get(key)
         if isinstance(value, list) and value and all(isinstance(word, str | int | float) for word in value):
             first = first or key
-            words += [str(word) for word in value]
+            words += [_REFERENCE.sub(lambda one: variables.get(one[1], one[0]), str(word)) for word in value]
         elif isinstance(value, str):
             if words:
                 words += value.split()

@@ -6,17 +6,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.documents.loading import MAXIMUM_DEPTH, parse_document
 from memplan.documents.opening import MAXIMUM_TEXT_BYTES, is_file, read_text, shown_path, usable_path
 from memplan.errors import InvalidFileError
+from memplan.importer.files.script_commands import command_of, script_commands
 from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
 from memplan.importer.sources.included_files import interpolated, with_includes
-
-if TYPE_CHECKING:
-    from memplan.importer.shell.shell_commands import ShellCommand
 
 MEGATRON = "MODEL_ARGS"
 """Where Megatron-LM's own test jobs have the flags of a run."""
@@ -54,7 +52,7 @@ def read_source(
     if path.suffix == ".toml":
         return _toml(text, name)
     if path.suffix in SCRIPTS:
-        return _script(text, name)
+        return script_commands(text, name)
     if path.suffix == NOTEBOOK:
         return _notebook(_json_value(text, name), path, environment)
     if path.suffix == ".py":
@@ -63,13 +61,13 @@ def read_source(
 
         return trainer_keys(python_keys(text, name, files=_files_beside(path), environment=environment))
     if path.suffix not in DOCUMENTS and (script := _launcher(path, text)) is not None:
-        return _script(script, name)
+        return script_commands(script, name)
     if path.suffix != ".json" and (several := _several_documents(text, name)):
         return several
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
     if "_target_:" in text:
-        from memplan.importer.python.hydra_targets import with_targets
+        from memplan.importer.files.hydra_targets import with_targets
 
         keys = with_targets(keys)
     if isinstance(keys.data.get(MEGATRON), Mapping):
@@ -113,36 +111,12 @@ def _launcher(path: Path, text: str) -> str | None:
     Raises:
         InvalidFileError: It is longer than any launch script.
     """
-    from memplan.importer.shell.other_launchers import shell_text
+    from memplan.importer.files.other_launchers import shell_text
 
     script = shell_text(path, text)
     if script is not None and len(script) > MAXIMUM_PARSED_BYTES:
         raise InvalidFileError([f"{shown_path(path)}: more than {MAXIMUM_PARSED_BYTES:,} letters; {INSTEAD}"])
     return script
-
-
-def _script(text: str, name: str) -> tuple[CommandLine, ...]:
-    """Return the commands of a shell script, none of which is run.
-
-    Raises:
-        InvalidFileError: It cannot be read, or starts nothing.
-    """
-    from memplan.importer.shell.shell_commands import shell_commands
-
-    commands = shell_commands(text, name)
-    if not commands:
-        raise InvalidFileError(
-            [f"{name}: a shell script that starts no trainer; give the command, memplan import -- ..."]
-        )
-    return tuple(
-        replace(
-            command_line(one.words, name, one.lines, one.environment),
-            unset=one.unset,
-            written=one.written,
-            folder=one.folder,
-        )
-        for one in commands
-    )
 
 
 def _notebook(document: Any, path: Path, environment: Mapping[str, str] | None) -> GivenKeys | tuple[CommandLine, ...]:
@@ -162,15 +136,7 @@ def _notebook(document: Any, path: Path, environment: Mapping[str, str] | None) 
     commands = () if trains(keys) else shell_commands(script, name)
     if not commands and not any(python_cells(document, name, MAXIMUM_PARSED_BYTES)):
         raise InvalidFileError([f"{name}: a notebook without cells of Python, or lines for a shell"])
-    return tuple(_of_cells(one, name, cells) for one in commands) or keys
-
-
-def _of_cells(one: ShellCommand, name: str, cells: Sequence[int]) -> CommandLine:
-    """Return a command of a notebook, whose words are known by their cells."""
-    command = command_line(one.words, name, [cells[line - 1] for line in one.lines], one.environment)
-    written = {path: (text, cells[line - 1]) for path, (text, line) in one.written.items()}
-    job, launched = (replace(keys, counted="cell") for keys in (command.job, command.launched))
-    return replace(command, job=job, launched=launched, unset=one.unset, written=written)
+    return tuple(command_of(one, name, cells) for one in commands) or keys
 
 
 def _variables(keys: GivenKeys, name: str) -> dict[str, str]:
@@ -243,6 +209,23 @@ def program_keys(
     except InvalidFileError:  # the command alone says what it can
         return None
     return trainer_keys(called) if not alone and trains(called) else None
+
+
+def started_by_program(path: Path, environment: Mapping[str, str]) -> tuple[CommandLine, ...]:
+    """Return the commands that a program in Python, or a notebook's code, starts.
+
+    Args:
+        path: Where it lies.
+        environment: Variables that it has.
+    """
+    from memplan.importer.files.program_commands import program_commands
+    from memplan.importer.python.notebook_cells import python_cells
+
+    name = shown_path(path)
+    text = read_text(path, MAXIMUM_NOTEBOOK_BYTES if path.suffix == NOTEBOOK else MAXIMUM_PARSED_BYTES)
+    if path.suffix == NOTEBOOK:
+        text = "\n".join(source for _, source in python_cells(_json_value(text, name), name, MAXIMUM_PARSED_BYTES))
+    return program_commands(text, name, _files_beside(path), environment)
 
 
 def _own_keys(path: Path) -> GivenKeys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memplan.errors import InvalidFileError
@@ -21,6 +21,7 @@ from memplan.importer.python.python_settings import (
     parameters,
     shown,
 )
+from memplan.importer.python.python_statements import first_turn, opened_files, set_variables, statements, trains_in
 from memplan.importer.python.python_values import Files, literal, truth_of, value_of
 from memplan.importer.python.python_words import CAPABILITY
 from memplan.importer.sources.given_keys import Expression, GivenKeys
@@ -60,6 +61,21 @@ def python_keys(
         raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
 
 
+def calls_of(text: str, name: str, files: Files, environment: Mapping[str, str] | None) -> tuple[ast.Module, Names]:
+    """Return a file with its modules, and what its names are given, as :func:`python_keys` reads it.
+
+    Raises:
+        InvalidFileError: It is not Python.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree, modules = with_modules(_tree(text), files, _tree)
+            return tree, Names(tree, {}, files, environment, modules)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise InvalidFileError([f"{name}:1: not Python that can be read"]) from None
+
+
 def _keys(tree: ast.Module, name: str, names: Names) -> GivenKeys:
     data: dict[str, Any] = {key: value for key, (_, value) in names.last().items() if not isinstance(value, Expression)}
     lines: dict[tuple[str | int, ...], int] = {(key,): names.last()[key][0] for key in data}
@@ -90,7 +106,10 @@ def _keys(tree: ast.Module, name: str, names: Names) -> GivenKeys:
     words = [*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines)]
     absent += own_steps(tree, classes, words)
     lines = {path: max(line, 1) for path, line in lines.items()}  # those of modules are below
-    return GivenKeys(name, data, lines, "python", tuple(words), environment=names.environment, absent=tuple(absent))
+    noted = tuple((one, value, f"the first of {count} in {name}:{line}") for one, value, count, line in names.turns)
+    return GivenKeys(
+        name, data, lines, "python", tuple(words), environment=names.environment, absent=tuple(absent), noted=noted
+    )
 
 
 LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "max_len", "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length", "seq_len")  # fmt: skip
@@ -145,24 +164,6 @@ def _calls(tree: ast.Module, names: Names) -> Iterator[ast.Call | ast.Attribute]
             nodes += ast.iter_child_nodes(node)
 
 
-def _environment(tree: ast.Module) -> dict[str, str]:
-    """Return the variables that a file sets as ``os.environ["NAME"] = "..."``."""
-    variables: dict[str, str] = {}
-    for node in nodes_of(tree):
-        match node:
-            case ast.Assign([ast.Subscript(of, ast.Constant(name))], ast.Constant(value)):
-                if ast.unparse(of) == "os.environ":
-                    variables[str(name)] = str(value)
-    return variables
-
-
-def _opened(tree: ast.Module) -> list[tuple[str, ast.Call]]:
-    """Return names of open files with the calls that opened them, in the order of their lines."""
-    items = [item for node in nodes_of(tree) if isinstance(node, ast.With) for item in node.items]
-    pairs = [(shown(one.optional_vars), one.context_expr) for one in items if one.optional_vars is not None]
-    return sorted(((name, call) for name, call in pairs if isinstance(call, ast.Call)), key=lambda pair: pair[1].lineno)
-
-
 class Names:
     """What names are given, one assignment after the other."""
 
@@ -176,20 +177,21 @@ class Names:
         values: Mapping[str, Any] | None = None,
     ) -> None:
         """Read a file, with what :func:`python_keys` is given, where modules end, and what names are before it."""
-        self.opened = _opened(tree)
+        self.opened = opened_files(tree)
         self.files = files
         self.given: dict[str, list[tuple[int, Any]]] = {name: [(0, value)] for name, value in (values or {}).items()}
         self.settings, self.defaults = Settings(tree, flags), parameters(tree, flags)
         self.returns: Mapping[str, ast.expr] = returned_values(tree, self.settings)
-        self.environment = {**(environment or {}), **_environment(tree)}
+        self.environment = {**(environment or {}), **set_variables(tree)}
         self.modules = modules or {}
         self.changed: list[tuple[str, str, ast.expr, int, bool]] = []
         self.made: dict[str, str] = {}
         self.flags: Mapping[str, Any] = by_argument(nodes_of(tree), flags)
         self.steps, self.scope = 0, ""
+        self.turns: list[tuple[str, str, int, int]] = []  # Loops that train: name, first value, turns and line
         self.scopes: dict[str, str] = {}  # Name -> the function that gave it something last
         self.given |= {name: [(line, values)] for name, line, values in configured(tree, files)}
-        for node, inside, scope in _statements(tree.body, self, inside=False, scope=""):
+        for node, inside, scope in statements(tree.body, self, inside=False, scope=""):
             self.scope = scope
             self._note_change(node, inside)
             if isinstance(node, ast.Expr):
@@ -199,6 +201,10 @@ class Names:
             elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
                 before = ast.Name(node.target.id, ast.Load())
                 value = literal(ast.BinOp(before, node.op, node.value), self, node.lineno)
+            elif isinstance(node, ast.For):
+                value, count = first_turn(node.iter, self, node.lineno)
+                if count > 1 and trains_in(node):
+                    self.turns.append((shown(node.target), str(value)[:LONGEST], count, node.lineno))
             else:
                 value = Expression(ast.unparse(node)[:LONGEST])
             targets: list[ast.AST] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]  # type: ignore[assignment]
@@ -236,6 +242,13 @@ class Names:
                 added = literal(ast.Call(ast.Name("dict", ast.Load()), values, keywords), self, node.lineno)
                 if isinstance(added, dict):
                     self._add(name, added, node.lineno, inside)
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append" | "extend" as how), [item])):
+                known, one = self.at(name, node.lineno), literal(item, self, node.lineno)
+                further = [one] if how == "append" else one
+                if isinstance(known, list) and isinstance(further, list):
+                    self._set(name, node.lineno, [*known, *further], inside)
+                elif isinstance(known, list):
+                    self._set(name, node.lineno, Expression(shown(node.value)), inside)
 
     def _add(self, name: str, added: dict[Any, Any], line: int, inside: bool) -> None:
         """Note keys that a mapping is given after it is made; of those that may not be, another value is not known."""
@@ -270,31 +283,6 @@ class Names:
     def last(self) -> dict[str, tuple[int, Any]]:
         """Return what names are in the end, and where they were given it."""
         return {name: values[-1] for name, values in self.given.items()}
-
-
-def _statements(
-    body: Sequence[ast.stmt], names: Names, *, inside: bool, scope: str
-) -> Iterator[tuple[ast.stmt, bool, str]]:
-    """Yield statements that may set names, in their order, each with whether it stands inside a branch or loop, and its function.
-
-    A branch whose condition is known, as those that ask for the GPU's compute capability are, is taken, and the other is not.
-    """
-    for node in body:
-        if isinstance(node, ast.ClassDef):  # what a class holds are settings
-            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-            yield from _statements(methods, names, inside=inside, scope=scope)
-            continue
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.Expr):
-            yield node, inside, scope
-        test = truth_of(node.test, names, node.lineno) if isinstance(node, ast.If) else None
-        taken = test is not None
-        own = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for part in ("body", "orelse", "finalbody"):
-            below = getattr(node, part, None)
-            if isinstance(below, list) and not (taken and (part == "body") is not test):
-                plain = taken or own or isinstance(node, ast.With | ast.Try)
-                name = f"{scope}.{node.name}:{node.lineno}" if own else scope  # type: ignore[attr-defined]
-                yield from _statements(below, names, inside=not own and (inside or not plain), scope=name)
 
 
 _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)

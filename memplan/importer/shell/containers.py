@@ -8,7 +8,7 @@ from itertools import pairwise
 
 SHELLS = frozenset(("bash", "sh", "zsh"))
 CONTAINERS = frozenset(("docker", "podman", "nerdctl", "singularity", "apptainer", "enroot", "docker-compose"))
-WRAPPERS = frozenset(("timeout", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi", "numactl", "stdbuf", "nice", "ionice", "taskset", "nsys", "ssh", "tmux", "screen", "xargs", "unbuffer", "script", "dotenv", "infisical", "doppler", "op", "aim", "mlflow"))  # fmt: skip
+WRAPPERS = frozenset(("hf", "timeout", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "pixi", "numactl", "stdbuf", "nice", "ionice", "taskset", "nsys", "ssh", "tmux", "screen", "xargs", "unbuffer", "script", "dotenv", "infisical", "doppler", "op", "aim", "mlflow"))  # fmt: skip
 """Programs that take flags and the words of another command."""
 PROGRAMS = frozenset(
     [
@@ -53,9 +53,16 @@ def started_inside(words: Sequence[str]) -> int:
     Example:
         >>> started_inside(["docker", "run", "--gpus", "all", "image", "trl", "sft"])
         5
+        >>> started_inside(["hf", "jobs", "uv", "run", "--flavor", "l4x1", "sft.py", "--bf16"])
+        6
     """
-    starts = (at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS)
-    return next(starts, 0) if is_container(words) or (words and words[0].rpartition("/")[2] in WRAPPERS) else 0
+    first = words[0].rpartition("/")[2] if words else ""
+    if not is_container(words) and first not in WRAPPERS:
+        return 0
+    of_script = ".py" if "uv" in words[:3] else "\n"  # uv runs a script itself
+    return next(
+        (at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS or word.endswith(of_script)), 0
+    )
 
 
 def is_container(words: Sequence[str]) -> bool:

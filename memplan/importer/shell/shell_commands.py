@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from posixpath import join
@@ -14,6 +14,7 @@ from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, tex
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
 from memplan.importer.shell.shell_tokens import HERE_DOCUMENT, Token, tokens
+from memplan.importer.shell.shell_turns import ShellCommand, Turn
 from memplan.importer.shell.slurm_variables import scheduled_variables, step_variables
 from memplan.importer.shell.written_files import COPIERS, Text, note_edited, note_program, note_written
 
@@ -33,18 +34,6 @@ _ITEM = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)\[([^]]+)\]=(.*)", re.DOTALL)
 _WHOLE = re.compile(r"\"?\$\{?([A-Za-z_][A-Za-z0-9_]*)(?:\[[@*]\])?\}?\"?")
 _OWN_WORDS = re.compile(r"ARGS|OPTS|FLAGS|EXTRA|OPTIONS", re.IGNORECASE)
 """Variables for further words, which a script's caller may set."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShellCommand:
-    """A command that a script starts."""
-
-    words: tuple[str, ...]
-    lines: tuple[int, ...]  # Where each word stands
-    environment: dict[str, str]  # Variables that it is given
-    unset: tuple[tuple[str, int], ...] = ()  # Words that are nothing since no one sets their variable, with their lines
-    written: Mapping[str, Text] = field(default_factory=dict)  # Files that the script has written before
-    folder: str = ""  # Where it runs, from where the script does
 
 
 def shell_commands(text: str, name: str) -> list[ShellCommand]:
@@ -73,6 +62,7 @@ class _Run:
     commands: list[ShellCommand] = field(default_factory=list)
     written: dict[str, Text] = field(default_factory=dict)  # Path -> what stands in a file, where that is known
     folder: str = ""  # Where commands run, from where the script does
+    turns: list[Turn] = field(default_factory=list)  # Loops that are followed now
     followed: int = 0
     depth: int = 0
 
@@ -139,14 +129,18 @@ class _Run:
             self.all(node.body, sure=False)
             return None
         items = [item for token in node.items for item in fields(token.text, self.scope)]
-        if node.variable:
-            self._set(node.variable, items[0] if len(items) == 1 else UNKNOWN, node.items[:1], sure)
+        known = bool(items) and not any("$" in item for item in items)
+        if node.variable:  # the first turn is followed
+            self._set(node.variable, items[0] if known else UNKNOWN, node.items[:1], sure)
         before, files = dict(self.scope.variables), dict(self.written)
-        self.all(node.body, sure=sure and bool(items) and not any("$" in item for item in items))
-        variables = self.scope.variables
-        changed = [name for name, value in variables.items() if before.get(name, "") != value] if items[1:] else []
-        variables |= dict.fromkeys(changed, UNKNOWN)  # what the first turn leaves, and the last need not
-        if any(name != node.variable for name in changed):
+        turn = [Turn(node.variable, items[0], len(items), node.items[0].line)] if known and items[1:] else []
+        self.turns += turn
+        self.all(node.body, sure=sure and known)
+        del self.turns[len(self.turns) - len(turn) :]
+        if items[1:]:  # what the first turn leaves, the last need not
+            variables = self.scope.variables
+            changed = [name for name, value in variables.items() if before.get(name, "") != value]
+            variables |= dict.fromkeys([node.variable, *changed], UNKNOWN)
             self.written = {path: text for path, text in self.written.items() if files.get(path) == text}
         return None
 
@@ -219,10 +213,8 @@ class _Run:
             known = {name: value for name, value in environment.items() if isinstance(value, str)}
             own = [_ASSIGNED.fullmatch(token.text) for token in assigned]
             known |= {match[1]: text_of(match[3], self.scope) for match in own if match} | container_variables(words)
-            words, lines = words[start:], lines[start:]
-            self.commands.append(
-                ShellCommand(tuple(words), tuple(lines), known, tuple(unset), dict(self.written), self.folder)
-            )
+            where = (known, tuple(unset), dict(self.written), self.folder, tuple(self.turns))
+            self.commands.append(ShellCommand(tuple(words[start:]), tuple(lines[start:]), *where))
         note_edited(self.written, words)
         return None
 

@@ -42,6 +42,8 @@ STARTED = ("swift", "megatron", "llamafactory-cli", "axolotl", "trl", "litgpt", 
 """Commands that a launcher may be given in place of a Python program, since they are one."""
 CONFIG_VARIABLE = "CONFIG_FILE"
 """The variable that names a configuration to torchtitan's ``run_train.sh``, as NGPU says how many processes it starts."""
+RUN_VARIABLES = {"MODULE": "module", "CONFIG": "config"}
+"""Variables of that script from torchtitan 0.3 on -> the flags for a model's module and an entry of its registry."""
 CONFIG_FLAGS = ("config", "config_file", "job.config_file", "config_path")
 FILES = (".yaml", ".yml", ".json", ".toml")
 
@@ -87,14 +89,16 @@ def command_line(
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
     config = [str(job.flags[flag]) for flag in CONFIG_FLAGS if isinstance(job.flags.get(flag), str)]
     given = {**(environment or {}), **variables}
-    if any(text.endswith("run_train.sh") for text in job.places) and CONFIG_VARIABLE in given:
-        config.append(given[CONFIG_VARIABLE])
+    titan = {}
+    if any(text.endswith("run_train.sh") for text in job.places):
+        config += [given[CONFIG_VARIABLE]] if CONFIG_VARIABLE in given else []
+        titan = {flag: given[name] for name, flag in RUN_VARIABLES.items() if name in given and flag not in job.flags}
     config = [text for text in (*config, *job.places) if text.endswith(FILES) or _CONFIG_SCRIPT.fullmatch(text)]
     dropped = [key for key in CONFIG_FLAGS if "." not in key and str(job.flags.get(key)) in config]
     data = {key: value for key, value in job.flags.items() if key not in dropped}
     counted = "line" if lines else "word"
     return CommandLine(
-        GivenKeys(name, {**data, **job.assigned}, job.where(places), "argv", program, given, counted=counted),
+        GivenKeys(name, {**titan, **data, **job.assigned}, job.where(places), "argv", program, given, counted=counted),
         launcher,
         GivenKeys(name, launched.flags, launched.where(places), "argv", (launcher,), given, counted=counted),
         tuple(dict.fromkeys(config)),

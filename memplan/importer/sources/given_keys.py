@@ -40,6 +40,7 @@ class GivenKeys:
     repeated: tuple[str, ...] = ()  # Keys that are given twice, of which the last counts
     variables: frozenset[str] = frozenset()  # Keys that others refer to
     counted: str = "line"  # What ``lines`` counts: ``line``, the ``word`` of a command, the ``cell`` of a notebook
+    noted: tuple[tuple[str, str, str], ...] = ()  # What reading it assumes: of what, what, and why
     # Keys of another source that count where these say nothing: a file's under the flags of its command.
     under: GivenKeys | None = None
 

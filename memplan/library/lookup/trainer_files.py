@@ -138,7 +138,7 @@ def trainer_job(
     paths = [usable_path(text), *map(usable_path, beside)]
     job = finish(import_files(paths, Question(trainer_mappings(), gpus, text=content)))
     if job.role == "not_training":
-        raise InvalidFileError([f"{text}: {job.kind} of {job.head.title}, not a training job"])
+        raise InvalidFileError([f"{text}: {job.other}"])
     return job
 
 

@@ -146,7 +146,7 @@ def _reason(job: ImportedJob) -> tuple[str, int]:
     """Return why no plan can be made of a file, and the exit code that says so; neither where one can."""
     name = job.sources[-1].name if job.sources else job.head.trainer
     if job.role == "not_training":
-        return f"{name}: {job.kind} of {job.head.title}, not a training job", 2
+        return f"{name}: {job.other}", 2
     if job.head.missing:
         return f"{name}: a file of {job.head.title}, which is recognised and not read: {job.head.missing}", 3
     if job.reading.problems:

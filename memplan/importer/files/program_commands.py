@@ -1,0 +1,132 @@
+"""Commands that a program in Python starts, by ``subprocess`` or as a job of SageMaker's, as a shell script would have them; none is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memplan.errors import InvalidFileError
+from memplan.importer.files.script_commands import script_commands
+from memplan.importer.python.python_literals import Names, calls_of
+from memplan.importer.python.python_settings import called_name, nodes_of
+from memplan.importer.python.python_values import Files, literal
+from memplan.importer.sources.argument_vectors import CommandLine
+from memplan.importer.sources.given_keys import Expression
+
+_STARTS = re.compile(r"(?:^|_)(?:run|call|check_call|check_output|Popen|system|execvp|run_cmd|run_command|execute)$")
+"""Functions whose first argument is a command: those of ``subprocess`` and ``os``, and a program's own of such names."""
+_SPLITS = ("split", "shlex_split")
+ESTIMATORS = ("HuggingFace", "PyTorch")
+"""Classes of SageMaker's that start a program with hyperparameters as its flags (sagemaker/huggingface/estimator.py, 2.x)."""
+INSTANCES: Mapping[str, int] = {"p3.8xlarge": 4, "p3.16xlarge": 8, "p3dn.24xlarge": 8, "p4d.24xlarge": 8, "p4de.24xlarge": 8, "p5.48xlarge": 8, "p5e.48xlarge": 8, "p5en.48xlarge": 8, "p6-b200.48xlarge": 8, "g4dn.12xlarge": 4, "g5.12xlarge": 4, "g5.24xlarge": 4, "g5.48xlarge": 8, "g6.12xlarge": 4, "g6.24xlarge": 4, "g6.48xlarge": 8, "g6e.12xlarge": 4, "g6e.24xlarge": 4, "g6e.48xlarge": 8}  # fmt: skip
+"""GPUs of AWS's accelerated instances that have several (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html)."""
+
+
+def program_commands(
+    text: str, name: str, files: Files, environment: Mapping[str, str] | None
+) -> tuple[CommandLine, ...]:
+    """Return the commands that a program starts; words that nobody can tell are variables that nobody sets.
+
+    Args:
+        text: The program.
+        name: What messages call it.
+        files: What stands in a file beside it.
+        environment: Variables that it has.
+
+    Raises:
+        InvalidFileError: A command is none that a shell can read.
+    """
+    tree, names = calls_of(text, name, files, environment)
+    lines = [f"export {key}={shlex.quote(value)};" for key, value in names.environment.items() if key.isidentifier()]
+    script, at = " ".join(lines), 1
+    calls = (node for node in nodes_of(tree) if isinstance(node, ast.Call))
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        command = _estimated(call, names) or _started(call, names, tree)
+        if command:
+            script += "\n" * max(call.lineno - at, 1 if at > 1 else 0) + command.replace("\n", " ")
+            at = max(call.lineno, at + 1)
+    try:
+        return script_commands(script + "\n", name) if at > 1 or script else ()
+    except InvalidFileError:
+        return ()
+
+
+def _started(call: ast.Call, names: Names, tree: ast.Module) -> str:
+    """Return the command that a call starts, or nothing."""
+    if not call.args or not _STARTS.search(called_name(call.func)):
+        return ""
+    given = list(_words(call.args[0], names, call.lineno, tree))
+    return " ".join(given) if len(given) > 1 or " " in "".join(given) else ""
+
+
+def _words(node: ast.expr, names: Names, line: int, tree: ast.Module) -> Iterator[str]:
+    """Yield the words of a command, quoted as a shell has them; a text alone as it is."""
+    if isinstance(node, ast.List | ast.Tuple):
+        for item in node.elts:
+            inner = item.value if isinstance(item, ast.Starred) else item
+            value = literal(inner, names, line)
+            listed = value if isinstance(value, list) else [value]
+            yield from (_variable(one) if isinstance(one, Expression) else shlex.quote(str(one)) for one in listed)
+        return
+    if isinstance(node, ast.Call) and called_name(node.func).endswith(_SPLITS):
+        node = (
+            node.args[0] if called_name(node.func) == "shlex_split" and node.args else getattr(node.func, "value", node)
+        )
+    value = literal(node, names, line)
+    if isinstance(value, list):
+        yield from (shlex.quote(str(one)) for one in value)
+    elif isinstance(value, str) and not isinstance(value, Expression):
+        yield value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(_part(part, names, line) for part in node.values)
+    elif isinstance(node, ast.Name) and (made := _only_value(node.id, tree)) is not None:
+        yield from _words(made, names, made.lineno, tree)
+
+
+def _part(node: ast.expr, names: Names, line: int) -> str:
+    value = literal(node.value if isinstance(node, ast.FormattedValue) else node, names, line)
+    return _variable(value).strip('"') if isinstance(value, Expression) else str(value)
+
+
+def _variable(value: Expression) -> str:
+    return '"${' + (re.sub(r"\W+", "_", value).strip("_")[:40] or "unknown") + '}"'
+
+
+def _only_value(name: str, tree: ast.Module) -> ast.expr | None:
+    """Return the only list or text that a name is ever given, which nothing adds to."""
+    values: list[ast.expr] = []
+    for node in nodes_of(tree):
+        match node:
+            case ast.Assign([ast.Name(one)], value) if one == name:
+                values.append(value)
+            case ast.AugAssign(ast.Name(one)) if one == name:
+                return None
+            case ast.Attribute(ast.Name(one), "append" | "extend" | "insert" | "remove" | "pop") if one == name:
+                return None
+    return values[0] if len(values) == 1 and isinstance(values[0], ast.List | ast.JoinedStr) else None
+
+
+def _estimated(call: ast.Call, names: Names) -> str:
+    """Return the command that SageMaker starts for an estimator: its program, with hyperparameters as flags."""
+    given = {one.arg: literal(one.value, names, call.lineno) for one in call.keywords if one.arg}
+    flags, program = given.get("hyperparameters"), given.get("entry_point")
+    if called_name(call.func) not in ESTIMATORS or not isinstance(flags, dict) or not isinstance(program, str):
+        return ""
+    folder = given.get("source_dir")
+    path = program if not isinstance(folder, str) or isinstance(folder, Expression) else f"{folder}/{program}"
+    count = INSTANCES.get(str(given.get("instance_type", "")).removeprefix("ml."), 1)
+    nodes = given.get("instance_count", 1)
+    launcher = ["python"]
+    if given.get("distribution"):
+        launcher = ["torchrun", f"--nproc_per_node={count}", f"--nnodes={nodes}"]
+    elif count > 1:
+        launcher = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(count)))}", "python"]
+    pairs = [[f"--{key}", _flag(value)] for key, value in flags.items() if value is not None and value != ""]
+    return " ".join([*launcher, shlex.quote(path), *(word for pair in pairs for word in pair)])
+
+
+def _flag(value: Any) -> str:
+    return _variable(value) if isinstance(value, Expression) else shlex.quote(str(value))
