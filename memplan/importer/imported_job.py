@@ -12,7 +12,7 @@ from memplan.importer.classified_keys import SortedKeys, sort_keys
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.interpreter import follow
 from memplan.importer.reading import DEFAULTED, LAUNCHED, OVERRIDDEN, STATED, Reading, Result, UsedKey
-from memplan.importer.referred_files import references, without_given
+from memplan.importer.referred_files import checkpoint_dtype, references, with_section_files, without_given
 from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.given_keys import GivenKeys, with_components
 from memplan.importer.sources.started_processes import processes, unknown_processes, visible_gpus
@@ -120,16 +120,8 @@ def joined_job(sources: Sequence[GivenKeys], question: Question, command: Comman
     mapped = question.mappings.body(main.head.trainer)
     version, betraying = betrayed_version([told.keys for told in jobs] or [main.keys], mapped)
     version = _stated_version(question.version) or version or mapped.version
-    inputs: dict[str, Any] = {
-        "gpus": question.gpus,
-        "version": version,
-        "form": main.keys.form,
-        "program": " ".join(main.keys.words),
-    }
     environment = {name: value for source in sources for name, value in (source.environment or {}).items()}
-    inputs |= {f"environment.{name}": value for name, value in environment.items()}
-    known = {name: value for name, value in inputs.items() if value not in (None, "")}
-    reading = Reading(known, notes=list(main.keys.noted))
+    reading = Reading(_inputs(main.keys, question, version, environment), notes=list(main.keys.noted))
     ordered = tuple(sorted(sources, key=lambda keys: keys is main.keys))
     job = ImportedJob(main.head, mapped, version, _role(main), main.kind, reading, SortedKeys([], []), ordered)
     for absent in main.keys.absent:
@@ -152,6 +144,19 @@ def joined_job(sources: Sequence[GivenKeys], question: Question, command: Comman
     if reading.problems:
         raise InvalidFileError(reading.problems)
     return job
+
+
+def _inputs(keys: GivenKeys, question: Question, version: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what rules ask for that is no key, as far as it is known."""
+    inputs: dict[str, Any] = {
+        "gpus": question.gpus,
+        "version": version,
+        "form": keys.form,
+        "checkpoint": checkpoint_dtype(keys, question.files),
+        "program": " ".join(keys.words),
+    }
+    inputs |= {f"environment.{name}": value for name, value in environment.items()}
+    return {name: value for name, value in inputs.items() if value not in (None, "")}
 
 
 def _note_version(reading: Reading, version: str, betraying: str, main: Owned) -> None:
@@ -234,7 +239,8 @@ def _follow_all(
     Args:
         flags: Those of the command's launcher, which count over its file.
     """
-    given = [with_new_names(told.keys, job.mapped, question.version) for told in jobs]
+    sources = [with_section_files(job.reading, told.keys, question.files) for told in jobs]
+    given = [with_new_names(keys, job.mapped, question.version) for keys in sources]
     job.renamed.update(pair for _, renamed in given for pair in renamed.items())
     referred = [
         pair

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from memplan.errors import InvalidFileError, printable
+from memplan.importer.files.file_sources import read_keys
 from memplan.importer.files.named_files import NamedFiles
 from memplan.importer.reading import DEFAULTED, LAUNCHED, Reading, Result
-from memplan.importer.sources.argument_vectors import CommandLine
+from memplan.importer.sources.argument_vectors import FILES, CommandLine
 from memplan.importer.sources.conditions import word
 from memplan.importer.sources.given_keys import MISSING, GivenKeys, shown_place
 from memplan.importer.trainer_mappings import Mapped, Reference, TrainerMappings
@@ -37,6 +38,46 @@ def references(
         elif value is not MISSING and word(value) not in ("", "false", "none"):
             result += _named_file(reading, str(value), reference, keys, files, given, mappings)
     return result
+
+
+MODELS = ("model_name_or_path", "base_model", "model")
+"""Keys that name a model."""
+SECTION_FILES = ("fsdp_config",)
+"""Keys of a section that may name a file of JSON instead (training_args.py, ``_process_fsdp_args``)."""
+
+
+def with_section_files(reading: Reading, keys: GivenKeys, files: NamedFiles) -> GivenKeys:
+    """Return keys in which sections that a path stands for are those of the file; one that is not there is added as a need.
+
+    Raises:
+        InvalidFileError: A named file cannot be read.
+    """
+    for name in SECTION_FILES:
+        value = keys.data.get(name)
+        if not (isinstance(value, str) and value.endswith(FILES)):
+            continue
+        if (section := files.keys(value)) is None:
+            reading.need(f"the file {printable(value)} that {keys.where(name)} names: it has to lie there")
+            continue
+        lines = {**keys.lines, **{(name, *path): keys.line(name) for path in section.lines}}
+        keys = replace(keys, data={**keys.data, name: section.data}, lines=lines)
+    return keys
+
+
+def checkpoint_dtype(keys: GivenKeys, files: NamedFiles) -> str:
+    """Return the dtype that the config.json of a model's folder states; nothing where the model is no folder, or it states none."""
+    name = next((value for key in MODELS if isinstance(value := keys.value(key), str) and value), "")
+    path = files.path(f"{name}/config.json") if name else None
+    if path is None:
+        return ""
+    data = read_keys(path).data
+    inner = data.get("text_config")
+    stated = [
+        part.get(key)
+        for part in (data, inner if isinstance(inner, Mapping) else {})
+        for key in ("dtype", "torch_dtype")
+    ]
+    return next((value for value in stated if isinstance(value, str)), "")
 
 
 def without_given(mapped: Mapped, later: Sequence[GivenKeys]) -> Mapped:

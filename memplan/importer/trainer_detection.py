@@ -95,6 +95,13 @@ def is_owned(keys: GivenKeys, heads: Iterable[TrainerHead]) -> bool:
     return any(head.role != OTHER and _is_of(keys, head) for head in heads)
 
 
+def foreign_kind(keys: GivenKeys, heads: Iterable[TrainerHead]) -> str:
+    """Return what a source is that no trainer reads, in words; nothing where that is not known."""
+    return next(
+        (kind for head in heads if head.role == OTHER and _is_of(keys, head) and (kind := other_kind(keys, head))), ""
+    )
+
+
 def is_program_of(keys: GivenKeys, head: TrainerHead) -> bool:
     """Tell whether a command line runs a program, or subcommand, that a trainer has."""
     return bool(_by_words(keys, head))

@@ -35,6 +35,8 @@ def embedded_commands(keys: GivenKeys) -> tuple[CommandLine, ...]:
     scripts = list(islice(_scripts(keys, keys.data, (), {}, 0), MOST + 1))
     if len(scripts) > MOST:
         return ()
+    given_values = _inputs(keys.data)
+    scripts = [_INPUT.sub(lambda one: given_values.get(one[1], one[0]), script) for script in scripts]
     counted = max(_counts(keys.data, 0), default=0)
     given = {GIVEN_GPUS: ",".join(map(str, range(counted)))} if counted else {}
     commands = [one for script in scripts for one in shell_commands(script, keys.name)]
@@ -61,6 +63,21 @@ def _scripts(
             yield "\n" * (line - 1) + _exports(variables) + text
         for key, inner in data.items():
             yield from _scripts(keys, inner, (*path, key), variables, depth + 1)
+
+
+_INPUT = re.compile(r"\$\{\{\s*(?:inputs|parameters|params|env|vars)\.([\w-]+)\s*\}\}")
+"""What Azure's jobs and GitHub's workflows put a value in for, with what the file gives by default."""
+
+
+def _inputs(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a file's own inputs and variables are, or are by default."""
+    values: dict[str, str] = {}
+    for key in ("inputs", "parameters", "params", "env", "vars"):
+        section = data.get(key)
+        for name, value in section.items() if isinstance(section, Mapping) else ():
+            plain = value.get("default", value.get("value")) if isinstance(value, Mapping) else value
+            values |= {str(name): str(plain)} if isinstance(plain, str | int | float) else {}
+    return values
 
 
 _REFERENCE = re.compile(r"\$\(([A-Za-z_]\w*)\)")

@@ -11,7 +11,7 @@ from memplan.importer.sources.argument_vectors import CommandLine, command_line
 from memplan.importer.sources.given_keys import shown_place
 
 if TYPE_CHECKING:
-    from memplan.importer.shell.shell_turns import ShellCommand
+    from memplan.importer.shell.shell_turns import ShellCommand, Turn
 
 
 def script_commands(text: str, name: str) -> tuple[CommandLine, ...]:
@@ -44,11 +44,12 @@ def command_of(one: ShellCommand, name: str, cells: Sequence[int] = ()) -> Comma
     if cells:
         job, launched = (replace(keys, counted="cell") for keys in (job, launched))
     written = {path: (text, cells[line - 1] if cells else line) for path, (text, line) in one.written.items()}
-    first = (f"the first of {{}} that {shown_place(name, turn.line)} lists" for turn in one.turns)
-    noted = tuple(
-        (turn.variable, printable(turn.word, 60), text.format(turn.count))
-        for turn, text in zip(one.turns, first, strict=True)
-    )
+    noted = tuple((turn.variable, printable(turn.word, 60), _turn(turn, name)) for turn in one.turns)
     return replace(
         command, job=replace(job, noted=noted), launched=launched, unset=one.unset, written=written, folder=one.folder
     )
+
+
+def _turn(turn: Turn, name: str) -> str:
+    count = f" of {turn.count}" if turn.count else ""
+    return f"the first{count} that {shown_place(name, turn.line)} lists"

@@ -70,9 +70,19 @@ def is_container(words: Sequence[str]) -> bool:
     return bool(words) and words[0].rpartition("/")[2] in CONTAINERS
 
 
-def script_word(words: Sequence[str]) -> int | None:
-    """Return where the script stands that ``bash -c`` is given."""
+def script_within(words: Sequence[str]) -> str | None:
+    """Return the script that ``eval``, ``bash -c`` or ``sbatch --wrap`` is given; None where there is none.
+
+    Example:
+        >>> script_within(["sbatch", "--gres=gpu:1", "--wrap=trl sft"])
+        'trl sft'
+    """
+    if words[:1] == ["eval"]:
+        return " ".join(words[1:])
+    if words and words[0].rpartition("/")[2] == "sbatch":
+        text = next((after for word, after in pairwise([*words, ""]) if word == "--wrap"), "")
+        return text or next((word.partition("=")[2] for word in words if word.startswith("--wrap=")), None)
     for place, word in enumerate(words[:-2]):
         if word.rpartition("/")[2] in SHELLS and words[place + 1] in ("-c", "-lc", "-ec", "-cx", "-xc"):
-            return place + 2
+            return words[place + 2]
     return None

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from posixpath import join
 
 from memplan.errors import InvalidFileError, printable
-from memplan.importer.shell.containers import SHELLS, container_variables, script_word, started_inside
+from memplan.importer.shell.containers import SHELLS, container_variables, script_within, started_inside
 from memplan.importer.shell.expansions import UNKNOWN, Scope, Value, fields, text_of
 from memplan.importer.shell.shell_grammar import Branches, Case, Chain, Function, Loop, Node, Simple, parsed
 from memplan.importer.shell.shell_tests import outcome
@@ -70,6 +70,8 @@ class _Run:
         """Take up the variables that Slurm sets by a script's directives."""
         self.scope.variables |= (given := scheduled_variables(text))
         self.exported |= given.keys()
+        if task := given.get("SLURM_ARRAY_TASK_ID"):
+            self.turns.append(Turn("SLURM_ARRAY_TASK_ID", task, 0, 1 + text.count("\n", 0, text.find("#SBATCH"))))
 
     def all(self, nodes: Sequence[Node], *, sure: bool) -> bool | None:
         """Follow commands; return whether the last ends well, or None where nobody can tell."""
@@ -187,13 +189,10 @@ class _Run:
             for token in assigned:
                 self._assign(token, sure)
             return self._called(first, words[1:], sure)
-        place = script_word(words)
-        if first == "eval" or place is not None:
-            self.scope.variables |= (
-                inside := container_variables(words[:place]) | step_variables(words[:place], self.scope.variables)
-            )
+        if (text := script_within(words)) is not None:
+            inside = container_variables(words) | step_variables(words, self.scope.variables)
+            self.scope.variables |= inside
             self.exported |= inside.keys()
-            text = " ".join(words[1:]) if first == "eval" else words[place or 0]
             return self._again(text, lines[0], sure)
         if first in ("read", "mapfile", "readarray", "getopts", "unset"):
             for word in words[1:]:

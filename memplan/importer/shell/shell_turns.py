@@ -11,11 +11,11 @@ from memplan.importer.shell.written_files import Text
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The first turn of a loop over several words."""
+    """The first turn of a loop over several words, or the first task of a scheduler's array."""
 
     variable: str  # What the loop sets
     word: str  # To what in this turn
-    count: int  # Turns of the loop
+    count: int  # Turns of the loop; 0 where that is not known
     line: int  # Where its words stand
 
 

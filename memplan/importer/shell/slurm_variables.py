@@ -32,9 +32,19 @@ def scheduled_variables(text: str) -> dict[str, str]:
     for directive, value in _DIRECTIVE.findall(text):
         last = value.rpartition(":")[2]
         variables |= dict.fromkeys(_SCHEDULED.get(directive, ()), last) if last.isdigit() else {}
+    if first := next((one[1] for one in map(_ARRAY.match, _array_values(text)) if one), None):
+        variables["SLURM_ARRAY_TASK_ID"] = first  # the task that is answered for
     if each := variables.get("SLURM_NTASKS_PER_NODE"):
         variables.setdefault("SLURM_NTASKS", str(int(each) * int(variables.get("SLURM_NNODES", "1"))))
     return variables
+
+
+_ARRAY = re.compile(r"(\d{1,6})(?:[-,:%]|$)")
+"""The first index of ``--array=0-7%2`` or ``--array=3,5``."""
+
+
+def _array_values(text: str) -> list[str]:
+    return [value for directive, value in _DIRECTIVE.findall(text) if directive in ("array", "a")]
 
 
 def step_variables(words: Sequence[str], known: Mapping[str, Any]) -> dict[str, str]:

@@ -96,7 +96,9 @@ def _has_trainers_keys(path: Path, changed: int, size: int) -> bool:
     own = OWN_KEYS | MODEL_KEYS if path.suffix == ".json" else OWN_KEYS
     if own & source.data.keys():
         return False
-    return is_owned(source, trainer_mappings().heads()) or bool(commands_within(source, Question(trainer_mappings())))
+    return is_owned(source, trainer_mappings().heads()) or bool(
+        commands_within(source, Question(trainer_mappings()), path)
+    )
 
 
 def refuse_no_model(text: str) -> None:
@@ -110,7 +112,7 @@ def refuse_no_model(text: str) -> None:
         return
     from memplan.importer.files.file_sources import read_source
     from memplan.importer.sources.given_keys import GivenKeys
-    from memplan.importer.trainer_detection import SCRIPT
+    from memplan.importer.trainer_detection import SCRIPT, foreign_kind
 
     require_file(path)
     source = read_source(path)
@@ -120,6 +122,8 @@ def refuse_no_model(text: str) -> None:
     expected = "expected a config.json, a GGUF or safetensors file, or a trainer's file (see: memplan import)"
     what = f"no model, and no trainer's keys that are known; {expected}"
     what = SCRIPT.format(shown_path(path)) if path.suffix == ".py" else what
+    if isinstance(source, GivenKeys) and (kind := foreign_kind(source, trainer_mappings().heads())):
+        what = f"{kind}, not a training job"
     raise InvalidFileError([f"{shown_path(path)}: {what}"])
 
 
