@@ -218,14 +218,14 @@ def started_by_program(path: Path, environment: Mapping[str, str]) -> tuple[Comm
         path: Where it lies.
         environment: Variables that it has.
     """
-    from memplan.importer.files.program_commands import program_commands
+    from memplan.importer.files.program_commands import STARTS, program_commands
     from memplan.importer.python.notebook_cells import python_cells
 
     name = shown_path(path)
     text = read_text(path, MAXIMUM_NOTEBOOK_BYTES if path.suffix == NOTEBOOK else MAXIMUM_PARSED_BYTES)
     if path.suffix == NOTEBOOK:
         text = "\n".join(source for _, source in python_cells(_json_value(text, name), name, MAXIMUM_PARSED_BYTES))
-    return program_commands(text, name, _files_beside(path), environment)
+    return program_commands(text, name, _files_beside(path), environment) if STARTS.search(text) else ()
 
 
 def _own_keys(path: Path) -> GivenKeys:

@@ -16,8 +16,10 @@ from memplan.importer.python.python_values import Files, literal
 from memplan.importer.sources.argument_vectors import CommandLine
 from memplan.importer.sources.given_keys import Expression
 
-_STARTS = re.compile(r"(?:^|_)(?:run|call|check_call|check_output|Popen|system|execvp|run_cmd|run_command|execute)$")
+_CALLED = re.compile(r"(?:^|_)(?:run|call|check_call|check_output|Popen|system|execvp|run_cmd|run_command|execute)$")
 """Functions whose first argument is a command: those of ``subprocess`` and ``os``, and a program's own of such names."""
+STARTS = re.compile(r"subprocess|\bos\b|Popen|sagemaker|run_cmd|run_command|execute")
+"""What a text holds that starts a command; one without is not looked through."""
 _SPLITS = ("split", "shlex_split")
 ESTIMATORS = ("HuggingFace", "PyTorch")
 """Classes of SageMaker's that start a program with hyperparameters as its flags (sagemaker/huggingface/estimator.py, 2.x)."""
@@ -56,7 +58,7 @@ def program_commands(
 
 def _started(call: ast.Call, names: Names, tree: ast.Module) -> str:
     """Return the command that a call starts, or nothing."""
-    if not call.args or not _STARTS.search(called_name(call.func)):
+    if not call.args or not _CALLED.search(called_name(call.func)):
         return ""
     given = list(_words(call.args[0], names, call.lineno, tree))
     return " ".join(given) if len(given) > 1 or " " in "".join(given) else ""
