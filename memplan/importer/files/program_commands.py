@@ -21,6 +21,8 @@ _CALLED = re.compile(r"(?:^|_)(?:run|call|check_call|check_output|Popen|system|e
 STARTS = re.compile(r"subprocess|\bos\b|Popen|sagemaker|run_cmd|run_command|execute")
 """What a text holds that starts a command; one without is not looked through."""
 _SPLITS = ("split", "shlex_split")
+_UNKNOWN = re.compile(r"\$\{(\w+)\}")
+"""What stands for a word that nobody can tell."""
 ESTIMATORS = ("HuggingFace", "PyTorch")
 """Classes of SageMaker's that start a program with hyperparameters as its flags (sagemaker/huggingface/estimator.py, 2.x)."""
 INSTANCES: Mapping[str, int] = {"p3.8xlarge": 4, "p3.16xlarge": 8, "p3dn.24xlarge": 8, "p4d.24xlarge": 8, "p4de.24xlarge": 8, "p5.48xlarge": 8, "p5e.48xlarge": 8, "p5en.48xlarge": 8, "p6-b200.48xlarge": 8, "g4dn.12xlarge": 4, "g5.12xlarge": 4, "g5.24xlarge": 4, "g5.48xlarge": 8, "g6.12xlarge": 4, "g6.24xlarge": 4, "g6.48xlarge": 8, "g6e.12xlarge": 4, "g6e.24xlarge": 4, "g6e.48xlarge": 8}  # fmt: skip
@@ -50,8 +52,9 @@ def program_commands(
         if command:
             script += "\n" * max(call.lineno - at, 1 if at > 1 else 0) + command.replace("\n", " ")
             at = max(call.lineno, at + 1)
+    unknown = " ".join(sorted(set(_UNKNOWN.findall(script)) - names.environment.keys()))
     try:
-        return script_commands(script + "\n", name) if at > 1 or script else ()
+        return script_commands(f"read {unknown};{script}\n" if unknown else f"{script}\n", name) if script else ()
     except InvalidFileError:
         return ()
 
