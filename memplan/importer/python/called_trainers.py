@@ -131,6 +131,8 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
     if called in TRAINERS:
         for name in OF_TRAINERS:
             result.take(called, name, name)
+        if "tokenizer" in _given(keys, called):
+            result.data["tokenizer"], result.lines[("tokenizer",)] = True, keys.lines.get((called, "tokenizer"), 1)
     for name in _given(keys, arguments):
         result.take(arguments, name, name)
     _take_model(result, called)
