@@ -251,7 +251,9 @@ def _head(job: ImportedJob, data: Mapping[str, Any], model: KnownModel) -> list[
 
 
 def _short(value: Any) -> str:
-    return printable(", ".join(map(str, value)) if isinstance(value, list) else word(value), 40)
+    return printable(
+        ", ".join(map(str, value)) if isinstance(value, list) else value if isinstance(value, str) else word(value), 40
+    )
 
 
 def _because(row: Mapping[str, Any]) -> str:
