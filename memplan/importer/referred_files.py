@@ -109,7 +109,12 @@ def _named_file(
     reading.results.setdefault("let.sharder", Result(reference.trainer, LAUNCHED))
     reading.results["let.unread"] = Result(Path(value).name, LAUNCHED)
     no_file = "" if value.endswith((".json", ".yaml", ".yml")) else "; it takes a file's path"
-    reading.need(f"the file {printable(value)} that {place} names: --with FILE{no_file}")
+    named = f"{place} is switched on and names no file" if word(value) == "true" else ""
+    reading.need(
+        f"{reference.trainer}'s settings, --with FILE: {named}"
+        if named
+        else f"the file {printable(value)} that {place} names: --with FILE{no_file}"
+    )
     return []
 
 
