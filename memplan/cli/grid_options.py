@@ -20,6 +20,8 @@ DEFAULT_GPUS_PER_NODE = 8
 FILES = (".yaml", ".yml", ".json", ".toml", ".sh")
 """Ends of the names of files that may say how a model is divided."""
 MOST_READ = 2**20
+WORDS = (b"parallel", b"megatron", b"MODEL_ARGS", b"num-layers", b"num_layers")
+"""What stands in files that divide a model, and in Megatron-LM's launch scripts of replicas alone."""
 KEYS: Mapping[str, str] = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -50,7 +52,7 @@ def _may_divide(file: str) -> bool:
             text = content.read(MOST_READ)
     except InvalidFileError:  # said where the file is read
         return False
-    return any(word in text for word in (b"parallel", b"megatron", b"MODEL_ARGS"))
+    return any(word in text for word in WORDS)
 
 
 @dataclass(frozen=True, slots=True)

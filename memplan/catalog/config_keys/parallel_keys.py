@@ -76,7 +76,9 @@ class MegatronFlags:
             stages (``--microbatch-group-size-per-virtual-pipeline-stage``).
         bucket_elements: Elements from which on a bucket of gradients is full (``--ddp-bucket-size``); None is 40 million, or a million for
             each data parallel rank.
+        buckets: How many buckets a rank's parameters would fill, instead (``--ddp-num-buckets``).
         padded_buckets: Whether buckets end at multiples of 65,536 elements too (``--ddp-pad-buckets-for-high-nccl-busbw``).
+        whole_copies: Whether ``precision_aware`` keeps fp32 weights whole all the same (an ``--fp8-recipe`` other than delayed scaling).
         predicted_tokens: Layers that predict one more token each (``--mtp-num-layers``); what they keep is answered, and no step.
         unplanned: What of a step is not modelled; with any of it what is kept between steps is answered, and no step.
     """
@@ -87,7 +89,9 @@ class MegatronFlags:
     fused_rotation: bool = True
     micro_batch_group: int | None = None
     bucket_elements: int | None = None
+    buckets: int | None = None
     padded_buckets: bool = False
+    whole_copies: bool = False
     predicted_tokens: int = 0
     unplanned: tuple[str, ...] = ()
 

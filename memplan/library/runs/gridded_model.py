@@ -139,7 +139,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpac
     kernels = replace(_kernels(config, batch), workspace_bytes=engine_workspace_bytes(device.gpu, tables))
     sizes = RankSizes(known.spec, grid, settings.build, batch, kernels)
     precision = settings.precision
-    copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not config.parallel.precision_aware
+    fused = config.parallel.precision_aware and not config.parallel.megatron.whole_copies
+    copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not fused
     copies = [stage.fullest.master_weights * copied for stage in stages]
     unplanned = _unplanned(config)
     steps = (StepInterval(0, 0, 0),) * len(stages) if unplanned else step_intervals(sizes, chunks, copies)
@@ -219,10 +220,12 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
         parallel.megatron.predicted_tokens,
         parallel.stage_layout,
     )
-    build = MegatronBuild(parallel.transformer_impl, parallel.vocabulary_multiple, parallel.megatron.predicted_tokens)
     told = parallel.megatron
-    overlaps, size = parallel.overlap_gradients, told.bucket_elements or 0
-    return MegatronSettings(split, build, _precision(config, catalog), overlaps, told.padded_buckets, size)
+    build = MegatronBuild(
+        parallel.transformer_impl, parallel.vocabulary_multiple, told.predicted_tokens, told.grouped_experts
+    )
+    overlaps, size, buckets = parallel.overlap_gradients, told.bucket_elements or 0, told.buckets or 0
+    return MegatronSettings(split, build, _precision(config, catalog), overlaps, told.padded_buckets, size, buckets)
 
 
 def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
@@ -288,7 +291,8 @@ def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
         raise CannotAnswerError(
             "optimizer: states in other dtypes than fp32 take Megatron-LM's precision-aware optimizer; set parallel.precision_aware: true"
         )
-    master = 0 if not narrow else 2 if aware and weights == "bf16" else 4
+    halves = aware and weights == "bf16" and not config.parallel.megatron.whole_copies
+    master = 0 if not narrow else 2 if halves else 4
     return MegatronPrecision(FLOAT_BYTES[weights], FLOAT_BYTES[gradients], master, states)
 
 

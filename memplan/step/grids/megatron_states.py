@@ -96,6 +96,18 @@ class MegatronSettings:
     overlap: bool = False  # ``--overlap-grad-reduce``: buffers are cut into buckets
     busy: bool = False  # ``--ddp-pad-buckets-for-high-nccl-busbw``
     bucket_elements: int = 0  # ``--ddp-bucket-size``; 0 for its default
+    # ``--ddp-num-buckets``, which divides a rank's parameters for that size; 0 where it is not given
+    buckets: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse two sizes of buckets.
+
+        Raises:
+            InvalidFileError: Both are given, which Megatron-LM refuses too.
+        """
+        if self.bucket_elements and self.buckets:
+            text = "buckets and bucket_elements both say how large buckets are; give one"
+            raise InvalidFileError([f"parallel.megatron: {text}"])
 
 
 def megatron_states(spec: ModelSpec, grid: Grid, settings: MegatronSettings) -> tuple[StageStates, ...]:
@@ -125,13 +137,14 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
     Ranks count the tensor degree fastest, then context and data (``tp-cp-ep-dp-pp``, the default order); those of experts
     their own tensor degree, then the expert degree.
     """
-    resident = parameters = biases = 0
+    resident = 0
     dense_updated, expert_updated = [0] * grid.shards, [0] * grid.expert_shards
-    for virtual, chunk in enumerate(chunks):
-        tensors = chunk_tensors(spec, grid, chunk, settings.build)
-        parameters += sum(tensor.elements for tensor in tensors)
-        biases += expert_bias_bytes(spec, chunk, settings.build.predicted)
-        dense, experts = _buffers(tensors, grid, settings, bucketed=index == 0 and virtual == 0)
+    parts = [chunk_tensors(spec, grid, chunk, settings.build) for chunk in chunks]
+    parameters = sum(tensor.elements for tensors in parts for tensor in tensors)
+    biases = sum(expert_bias_bytes(spec, chunk, settings.build.predicted) for chunk in chunks)
+    size = _bucket_elements(grid, settings, parameters) if index == 0 and settings.overlap else 0
+    for virtual, tensors in enumerate(parts):
+        dense, experts = _buffers(tensors, grid, settings, 0 if virtual else size)
         resident += dense.elements + experts.elements
         dense_updated = list(map(add, dense_updated, dense.updated))
         expert_updated = list(map(add, expert_updated, experts.updated))
@@ -155,12 +168,17 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
     return StageStates(index, layers, *ends, parameters, states, tuple(places[count] for count in updated))
 
 
+def _bucket_elements(grid: Grid, settings: MegatronSettings, parameters: int) -> int:
+    """Return the elements from which on a bucket of a rank with so many parameters is full (``get_model`` in megatron/training/training.py)."""
+    if settings.buckets:
+        return max(parameters // settings.buckets, 1)
+    return settings.bucket_elements or max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data * grid.context)
+
+
 def _buffers(
-    tensors: Sequence[RankTensor], grid: Grid, settings: MegatronSettings, *, bucketed: bool
+    tensors: Sequence[RankTensor], grid: Grid, settings: MegatronSettings, size: int
 ) -> tuple[FlatBuffer, FlatBuffer]:
-    """Return the buffers of what is no expert and of experts; buckets of both are as large."""
-    size = settings.bucket_elements or max(LEAST_BUCKET, BUCKET_PER_RANK * grid.data * grid.context)
-    size *= bucketed and settings.overlap
+    """Return the buffers of what is no expert and of experts, whose buckets are full from ``size`` elements on; 0 is one bucket."""
     sharded, busy = grid.zero_stage == 1, settings.busy
     dense = Bucketing(grid.shards, sharded, size, busy)
     expert = Bucketing(grid.expert_shards, sharded, size, busy)

@@ -12,6 +12,7 @@ Source:
 """
 
 from collections.abc import Iterator
+from itertools import product
 from math import prod
 
 from memplan.catalog.config_keys.parallel_keys import TransformerImplementation
@@ -51,6 +52,9 @@ class MegatronBuild:
     implementation: TransformerImplementation = "transformer_engine"  # ``--transformer-impl``
     vocabulary_multiple: int = VOCABULARY_MULTIPLE  # ``--make-vocab-size-divisible-by``
     predicted: int = 0  # ``--mtp-num-layers``: layers that predict one more token each, behind the last one
+    grouped: bool = (
+        True  # ``--moe-grouped-gemm``: a rank's experts are one module of grouped products, under Transformer Engine
+    )
 
 
 def chunk_tensors(spec: ModelSpec, grid: Grid, chunk: Chunk, build: MegatronBuild) -> tuple[RankTensor, ...]:
@@ -149,7 +153,7 @@ def layer_tensors(spec: ModelSpec, layer: Layer, grid: Grid, build: MegatronBuil
         fused = layer.norm if engine else None
         yield from _mlp("mlp.", hidden, layer.feed_forward, grid.tensor, norm=fused)
     elif layer.feed_forward is not None:
-        yield from _mixture(hidden, layer.feed_forward, grid, engine)
+        yield from _mixture(hidden, layer.feed_forward, grid, engine and build.grouped)
 
 
 def _norm(prefix: str, norm: Norm, size: int) -> Iterator[RankTensor]:
@@ -236,11 +240,15 @@ def _mlp(prefix: str, hidden: int, part: Mlp, degree: int, norm: Norm | None = N
     yield from _rows(f"{prefix}linear_fc2.", hidden, part.intermediate_size, degree, part.bias)
 
 
-def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, engine: bool) -> Iterator[RankTensor]:
+def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, grouped: bool) -> Iterator[RankTensor]:
     """Yield the router, a rank's experts one by one, and the shared experts.
 
-    Transformer Engine's grouped products register all first projections before the second ones; Megatron-LM's own
-    experts are modules one after the other.
+    Transformer Engine's grouped products register all first projections before the second ones, each expert's bias behind its
+    weight; else experts are modules one after the other.
+
+    Source:
+        ``GroupedLinear`` in transformer_engine/pytorch/module/grouped_linear.py (2.20.2), ``grouped_mlp_modules`` in
+        megatron/core/extensions/transformer_engine_spec_provider.py (0.16.1)
     """
     yield RankTensor("mlp.router.weight", (part.num_experts, hidden))
     if part.expert_bias:
@@ -253,9 +261,10 @@ def _mixture(hidden: int, part: MixtureOfExperts, grid: Grid, engine: bool) -> I
     apart = grid.expert > 1
     own = part.num_experts // grid.expert
     expert = list(_mlp("", hidden, one, grid.expert_tensor))
-    if engine:
-        for tensor in expert:
-            yield from (RankTensor(f"mlp.experts.{tensor.name}{i}", tensor.shape, apart) for i in range(own))
+    if grouped:
+        for first in range(0, len(expert), 1 + part.expert_bias):
+            for index, tensor in product(range(own), expert[first : first + 1 + part.expert_bias]):
+                yield RankTensor(f"mlp.experts.{tensor.name}{index}", tensor.shape, apart)
     else:
         for index in range(own):
             for tensor in expert:

@@ -1,0 +1,67 @@
+"""What ranks keep under Megatron-LM's rarer flags, as a script that shares no line with the plan counted it from megatron-core 0.16.1."""
+
+from __future__ import annotations
+
+import pytest
+
+import memplan
+from memplan.errors import InvalidFileError
+
+SMALL = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-position-embeddings 1024"
+    " --seq-length 1024 --micro-batch-size 1 --bf16 --use-distributed-optimizer"
+)
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 616 --moe-token-dispatcher-type alltoall"
+NARROW = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+BUCKETS = "--ffn-hidden-size 1000 --overlap-grad-reduce --ddp-num-buckets"
+COUNTED = {
+    f"{BUCKETS} 7": (
+        24,
+        {0: (155145216, 310290432, 12928768, 25857536), 23: (155145216, 310290432, 12926720, 25853440)},
+    ),
+    f"{BUCKETS} 5 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2": (
+        24,
+        {0: (130130688, 260261376, 21688448, 43376896), 23: (128037120, 256074240, 21339008, 42678016)},
+    ),
+    f"{EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel": (
+        24,
+        {0: (90868992, 181737984, 18515680, 37031360), 12: (90868992, 181737984, 18516128, 37032256)},
+    ),
+    f"{EXPERTS} --expert-model-parallel-size 4 --disable-bias-linear --swiglu": (
+        24,
+        {0: (169054464, 338108928, 21657280, 43314560), 23: (169054464, 338108928, 21656768, 43313536)},
+    ),
+    f"{NARROW} --fp8-format e4m3 --fp8-recipe blockwise": (8, {0: (205893632, 411787264, 51473408, 51473408)}),
+    f"{NARROW} --fp8-format hybrid --fp8-recipe delayed": (8, {0: (205893632, 411787264, 25736704, 51473408)}),
+}
+"""Flags -> GPUs, and of some ranks bytes of weights, gradients, copies and moments."""
+
+
+def script_of(folder, gpus, flags):
+    """Return a launch script of so many GPUs."""
+    script = folder / "train.sh"
+    script.write_text(f"torchrun --nproc_per_node 8 --nnodes {gpus // 8} pretrain_gpt.py {SMALL} {flags}\n")
+    return script
+
+
+@pytest.mark.parametrize("flags", COUNTED)
+def test_ranks_keep_what_was_counted(tmp_path, flags):
+    gpus, ranks = COUNTED[flags]
+    plan = memplan.plan_grid(script_of(tmp_path, gpus, flags), gpu="h100").plan
+    for rank, counted in ranks.items():
+        own = plan.rank(rank)
+        assert (own.weights, own.gradients, own.master_weights, own.optimizer_states) == counted
+    assert bool(plan.unplanned) == ("fp8" in flags)
+
+
+def test_a_script_of_replicas_alone_is_a_grid_too(cli, tmp_path):
+    file = tmp_path / "train.sh"
+    flags = SMALL.replace("--use-distributed-optimizer", "--overlap-grad-reduce")
+    file.write_text(f"torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py {flags}\n")
+    ran = cli("fit", str(file), "--gpu", "h100", "--json")
+    assert (ran.exit_code, ran.data["parallel"]["data"]) == (0, 8)
+
+
+def test_buckets_are_sized_or_counted_and_not_both(tmp_path):
+    with pytest.raises(InvalidFileError, match="buckets and bucket_elements both"):
+        memplan.plan_grid(script_of(tmp_path, 8, f"{BUCKETS} 5 --ddp-bucket-size 100000"), gpu="h100")
