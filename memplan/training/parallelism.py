@@ -94,6 +94,9 @@ def parallel_problems(parallel: Parallel) -> Problems:
     from_none = ("stage", "first_stage_less_layers", "last_stage_less_layers")
     yield from out_of_range(parallel, ("parallel",), from_none, MAXIMUM_GPUS, 0)
     yield from out_of_range(parallel, ("parallel",), ("micro_batches", *_DEGREES, *_STAGES), MAXIMUM_GPUS)
+    told, path = parallel.megatron, ("parallel", "megatron")
+    yield from out_of_range(told, path, ("predicted_tokens",), MAXIMUM_GPUS, 0)
+    yield from out_of_range(told, path, ("micro_batch_group", "bucket_elements", "buckets"), MAXIMUM_ELEMENTS)
     for name, least in _ELEMENTS:
         size = getattr(parallel.deepspeed, name)
         if size != "auto" and not least <= size <= MAXIMUM_ELEMENTS:

@@ -65,3 +65,13 @@ def test_a_script_of_replicas_alone_is_a_grid_too(cli, tmp_path):
 def test_buckets_are_sized_or_counted_and_not_both(tmp_path):
     with pytest.raises(InvalidFileError, match="buckets and bucket_elements both"):
         memplan.plan_grid(script_of(tmp_path, 8, f"{BUCKETS} 5 --ddp-bucket-size 100000"), gpu="h100")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("bucket_elements", -5), ("buckets", 0), ("predicted_tokens", -1), ("micro_batch_group", -1)]
+)
+def test_numbers_that_megatron_would_not_take_are_refused(key, value):
+    with pytest.raises(
+        InvalidFileError, match=rf"parallel\.megatron\.{key}: expected a whole number from [01] to .*, got {value}"
+    ):
+        memplan.plan_grid("llama-8b", gpu="h100", gpus=8, set={f"parallel.megatron.{key}": value})
