@@ -31,6 +31,10 @@ COUNTED = {
         24,
         {0: (169054464, 338108928, 21657280, 43314560), 23: (169054464, 338108928, 21656768, 43313536)},
     ),
+    f"{EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 4 --swiglu --softmax-type learnable --position-embedding-type yarn": (
+        24,
+        {0: (167027712, 334055424, 21497184, 42994368), 23: (167027712, 334055424, 21497216, 42994432)},
+    ),
     f"{NARROW} --fp8-format e4m3 --fp8-recipe blockwise": (8, {0: (205893632, 411787264, 51473408, 51473408)}),
     f"{NARROW} --fp8-format hybrid --fp8-recipe delayed": (8, {0: (205893632, 411787264, 25736704, 51473408)}),
 }
@@ -51,7 +55,7 @@ def test_ranks_keep_what_was_counted(tmp_path, flags):
     for rank, counted in ranks.items():
         own = plan.rank(rank)
         assert (own.weights, own.gradients, own.master_weights, own.optimizer_states) == counted
-    assert bool(plan.unplanned) == ("fp8" in flags)
+    assert bool(plan.unplanned) == ("fp8" in flags or "learnable" in flags)
 
 
 def test_a_script_of_replicas_alone_is_a_grid_too(cli, tmp_path):

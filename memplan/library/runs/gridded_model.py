@@ -15,6 +15,7 @@ from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.library.lookup.config_lookup import read_config
 from memplan.model.inventory import ROLES
+from memplan.model.spec import ModelSpec
 from memplan.plan.allowances import engine_workspace_bytes
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
 from memplan.report.document import Document
@@ -75,10 +76,12 @@ def _refuse_expert_degrees(grid: Grid, name: str) -> None:
             raise InvalidFileError([f"parallel.{key}: {name} has no experts to divide"])
 
 
-def _unplanned(config: TrainingConfig) -> tuple[str, ...]:
-    """Return the keys that change a step in a way that is not modelled."""
+def _unplanned(config: TrainingConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """Return what changes a step in a way that is not modelled."""
     named = config.parallel.megatron.unplanned
-    predicts = bool(config.parallel.megatron.predicted_tokens) and not named
+    if any(getattr(run.layer.attention, "sinks", False) for run in spec.runs):
+        named = (*named, "attention with learned sinks (--softmax-type learnable)")
+    predicts = config.parallel.megatron.predicted_tokens and not named
     return ("parallel.megatron.predicted_tokens: multi-token prediction",) if predicts else named
 
 
@@ -139,10 +142,10 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpac
     kernels = replace(_kernels(config, batch), workspace_bytes=engine_workspace_bytes(device.gpu, tables))
     sizes = RankSizes(known.spec, grid, settings.build, batch, kernels)
     precision = settings.precision
-    fused = config.parallel.precision_aware and not config.parallel.megatron.whole_copies
-    copied = precision.gradient_bytes < 4 and precision.master_bytes == 4 and not fused
+    apart = not config.parallel.precision_aware or config.parallel.megatron.whole_copies
+    copied = apart and precision.gradient_bytes < 4 == precision.master_bytes
     copies = [stage.fullest.master_weights * copied for stage in stages]
-    unplanned = _unplanned(config)
+    unplanned = _unplanned(config, known.spec)
     steps = (StepInterval(0, 0, 0),) * len(stages) if unplanned else step_intervals(sizes, chunks, copies)
     share = inputs.catalog.tables.reserve_share(config.allocator, coded=False)
     outside = outside_of(grid, device, tables, share)
@@ -191,11 +194,10 @@ def _refuse(config: TrainingConfig) -> None:
     }
     for name in ("schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
         if getattr(config.parallel, name) != getattr(Parallel(), name):
-            raise InvalidFileError(
-                [
-                    f"parallel.{name}: Megatron-LM has no such setting: it runs 1F1B, interleaved with --vp; torchtitan's pipelines have it"
-                ]
+            text = (
+                "Megatron-LM has no such setting: it runs 1F1B, interleaved with --vp; torchtitan's pipelines have it"
             )
+            raise InvalidFileError([f"parallel.{name}: {text}"])
     for name, given in said.items():
         if given:
             raise CannotAnswerError(

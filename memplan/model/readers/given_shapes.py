@@ -106,7 +106,7 @@ def model_from_flags(flags: Mapping[str, Any], name: str, source: str) -> Model:
         flags: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ``intermediate_size`` and ``vocab_size``, with
             what else it has of ``num_key_value_heads``, ``head_dim``, ``normalization`` (``layer`` or ``rms``), ``norm_bias``,
             ``linear_bias``, ``qkv_bias``, ``activation``, ``squared_relu``, ``gated``, ``learned_positions`` (rows), ``rotary_percent``,
-            ``query_key_norm``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
+            ``query_key_norm``, ``sinks``, ``tie_word_embeddings``, ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``,
             ``expert_layers`` (:func:`memplan.model.readers.given_shapes.expert_layers`), ``shared_intermediate_size``,
             ``shared_gate``, ``score_correction``, ``kv_lora_rank``, ``q_lora_rank``, ``qk_head_dim``, ``qk_rope_head_dim``,
             ``v_head_dim`` and ``dropout``. Or ``window_pattern`` and
@@ -160,6 +160,7 @@ def _attention(
             output_bias=bias,
             fused_qkv=True,
             query_key_norm=norm if query_key_norm else None,
+            sinks=values.flag("sinks"),
         )
     return LatentAttention(
         common.num_attention_heads,

@@ -202,6 +202,8 @@ def _attention(hidden: int, layer: Layer, part: Attention, grid: Grid, engine: b
         raise InvalidFileError(
             [f"parallel.tensor: {groups} key and value heads and {grid.tensor} ranks do not divide each other"]
         )
+    if part.sinks:
+        yield RankTensor(f"{prefix}core_attention.softmax_offset", (heads // grid.tensor,))
     yield from _rows(f"{prefix}linear_proj.", hidden, part.query_size, grid.tensor, part.output_bias)
     rows = part.query_size + 2 * part.key_value_size
     norm = layer.norm if engine else None
@@ -306,8 +308,6 @@ def _refusals(layer: Layer) -> Iterator[str]:
         yield "a norm without its learned parameters"
     linear = feed.bias if isinstance(feed, Mlp) else feed.expert_bias
     if isinstance(part, Attention):
-        if part.sinks:
-            yield "attention with sinks"
         if part.query_key_norm is not None and part.query_key_norm_scope == "full":
             yield "a norm over all heads of queries and keys together"
         if part.query_key_norm is not None and part.query_key_norm.kind != layer.norm.kind:
