@@ -10,6 +10,7 @@ Source:
 from collections.abc import Iterator
 from dataclasses import replace
 
+from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
 from memplan.step.blocks.block_settings import Regime
@@ -43,11 +44,15 @@ def compile_pipeline_step(
     Args:
         model: As the rank has it (:func:`memplan.step.pipelines.pipeline_schedules.staged`).
         setup: The training setup, whose ``parallel.stage`` is the rank.
+
+    Raises:
+        CannotAnswerError: torch stops at what the last stage would reduce.
     """
     whole = replace(model, inventory=inventory_of(model.spec))
     step = sharded_step(whole, setup, states, regime)
     step = replace(step, inputs=replace(step.inputs, optimizer=_largest_update(setup, states, step, layers)))
     rank = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel))
+    _refuse_mixed_gradients(rank)
     retained = rank.reduced_gradient_sizes()
     behind = rank.received + constant_form(Part.GRADIENTS, sum(retained) - states.gradient_bytes)
     candidates = [*_all_instants(rank), *(one.around(behind) for one in after_backward(step.inputs, step.taped, 0))]
@@ -59,6 +64,21 @@ def compile_pipeline_step(
         rank.stream_bytes,
         retained,
     )
+
+
+def _refuse_mixed_gradients(rank: RankMemory) -> None:
+    """Raise where a head's gradients would be reduced as they are formed beside the norm's, which an earlier backward has summed.
+
+    Source:
+        ``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (v2.13.0): "expects uniform gradient
+        dtype"; a head whose loss is over several chunks is summed too.
+    """
+    profile, parallel = rank.setup.profile, rank.setup.config.parallel
+    if rank.step.chunked and rank.converts and profile.loss_chunks == 1 and parallel.order != "gpipe":
+        raise CannotAnswerError(
+            f"kernels.loss_chunks: 1 under {parallel.order} has fully_shard reduce gradients of norm and head in two dtypes, at which torch stops; "
+            "use 2 or more"
+        )
 
 
 def _largest_update(setup: TrainingSetup, states: ModelStates, step: ShardedStep, layers: int) -> Temporaries:
@@ -92,8 +112,11 @@ def _gather(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Ins
 
 
 def _forward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[Instant]:
-    """Yield the forward of a micro-batch: of the first and the last layer, whose units are gathered one after another the first time."""
-    step, size, gathers, done = rank.step, rank.sizes[stage], not rank.has_gathered(stage, resident), 0
+    """Yield the forward of a micro-batch: of the first and the last layer, whose units are gathered one after another the first time.
+
+    The buffer that a unit was gathered in stays until the next one has been copied out of its own.
+    """
+    step, size, gathers, done, last = rank.step, rank.sizes[stage], not rank.has_gathered(stage, resident), 0, 0
     around, layer, unit = rank.around(resident) + rank.entered(stage), rank.layer, rank.step.units[0]
 
     def gathered(size: int) -> Form:
@@ -104,9 +127,11 @@ def _forward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[In
         yield Instant("forward", "copy of the embedding", alone + copied)
         for moment in step.played.embedding.forward:
             yield moment.around(alone + copied, "forward")
-        done = step.first.gathered_bytes
+        done, last = step.first.gathered_bytes, step.first.buffer_bytes
     for position in dict.fromkeys((0, size - 1)):
         there = around + layer.saved * position + gathered(done + unit.gathered_bytes * position + unit.copied_bytes)
+        given, waiting = (rank.stream, unit.buffer_bytes) if position else (ZERO, last)
+        yield Instant("forward", "copy of a layer", there + given + gathered(waiting))
         for moment in layer.forward:
             yield moment.around(there, "forward")
     around += layer.saved * size + gathered(done + unit.gathered_bytes * size)
@@ -116,6 +141,7 @@ def _forward(rank: RankMemory, stage: int, resident: StageStates) -> Iterator[In
         yield from _chunks(rank, resident, around)
         return
     around += gathered(step.tail.copied_bytes)
+    yield Instant("forward", "copy of norm and head", around + rank.stream + gathered(unit.buffer_bytes))
     yield Instant("forward", "head", around + rows_of_head(step) + rank.logits)
     for moment in step.played.head.forward:  # the last output's name is that of this one by then
         yield moment.around(around - rank.logits * resident.outputs, "forward")
