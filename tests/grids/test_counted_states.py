@@ -6,6 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import InvalidFileError
+from memplan.step.grids.grid import Grid
 
 SMALL = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-position-embeddings 1024"
@@ -34,6 +35,14 @@ COUNTED = {
     f"{EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 4 --swiglu --softmax-type learnable --position-embedding-type yarn": (
         24,
         {0: (167027712, 334055424, 21497184, 42994368), 23: (167027712, 334055424, 21497216, 42994432)},
+    ),
+    "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --use-tp-pp-dp-mapping": (
+        24,
+        {
+            0: (78945024, 157890048, 26315008, 52630016),
+            2: (76851456, 153702912, 25617152, 51234304),
+            23: (76851456, 153702912, 25616640, 51233280),
+        },
     ),
     f"{NARROW} --fp8-format e4m3 --fp8-recipe blockwise": (8, {0: (205893632, 411787264, 51473408, 51473408)}),
     f"{NARROW} --fp8-format hybrid --fp8-recipe delayed": (8, {0: (205893632, 411787264, 25736704, 51473408)}),
@@ -79,3 +88,27 @@ def test_numbers_that_megatron_would_not_take_are_refused(key, value):
         InvalidFileError, match=rf"parallel\.megatron\.{key}: expected a whole number from [01] to .*, got {value}"
     ):
         memplan.plan_grid("llama-8b", gpu="h100", gpus=8, set={f"parallel.megatron.{key}": value})
+
+
+def test_stages_alternate_only_where_experts_are_divided_as_the_rest_is(tmp_path):
+    flags = "--pipeline-model-parallel-size 2 --context-parallel-size 2 --use-tp-pp-dp-mapping"
+    assert memplan.plan_grid(script_of(tmp_path, 8, flags), gpu="h100").plan.grid.alternating
+    with pytest.raises(InvalidFileError, match="tensor x context = 2, and expert tensor x expert = 4"):
+        memplan.plan_grid(script_of(tmp_path, 8, f"{flags} {EXPERTS} --expert-model-parallel-size 4"), gpu="h100")
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_every_rank_has_a_place_of_its_own(alternating):
+    grid = Grid(48, tensor=2, pipeline=3, context=2, expert=4, alternating=alternating)
+    places = [grid.place_of(rank) for rank in range(48)]
+    assert [grid.rank_at(*place) for place in places] == list(range(48))
+    assert sorted(places) == [(stage, place) for stage in range(3) for place in range(16)]
+    assert (places[4][0], places[15][0]) == ((1, 0) if alternating else (0, 0))
+
+
+def test_neighbours_of_a_stage_are_shown(cli):
+    settings = ("--tp", "2", "--pp", "4", "--zero", "1", "--set", "parallel.megatron.alternating=true")
+    ran = cli("fit", "llama-8b", "--gpus", "64x h100", *settings)
+    assert "\n1-2    2-5, ...  8 layers " in ran.out
+    stages = cli("fit", "llama-8b", "--gpus", "64x h100", *settings, "--json").data["stages"]
+    assert [(stage["first_rank"], stage["last_rank"]) for stage in stages] == [(0, 57), (2, 59), (4, 61), (6, 63)]

@@ -53,11 +53,11 @@ class GridPlan:
     @property
     def fullest_rank(self) -> int:
         """The first of all ranks that hold most in a step."""
-        return self.first_rank(self.fullest) + self.fullest.fullest_rank
+        return self.fullest_of(self.fullest)
 
-    def first_rank(self, stage: StageStates) -> int:
-        """Return the first rank of a stage; ranks of a stage follow each other."""
-        return stage.index * (self.grid.world // self.grid.pipeline)
+    def fullest_of(self, stage: StageStates) -> int:
+        """Return the first of a stage's ranks that keep most."""
+        return self.grid.rank_at(stage.index, stage.fullest_rank)
 
     def rank(self, number: int) -> RankStates:
         """Return what one rank keeps.
@@ -65,7 +65,7 @@ class GridPlan:
         Args:
             number: The rank, from 0 to one less than the GPUs.
         """
-        stage, position = divmod(number, self.grid.world // self.grid.pipeline)
+        stage, position = self.grid.place_of(number)
         return self.stages[stage].rank(position)
 
     @property
@@ -94,7 +94,7 @@ class GridPlan:
     def fullest_at_least(self) -> int:
         """The first of all ranks that hold most in a step at the lower end."""
         stage = max(self.stages, key=lambda stage: self._allocated(stage.fullest, self.steps[stage.index].least))
-        return self.first_rank(stage) + stage.fullest_rank
+        return self.fullest_of(stage)
 
     @property
     def least_bytes(self) -> int:

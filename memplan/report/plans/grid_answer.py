@@ -111,7 +111,6 @@ def _verdict(plan: GridPlan, unit: str) -> tuple[str, ...]:
 
 def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
     """Return a row for each stage, equal ones in a row together; with ``every`` one for each amount that ranks keep."""
-    size = plan.grid.world // plan.grid.pipeline
     rows = []
     for _, group in groupby(
         plan.stages, key=lambda stage: (_holds(stage), stage.states, stage.places, plan.steps[stage.index])
@@ -119,15 +118,20 @@ def _by_stage(plan: GridPlan, unit: str, *, every: bool) -> Table:
         stages = list(group)
         first, last = stages[0], stages[-1]
         name = str(first.index) if len(stages) == 1 else f"{first.index}-{last.index}"
-        ranks = (
-            f"{first.index * size}-{(last.index + 1) * size - 1}" if size * len(stages) > 1 else str(first.index * size)
-        )
         retained = reversed(first.states) if every else (first.fullest,)
         for position, states in enumerate(retained):
-            head = (name, ranks, _holds(first)) if position == 0 else ("", "", "")
+            head = (name, _ranks(plan, first, last), _holds(first)) if position == 0 else ("", "", "")
             step = "-" if plan.unplanned else format_bytes(plan.steps[first.index].expected, unit)
             rows.append((*head, *_sizes(states, unit), step if position == 0 else ""))
     return Table(("stage", "ranks", "holds", ">weights", ">grads", ">optimizer", ">kept", ">a step"), tuple(rows))
+
+
+def _ranks(plan: GridPlan, first: StageStates, last: StageStates) -> str:
+    """Return the ranks of neighbouring stages; where stages alternate among ranks, those of the first data parallel rank and a sign that more follow."""
+    places = len(first.places) if not plan.grid.alternating else plan.grid.tensor * plan.grid.context
+    begin, end = plan.grid.rank_at(first.index, 0), plan.grid.rank_at(last.index, places - 1)
+    text = f"{begin}-{end}" if end > begin else str(begin)
+    return f"{text}, ..." if places < len(first.places) else text
 
 
 def _holds(stage: StageStates) -> str:
@@ -144,7 +148,7 @@ def _sizes(states: RankStates, unit: str) -> tuple[str, ...]:
 def _lines(plan: GridPlan, number: int) -> dict[str, int]:
     """Return the lines of what a rank's GPU holds at the peak of a step."""
     states, outside = plan.rank(number), plan.outside
-    step = plan.steps[number // (plan.grid.world // plan.grid.pipeline)].expected
+    step = plan.steps[plan.grid.place_of(number)[0]].expected
     return {
         **asdict(states),
         "step": step,
@@ -214,16 +218,15 @@ def _named(lines: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _stage(plan: GridPlan, stage: StageStates) -> dict[str, Any]:
-    first = plan.first_rank(stage)
     return {
         "stage": stage.index,
         "layers": stage.layers,
         "embedding": stage.embeds,
         "head": stage.ends,
         "parameters_per_rank": stage.parameters,
-        "first_rank": first,
-        "last_rank": first + len(stage.places) - 1,
-        "fullest_rank": first + stage.fullest_rank,
+        "first_rank": plan.grid.rank_at(stage.index, 0),
+        "last_rank": plan.grid.rank_at(stage.index, len(stage.places) - 1),
+        "fullest_rank": plan.fullest_of(stage),
         "components": _named(asdict(stage.fullest)),
         "persistent_bytes": stage.fullest.total,
         "least_persistent_bytes": min(states.total for states in stage.states),

@@ -24,6 +24,7 @@ class Grid:
         replicate: Groups of data parallel GPUs that each divide states anew.
         sequence: What lies between the divided matrices is divided along the sequence.
         group: Micro-batches that pass a chunk of layers before the next one; 0 for as many as there are stages.
+        alternating: Ranks are counted over stages before data parallel ranks (``--use-tp-pp-dp-mapping``), and not after.
     """
 
     world: int
@@ -37,6 +38,28 @@ class Grid:
     replicate: int = 1
     sequence: bool = False
     group: int = 0
+    alternating: bool = False
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return the stage that a rank has, and its place among the stage's ranks.
+
+        Source:
+            ``RankGenerator`` in megatron/core/parallel_state.py (0.16.1): the order is tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp
+        """
+        if not self.alternating:
+            return divmod(rank, self.world // self.pipeline)
+        block = self.tensor * self.context
+        data, rest = divmod(rank, block * self.pipeline)
+        stage, own = divmod(rest, block)
+        return stage, data * block + own
+
+    def rank_at(self, stage: int, place: int) -> int:
+        """Return the rank in a place among a stage's ranks: the inverse of :meth:`place_of`."""
+        if not self.alternating:
+            return stage * (self.world // self.pipeline) + place
+        block = self.tensor * self.context
+        data, own = divmod(place, block)
+        return (data * self.pipeline + stage) * block + own
 
     @property
     def data(self) -> int:
@@ -85,6 +108,11 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
     if parallel.data not in (1, world // model, world // model // parallel.replicate):
         text = f"{world:,} GPUs leave {world // model} for data parallelism, not {parallel.data}"
         raise InvalidFileError([f"parallel.data: {text}"])
+    alternating = parallel.megatron.alternating and parallel.pipeline > 1
+    if alternating and expert_model != model and (parallel.expert > 1 or parallel.expert_tensor):
+        apart = f"tensor x context = {model // parallel.pipeline}, and expert tensor x expert = {expert_model // parallel.pipeline}"
+        text = f"Megatron-LM counts stages before data parallel ranks where both are divided alike, not with {apart}"
+        raise InvalidFileError([f"parallel.megatron.alternating: {text}; leave --use-tp-pp-dp-mapping out"])
     return Grid(
         world=world,
         tensor=parallel.tensor,
@@ -97,6 +125,7 @@ def grid_of(parallel: Parallel, gpus: int | None) -> Grid:
         replicate=parallel.replicate,
         sequence=parallel.sequence,
         group=parallel.megatron.micro_batch_group or 0,
+        alternating=alternating,
     )
 
 
