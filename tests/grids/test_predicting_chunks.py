@@ -9,7 +9,7 @@ from memplan.model.families import model_spec
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild, chunk_tensors
-from memplan.step.grids.pipeline_stages import StageSplit, chunks_of
+from memplan.step.grids.pipeline_stages import StageSplit, chunks_of, chunks_of_layout
 
 KEYS = {
     "model_type": "llama",
@@ -44,6 +44,12 @@ def test_predicting_layers_lie_where_a_layout_has_them_and_the_final_norm_with_t
     ]
     assert names_of("Et|t|t|t|t|t|t|mL")[-2:] == [["decoder.final_layernorm"], ["embedding", "mtp", "output_layer"]]
     assert names_of("Et|t|t|t|t|t||tL", 0)[-1] == ["decoder.final_layernorm", "output_layer"]
+
+
+def test_signs_of_a_layout_may_be_kept_from_a_shell():
+    assert (
+        chunks_of_layout(r"Et*3\\|\\(tt\\|\\)*2mL") == chunks_of_layout("Et*3|(tt|)*2mL") == ["Ettt", "tt", "tt", "mL"]
+    )
 
 
 @pytest.mark.parametrize("layout", ["Et|tt|tttt|m||||L", "Et|t|t|t|t|tt|m|mL"])

@@ -94,11 +94,13 @@ def _laid_out(layers: int, grid: Grid, split: StageSplit) -> tuple[tuple[Chunk, 
 def chunks_of_layout(layout: str) -> list[str]:
     """Return what every chunk has, a letter for each part, as ``StageSplit.layout`` says it.
 
+    Backslashes, with which Megatron-LM's own test cases keep a shell from signs, mean nothing.
+
     Example:
         >>> chunks_of_layout("Et*2|(tt|)*2L")
         ['Ett', 'tt', 'tt', 'L']
     """
-    text = layout.replace(",", "")
+    text = layout.replace(",", "").replace("\\", "")
     for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
         text = re.sub(repeated, lambda result: result[1] * int(result[2]), text)
     return text.split("|")
