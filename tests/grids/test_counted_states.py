@@ -44,6 +44,7 @@ COUNTED = {
             23: (76851456, 153702912, 25616640, 51233280),
         },
     ),
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16": (8, {0: (205893632, 411787264, 25736704, 77210112)}),
     f"{NARROW} --fp8-format e4m3 --fp8-recipe blockwise": (8, {0: (205893632, 411787264, 51473408, 51473408)}),
     f"{NARROW} --fp8-format hybrid --fp8-recipe delayed": (8, {0: (205893632, 411787264, 25736704, 51473408)}),
 }

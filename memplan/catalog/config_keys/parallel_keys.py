@@ -79,6 +79,7 @@ class MegatronFlags:
         buckets: How many buckets a rank's parameters would fill, instead (``--ddp-num-buckets``).
         padded_buckets: Whether buckets end at multiples of 65,536 elements too (``--ddp-pad-buckets-for-high-nccl-busbw``).
         whole_copies: Whether ``precision_aware`` keeps fp32 weights whole all the same (an ``--fp8-recipe`` other than delayed scaling).
+        wide_moment: Whether one of the moments of an optimizer that has them in bf16 is fp32 (``--exp-avg-dtype``, ``--exp-avg-sq-dtype``).
         alternating: Whether ranks are counted over stages before data parallel ranks (``--use-tp-pp-dp-mapping``), so that neighbours have other stages.
         predicted_tokens: Layers that predict one more token each (``--mtp-num-layers``); what they keep is answered, and no step.
         unplanned: What of a step is not modelled; with any of it what is kept between steps is answered, and no step.
@@ -93,6 +94,7 @@ class MegatronFlags:
     buckets: int | None = None
     padded_buckets: bool = False
     whole_copies: bool = False
+    wide_moment: bool = False
     alternating: bool = False
     predicted_tokens: int = 0
     unplanned: tuple[str, ...] = ()

@@ -299,7 +299,7 @@ def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
 
 
 def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
-    """Return the bytes of both moments of an element."""
+    """Return the bytes of both moments of an element, of which one may be wide."""
     names = {
         catalog.optimizers.name_of(config.optimizer.get(role, config.optimizer.get("default", "adamw-fp32")))
         for role in ROLES
@@ -315,7 +315,7 @@ def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
         sizes.add(sum(slot.block_bytes for slot in moments))
     if len(sizes) > 1:
         raise CannotAnswerError("optimizer: several optimizers are not modelled under Megatron-LM")
-    return sizes.pop()
+    return min(sizes.pop() + 2 * config.parallel.megatron.wide_moment, 8)
 
 
 def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
