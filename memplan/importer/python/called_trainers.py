@@ -10,6 +10,7 @@ from typing import Any
 from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
 from memplan.importer.python.python_settings import FROM_FILES, PARSED
 from memplan.importer.python.python_words import VARIABLES
+from memplan.importer.sources.conditions import is_on
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
 CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "PPOConfig", "GKDConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip
@@ -88,8 +89,18 @@ OF_TRAINERS = (
 OTHER_ADAPTERS = ("IA3Config", "PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig", "AdaLoraConfig", "LoHaConfig", "LoKrConfig", "OFTConfig", "BOFTConfig", "VeraConfig", "LNTuningConfig", "VBLoRAConfig", "FourierFTConfig", "HRAConfig", "BoneConfig", "RandLoraConfig", "XLoraConfig", "AdaptionPromptConfig", "MultitaskPromptTuningConfig")  # fmt: skip
 """Classes of PEFT's for what is not LoRA (peft/tuners, 0.21.2)."""
 TRAINING = ("train", "hyperparameter_search")
+EVALUATES = ("trainer_evaluate", "trainer_predict")
+"""Methods that run the model over other rows, before or after training."""
 OTHERWISE = ("_evaluate", "_predict", "_generate")
 """Methods that a program calls in place of those, which trains nothing then."""
+OWN_PARTS: Mapping[str, str] = {
+    "optimizers": "an optimizer that the trainer makes: the program gives it one; optim of its arguments is read",
+    "optimizer_cls_and_kwargs": "an optimizer that optim of the trainer's arguments names: the program gives it a class",
+    "compute_loss_func": "the trainer's own loss: compute_loss_func is the program's",
+}
+"""Keyword of a trainer -> what it would have to be without it (transformers/trainer.py, 5.24.0)."""
+KERNELS = ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp")
+"""Functions of ``torch.backends.cuda`` that switch kernels of attention off."""
 CAST = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
 """Methods of a model that cast all of its weights."""
 KBIT = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
@@ -139,6 +150,8 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
     _take_adapters(result, called)
     if any(word.endswith("gradient_checkpointing_enable") for word in keys.words):  # arguments switch it on, never off
         result.data["gradient_checkpointing"] = True
+    if any(word.endswith(EVALUATES) for word in keys.words):
+        result.data["program_evaluates"] = True
     if called in PLAIN:
         _take_length(result)
     defaulted = [word for word in keys.words if word.endswith((*PARSED, *VARIABLES))][:1]
@@ -259,6 +272,7 @@ def _beyond(result: _Taken, called: str) -> Iterator[str]:
             yield f"which weights train: the program sets requires_grad, which unfrozen parts of {'TRL' if called in TRAINERS else 'transformers'}'s model do not say"
         elif word == "torch_compile":
             yield "a model that is not compiled before its trainer has it; torch_compile of its arguments is read"
+    yield from _parts_given(result, called)
     quantised = _given(keys, "BitsAndBytesConfig")
     if (
         result.data.get("load_in_4bit") is True
@@ -266,6 +280,32 @@ def _beyond(result: _Taken, called: str) -> Iterator[str]:
         and quantised.get("bnb_4bit_compute_dtype") not in ("bfloat16", "float16")
     ):
         yield "bnb_4bit_compute_dtype of 16 bits: products of 4-bit weights in fp32, its default, are not modelled"
+
+
+def _parts_given(result: _Taken, called: str) -> Iterator[str]:
+    """Yield what a program gives its trainer, PEFT or torch that decides what a step holds, and that no key says.
+
+    Source:
+        ``evaluation_loop`` and ``predict`` in transformers/trainer.py (5.24.0): logits of all rows are collected on the GPU where
+        metrics are made of them, unless a function makes less of each batch's.
+    """
+    keys, given = result.keys, _given(result.keys, called)
+    yield from (text for name, text in OWN_PARTS.items() if given.get(name) not in (None, [None, None]))
+    evaluates = any(
+        is_on(result.data.get(key)) for key in ("program_evaluates", "eval_strategy", "evaluation_strategy")
+    )
+    collected = given.get("compute_metrics") is not None or any(one.endswith("trainer_predict") for one in keys.words)
+    whole = called in ("SFTTrainer", *PLAIN) and "ForSequenceClassification" not in str(result.data.get("model_class"))
+    if whole and evaluates and collected and given.get("preprocess_logits_for_metrics") is None:
+        yield "an evaluation of losses alone: metrics or predictions collect the logits of all rows on the GPU, as many as there are"
+    if _given(keys, "get_peft_model").get("autocast_adapter_dtype") is False:
+        yield "adapters in fp32, which PEFT makes of them: autocast_adapter_dtype is false"
+    if any(one.endswith("set_per_process_memory_fraction") for one in keys.words):
+        yield "all of the GPU's memory: the program allows itself a fraction"
+    chosen = str(result.data.get("attn_implementation", ""))
+    off = [name for name in KERNELS if _given(keys, f"cuda_{name}").get("0") is False]
+    if off and not chosen.startswith(("flash", "eager", "flex")):
+        yield f"attention by the kernel that torch chooses: {off[0]} switches one off; attn_implementation is read"
 
 
 def _given(keys: GivenKeys, called: str) -> Mapping[str, Any]:

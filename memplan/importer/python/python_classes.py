@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from memplan.importer.python.python_settings import Settings, called_name, nodes_of, shown
+from memplan.importer.python.python_settings import Settings, called_name, last_part, nodes_of, shown
 
 SETTINGS = ("Config", "Arguments", "Trainer", "_from_pretrained", "_get_peft_model")
 """Ends of the names of what settings are given to."""
@@ -46,10 +47,22 @@ def bases(tree: ast.Module) -> dict[str, str]:
 
 OWN = ("compute_loss", "training_step", "create_optimizer")
 """Methods of a trainer that decide what a step holds, where a class of the program's own has them."""
+REPLACED = ("lm_head", "embed_tokens", "layers")
+"""Parts of a model that a program may put others in the place of."""
+WEIGHTS = ("parameters", "named_parameters", "modules", "named_modules", "children", "named_children")
+"""Methods whose results a program goes through to cast some of them."""
 
 
-def own_steps(tree: ast.Module, classes: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
-    """Yield what a trainer of the program's own computes otherwise than the class that it is made of."""
+def own_steps(
+    tree: ast.Module, classes: Mapping[str, str], words: Sequence[str], statements: Iterable[ast.stmt]
+) -> Iterator[str]:
+    """Yield what a trainer of the program's own computes otherwise than the class that it is made of, and what a program changes of a model.
+
+    Args:
+        statements: Those of the program, without branches that are not taken.
+    """
+    idle = {part for one in idle_functions(tree) for part in ast.walk(one)}
+    yield from dict.fromkeys(change for one in statements if one not in idle for change in _changes(one))
     for node in nodes_of(tree):
         if (
             isinstance(node, ast.ClassDef)
@@ -59,6 +72,34 @@ def own_steps(tree: ast.Module, classes: Mapping[str, str], words: Sequence[str]
             for part in node.body:
                 if isinstance(part, ast.FunctionDef) and part.name in OWN:
                     yield f"what {node.name}.{part.name} holds: it is the program's own, in place of its trainer's; memplan run executes it"
+
+
+def _changes(statement: ast.stmt) -> Iterator[str]:
+    """Yield what a statement makes of a model that was loaded, which no argument of its trainer says."""
+    line = max(statement.lineno, 1)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    for target in targets:
+        if isinstance(target, ast.Attribute) and target.attr in REPLACED and not shown(target).startswith("self."):
+            yield f"a model as it was loaded: the program replaces {shown(target)} in line {line}"
+    if isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call):
+        names = {shown(name) for name in getattr(statement.target, "elts", [statement.target])}
+        own = last_part(statement.iter.func) in WEIGHTS
+        if own and any(_casts(part, names) for part in ast.walk(statement)):
+            yield f"weights in the dtype in which they were loaded: the program casts some of them in line {line}"
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.Call) and _casts(value, {"model"}) and last_part(value.func) == "to":
+        yield f"a model in the dtype in which it was loaded: the program casts it in line {line}; dtype of from_pretrained is read"
+
+
+def _casts(node: ast.AST, names: set[str]) -> bool:
+    """Tell whether a call casts what one of these names holds, or its data, to another dtype."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    if shown(node.func.value).removesuffix(".data").removesuffix(".weight") not in names:
+        return False
+    given = [shown(one) for one in (*node.args, *(keyword.value for keyword in node.keywords))]
+    to = node.func.attr == "to" and any(re.search(r"float|half|dtype", one) for one in given)
+    return to or node.func.attr in ("float", "half", "bfloat16")
 
 
 def idle_functions(tree: ast.Module) -> set[ast.AST]:

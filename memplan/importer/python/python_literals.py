@@ -104,7 +104,8 @@ def _keys(tree: ast.Module, name: str, names: Names) -> GivenKeys:
             known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
             lines[called, key] = line
     words = [*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines)]
-    absent += own_steps(tree, classes, words)
+    taken = (node for node, *_ in _statements(tree.body, names, inside=False, scope=""))
+    absent += own_steps(tree, classes, words, taken)
     lines = {path: max(line, 1) for path, line in lines.items()}  # those of modules are below
     noted = tuple((one, value, f"the first of {count} in {name}:{line}") for one, value, count, line in names.turns)
     return GivenKeys(
@@ -308,6 +309,8 @@ MOST_BITS = 4_096
 """Of a whole number: Python refuses to write one of 4,300 digits out, which those in base 16 and 2 may have."""
 FIRST = "0"
 """The keyword of what is given first, without one."""
+PLACED = ("_from_pretrained", "Trainer", "get_peft_model", "run_exp", "DictDefault", "_sdp")
+"""Ends of the names of calls whose first arguments count without a keyword."""
 
 
 def _keywords(
@@ -317,12 +320,9 @@ def _keywords(
     given = [
         (keyword.arg, literal(keyword.value, names, node.lineno), keyword.value.lineno) for keyword in node.keywords
     ]
-    if (
-        called.endswith(("_from_pretrained", "Trainer", "get_peft_model", "run_exp", "DictDefault")) and node.args
-    ):  # a model is often named without a keyword
-        given += [
-            (str(place), literal(part, names, node.lineno), node.lineno) for place, part in enumerate(node.args[:2])
-        ]
+    if called.endswith(PLACED) and node.args:  # a model is often named without a keyword
+        placed = enumerate(node.args[:2])
+        given += [(str(place), literal(part, names, node.lineno), node.lineno) for place, part in placed]
     unread = []
     for name, value, line in given if called else ():
         inner = data.setdefault(called, {})
