@@ -71,10 +71,6 @@ class UnknownKeyWarning(MemplanWarning):
     """A trainer's file has a key that the trainer does not have, and that is left out."""
 
 
-class UncountedWarning(MemplanWarning):
-    """A trainer's file asks for something that a plan does not count, with its bound."""
-
-
 class GuessedNameWarning(MemplanWarning):
     """A model's name stands in no list, and its shapes are guessed from what it looks like."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.documents.loading import parse_document
-from memplan.errors import CannotAnswerError, UncountedWarning
+from memplan.errors import CannotAnswerError
 from memplan.library.trainers.spliced_text import Edit, spliced
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -184,11 +184,3 @@ def test_the_cost_of_a_smaller_micro_batch_says_how_many_times_it_was_divided(tm
     rewritten = memplan.rewrite(path, gpu="rtx4090").rewritten
     assert rewritten.after.setup.config.micro_batch_size == 1
     assert "four times the accumulation steps for the same batch" in rewritten.costs
-
-
-def test_what_is_not_counted_of_a_file_is_said_once(tmp_path, recwarn):
-    path = tmp_path / "trl.yaml"
-    text = (EXAMPLES / "trl.yaml").read_text().replace("attn_implementation: flash_attention_2\n", "")
-    path.write_text(text.replace("Qwen3-0.6B", "Qwen3-4B"))
-    assert memplan.rewrite(path, gpu="rtx4090").rewritten.before.verdict == "no"
-    assert [type(one.message) for one in recwarn].count(UncountedWarning) == 1

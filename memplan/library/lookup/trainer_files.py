@@ -16,13 +16,11 @@ from memplan.errors import (
     CannotAnswerError,
     InvalidFileError,
     MemplanError,
-    UncountedWarning,
     UnknownKeyWarning,
     first_lines,
     printable,
 )
 from memplan.library.lookup.unplanned_keys import method_keys, planned_keys, refuse_unplanned, without_keys
-from memplan.units import format_bytes
 
 if TYPE_CHECKING:  # imported where a file is one
     from memplan.importer.imported_job import ImportedJob
@@ -210,8 +208,6 @@ def training_document(
         raise CannotAnswerError(f"{text}: {kind} is not modelled; {MODELLED}")
     if job.refused:
         _refuse_first(job)
-    if mask := _uncounted_mask(job, given):
-        warnings.warn(UncountedWarning(f"{text}: {mask}"), stacklevel=2)
     data = without_keys(job.section("training"), given)
     if planned := method_keys(method, STAGES[method["stage"]]):
         data["method"] = planned
@@ -279,23 +275,6 @@ def _lines(text: str, job: ImportedJob) -> dict[tuple[Key, ...], int]:
         if said and name.startswith("training."):
             lines[tuple(name.split(".")[1:])] = own.line(result.key)
     return lines
-
-
-def _uncounted_mask(job: ImportedJob, given: Collection[str]) -> str:
-    """Return what is said of the mask that packed rows are given and that no plan counts; nothing where there is none.
-
-    Args:
-        given: Keys of a training config that are said besides, by which the file's own batch or length may not count.
-    """
-    # Source: ``eager_mask`` in transformers/masking_utils.py (5.23.0), which has four bytes for a pair of tokens at
-    # most; ``sdpa_mask`` has one.
-    tokens = job.value("training.micro_batch_size"), job.value("training.sequence_length")
-    if job.value("packing.mask") is None or None in tokens:
-        return ""
-    bound = format_bytes(4 * (tokens[0] * tokens[1]) ** 2)
-    if {"micro_batch_size", "sequence_length"} & set(given):
-        bound = "4 bytes for each pair of a micro-batch's tokens"
-    return f"packed rows without flash_attention_2 are given a mask of all tokens by all, which is not counted: {bound} at most"
 
 
 def _refuse_unread(text: str, job: ImportedJob, given: Collection[str] = ()) -> None:
