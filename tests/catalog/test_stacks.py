@@ -185,6 +185,16 @@ def test_a_config_says_by_which_checkpointing_layers_run_again():
         setup("trl", reentrant_checkpointing=True, activation_checkpointing="selective")
 
 
+def test_litgpt_evaluates_as_many_rows_as_it_trains_on():
+    def rows(stack, **more):
+        return resolve(TrainingConfig("mine", stack=stack, evaluation=True, **more), CATALOG, "mine").config
+
+    assert rows("litgpt", micro_batch_size=4, evaluation_batch_size=4).evaluation_batch_size == 4
+    assert rows("transformers", evaluation_batch_size=8).evaluation_batch_size == 8
+    with pytest.raises(InvalidFileError, match="evaluates as many rows as it trains on"):
+        rows("litgpt", evaluation_batch_size=8)
+
+
 @pytest.mark.parametrize("until", ["forward", "backward", "step", "next", None])
 def test_a_config_says_until_when_a_loop_has_a_name_for_outputs(until):
     config = TrainingConfig("mine", stack="plain-loop", outputs_until=until)

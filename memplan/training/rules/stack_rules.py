@@ -100,6 +100,12 @@ def _outputs_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Pa
         yield ("outputs_until",), "is planned on one GPU; leave it out over several"
 
 
+def _evaluation_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path, str]]:
+    """Yield why a stack evaluates no other number of rows than a config trains on."""
+    if stack.evaluates_alike and config.evaluation_batch_size not in (None, config.micro_batch_size):
+        yield ("evaluation_batch_size",), f"{stack.name} evaluates as many rows as it trains on; leave it out"
+
+
 CODED_HEADS = ("coded-head", "stable-embedding")
 """What is done to weights beside codes where heads are quantised too."""
 
@@ -190,6 +196,7 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
     yield from _autocast_problems(config, stack, hidden)
     yield from _checkpointing_problems(config, stack)
     yield from _outputs_problems(config, stack)
+    yield from _evaluation_problems(config, stack)
     alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
     if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
         narrow = config.compute_dtype

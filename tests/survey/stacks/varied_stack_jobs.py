@@ -207,7 +207,9 @@ def without_autocast(job: StackJob) -> StackJob:
 def evaluated_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job that evaluates, one of three by twice as many rows as it trains on."""
     training = {**job.job.training, "evaluation": True}
-    if Random(f"memplan evaluated {seed} {number}").random() < 1 / 3:
+    if (
+        Random(f"memplan evaluated {seed} {number}").random() < 1 / 3 and job.stack != "litgpt"
+    ):  # which has no key for it
         training["evaluation_batch_size"] = 2 * training["micro_batch_size"]
     return replace(job, job=Job(job.job.model, training))
 
