@@ -17,7 +17,8 @@ model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj
 trainer = Trainer(model=model, args=TrainingArguments("out", bf16=True, eval_strategy="steps"), train_dataset=rows)
 trainer.train()
 """
-BESIDE = "train_dataset=rows"
+BESIDE, LOADED = "train_dataset=rows", "dtype=torch.bfloat16"
+CODES = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16"
 CHANGES = [
     ("# wrapped", "for n, p in model.named_parameters():\n    p.data = p.data.to(torch.bfloat16)", "casts some of them in line 8"),
     ("# wrapped", "for n, module in model.named_modules():\n    if 'norm' in n:\n        module.to(torch.float32)", "casts some"),
@@ -33,6 +34,14 @@ CHANGES = [
     (BESIDE, f"{BESIDE}, compute_loss_func=loss", "compute_loss_func is the program's"),
     (BESIDE, f"{BESIDE}, compute_metrics=metrics", "collect the logits of all rows"),
     ("trainer.train()", "trainer.train()\ntrainer.predict(rows)", "collect the logits of all rows"),
+    ("# loaded", "model.config.output_hidden_states = True", "sets model.config.output_hidden_states in line 6"),
+    ("# first", "config = AutoConfig.from_pretrained('x')\nconfig.num_hidden_layers = 2", "sets config.num_hidden_layers in line 5"),
+    (LOADED, f"{LOADED}, num_hidden_layers=2", "another number of layers"),
+    (LOADED, f"{LOADED}, output_hidden_states=True", "results of all layers are kept"),
+    (LOADED, f"{LOADED}, tp_plan='auto'", "weights that GPUs share"),
+    (LOADED, f"{LOADED}, quantization_config={CODES}, llm_int8_skip_modules=['q_proj']), device_map='auto'", "not quantised"),
+    (LOADED, f"{LOADED}, quantization_config={CODES}, llm_int8_enable_fp32_cpu_offload=True)", "modules in host memory"),
+    ("r=16", "r=16, inference_mode=True", "adapters that do not train"),
     ("r=16", "r=16, lora_bias=True", "biases are trained within adapters"),
     ("r=16", "r=16, exclude_modules=['o_proj']", "all but some of the modules"),
     ("r=16", "r=16, layers_to_transform=[0]", "adapters on some layers only"),
@@ -42,7 +51,11 @@ CHANGES = [
 UNCHANGED = [
     ("# wrapped", "for p in model.parameters():\n    total += p.numel()"),
     ("# loaded", "model = model.to('cuda')"),
-    ("# loaded", "model.config.use_cache = False"),
+    (
+        "# loaded",
+        "model.config.use_cache = False\nmodel.config.output_hidden_states = False\nmodel.config.vocab_size = n",
+    ),
+    (LOADED, f"{LOADED}, max_memory={{0: '10GiB'}}, use_safetensors=True"),
     ("# first", "torch.backends.cuda.enable_flash_sdp(True)"),
     ("# first", "def unused(model):\n    model = model.to(torch.float32)\n    model.lm_head = None"),
     (BESIDE, f"{BESIDE}, compute_metrics=metrics, preprocess_logits_for_metrics=largest"),

@@ -315,5 +315,5 @@ def _given(keys: GivenKeys, called: str) -> Mapping[str, Any]:
 
 def _is_plain(name: str, value: Any) -> bool:
     """Tell whether a keyword changes nothing of what is held on a GPU, as it stands."""
-    quiet = ("quantization_config", "device_map", "trust_remote_code", "use_cache", "token", "use_auth_token", "cache_dir", "revision", "low_cpu_mem_usage", "inference_mode", "bnb_4bit_compute_dtype", "local_files_only", "config", "id2label", "label2id", "pad_token_id", "1", "problem_type", "ignore_mismatched_sizes", "llm_int8_threshold")  # fmt: skip
+    quiet = ("quantization_config", "device_map", "trust_remote_code", "use_cache", "token", "use_auth_token", "cache_dir", "revision", "low_cpu_mem_usage", "bnb_4bit_compute_dtype", "local_files_only", "config", "id2label", "label2id", "pad_token_id", "1", "problem_type", "ignore_mismatched_sizes", "llm_int8_threshold")  # fmt: skip
     return name in quiet or (name == "bias" and value == "none") or value in (None, False)

@@ -49,6 +49,8 @@ OWN = ("compute_loss", "training_step", "create_optimizer")
 """Methods of a trainer that decide what a step holds, where a class of the program's own has them."""
 REPLACED = ("lm_head", "embed_tokens", "layers")
 """Parts of a model that a program may put others in the place of."""
+SHAPES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "sliding_window", "attention_dropout", "tie_word_embeddings", "output_hidden_states", "output_attentions")  # fmt: skip
+"""Keys of a model's configuration that decide what a step holds."""
 WEIGHTS = ("parameters", "named_parameters", "modules", "named_modules", "children", "named_children")
 """Methods whose results a program goes through to cast some of them."""
 
@@ -81,6 +83,8 @@ def _changes(statement: ast.stmt) -> Iterator[str]:
     for target in targets:
         if isinstance(target, ast.Attribute) and target.attr in REPLACED and not shown(target).startswith("self."):
             yield f"a model as it was loaded: the program replaces {shown(target)} in line {line}"
+        elif isinstance(target, ast.Attribute) and target.attr in SHAPES and _configures(target.value, statement.value):
+            yield f"a model as it is published: the program sets {shown(target)} in line {line}"
     if isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call):
         names = {shown(name) for name in getattr(statement.target, "elts", [statement.target])}
         own = last_part(statement.iter.func) in WEIGHTS
@@ -89,6 +93,12 @@ def _changes(statement: ast.stmt) -> Iterator[str]:
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Call) and _casts(value, {"model"}) and last_part(value.func) == "to":
         yield f"a model in the dtype in which it was loaded: the program casts it in line {line}; dtype of from_pretrained is read"
+
+
+def _configures(holder: ast.expr, value: ast.expr) -> bool:
+    """Tell whether a model's configuration is given something, by its name, and not switched off."""
+    off = isinstance(value, ast.Constant) and value.value in (None, False)
+    return shown(holder).rpartition(".")[2].endswith("config") and not shown(holder).startswith("self") and not off
 
 
 def _casts(node: ast.AST, names: set[str]) -> bool:
