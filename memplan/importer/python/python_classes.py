@@ -79,23 +79,22 @@ def own_steps(
 def _changes(statement: ast.stmt) -> Iterator[str]:
     """Yield what a statement makes of a model that was loaded, which no argument of its trainer says."""
     line = max(statement.lineno, 1)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    for target in targets:
+    value = getattr(statement, "value", None)
+    for target in statement.targets if isinstance(statement, ast.Assign) else []:
         if isinstance(target, ast.Attribute) and target.attr in REPLACED and not shown(target).startswith("self."):
             yield f"a model as it was loaded: the program replaces {shown(target)} in line {line}"
-        elif isinstance(target, ast.Attribute) and target.attr in SHAPES and _configures(target.value, statement.value):
+        elif isinstance(target, ast.Attribute) and target.attr in SHAPES and _configures(target.value, value):
             yield f"a model as it is published: the program sets {shown(target)} in line {line}"
     if isinstance(statement, ast.For) and isinstance(statement.iter, ast.Call):
         names = {shown(name) for name in getattr(statement.target, "elts", [statement.target])}
         own = last_part(statement.iter.func) in WEIGHTS
         if own and any(_casts(part, names) for part in ast.walk(statement)):
             yield f"weights in the dtype in which they were loaded: the program casts some of them in line {line}"
-    value = getattr(statement, "value", None)
     if isinstance(value, ast.Call) and _casts(value, {"model"}) and last_part(value.func) == "to":
         yield f"a model in the dtype in which it was loaded: the program casts it in line {line}; dtype of from_pretrained is read"
 
 
-def _configures(holder: ast.expr, value: ast.expr) -> bool:
+def _configures(holder: ast.expr, value: ast.expr | None) -> bool:
     """Tell whether a model's configuration is given something, by its name, and not switched off."""
     off = isinstance(value, ast.Constant) and value.value in (None, False)
     return shown(holder).rpartition(".")[2].endswith("config") and not shown(holder).startswith("self") and not off
