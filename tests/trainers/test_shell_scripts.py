@@ -106,7 +106,7 @@ ARGS=(
 )
 torchrun --nproc_per_node=4 sft.py "${ARGS[@]}" \\
   --max_length 4096 \\
-  --packing true $MORE_ARGS
+  --packing false $MORE_ARGS
 """
 
 
@@ -144,7 +144,7 @@ def test_what_nobody_can_tell_is_asked_for_by_its_line(tmp_path):
     assert memplan.import_file(path, gpus=2).to_dict()["training"]["parallel"]["data"] == 2
     length = written(tmp_path, "LEN=$(cat n)\ntrl sft --model_name_or_path a/b --max_length $LEN --packing true\n")
     assert "--sequence-length N: max_length is '$(cat n)' in" in memplan.import_file(length).to_dict()["needs"][0]
-    words = written(tmp_path, "MORE=$(cat more)\ntrl sft --model_name_or_path a/b --packing true --bf16 true $MORE\n")
+    words = written(tmp_path, "MORE=$(cat more)\ntrl sft --model_name_or_path a/b --packing false --bf16 true $MORE\n")
     assert "what $(cat more) stands for" in "".join(memplan.import_file(words).to_dict()["needs"])
     words.write_text(words.read_text().replace("a/b", "Qwen/Qwen3-0.6B"))
     with pytest.raises(CannotAnswerError, match=r"without what \$\(cat more\) stands for"):

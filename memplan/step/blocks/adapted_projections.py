@@ -43,10 +43,12 @@ def adapted(builder: Builder, x: Value, out: Value, name: str, rows: int, down: 
         first = plain_linear(builder, given, f"{name}.lora_A", down.rows)
         with builder.tape.alive(*((first,) if builder.settings.code.names_magnitude else ())):
             low = builder.pointwise("scale", plain_linear(builder, first, f"{name}.lora_B", rows))
-        if wide and not coded:
-            return builder.cast(builder.add(out, low), out.element_bytes, foreign=out.foreign)
-        low = low if uncast else builder.cast(low, out.element_bytes, foreign=out.foreign)
+        cast = wide and not coded  # the sum, and not what is added
+        low = low if uncast or cast else builder.cast(low, out.element_bytes, foreign=out.foreign)
         total = builder.add(out, low)
+    if cast:  # the sum has the name that the projection had
+        with builder.tape.alive(own):
+            return builder.cast(total, out.element_bytes, foreign=out.foreign)
     builder.tape.touch(*((low,) if coded and rules.codes_cloned else ()))  # a name, which the sum does not take
     return total
 
