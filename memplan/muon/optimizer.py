@@ -16,6 +16,7 @@ from torch import Tensor
 from memplan.muon.group_options import DEFAULTS, checked_keys, checked_options, diverges, muon_options, own_options
 from memplan.muon.parameter_groups import named_groups
 from memplan.muon.parameter_state import (
+    begins_anew,
     checked_handles,
     first_not_finite,
     follow_parameter,
@@ -35,7 +36,7 @@ from memplan.muon.updates.offload import buffers_on, finish_copies
 from memplan.muon.updates.rounds import Shard, update_round_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -92,9 +93,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         checked_keys(options)
         if not isinstance(seed, int) or not isinstance(check_finite, bool):
-            raise OptimizerError(
-                f"expected a whole seed, and check_finite True or False; got {seed!r}, {check_finite!r}"
-            )
+            raise OptimizerError(f"expected a whole seed, check_finite True or False; got {seed!r}, {check_finite!r}")
         given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         self.seed = seed
         self.gradient_format = gradient_format
@@ -183,12 +182,12 @@ class Muon(torch.optim.Optimizer):
             self._update_round(handles, group)
         for handles, group in batches_of([entry for entry in ready if not needs_exchange(*entry)]):
             if len(handles) > 1:
+                for handle in handles:
+                    follow_parameter(handle, group, self.state[handle.key])
                 keys = [handle.key for handle in handles]
-                states = [self.state[key] for key in keys]
-                for handle, state in zip(handles, states, strict=True):
-                    follow_parameter(handle, group, state)
                 generators = [self._seeded_generator(key) for key in keys]
-                update_together_(handles, group, states, generators, [self._phases(key, group) for key in keys])
+                phases = [self._phases(key, group) for key in keys]
+                update_together_(handles, group, [self.state[key] for key in keys], generators, phases)
                 continue
             self._update(handles[0], group)
             if handles[0].store is not None:
@@ -200,8 +199,12 @@ class Muon(torch.optim.Optimizer):
         if any(handle.key.is_cuda for handle, _ in ready) and torch.cuda.is_current_stream_capturing():
             raise OptimizerError("a step reads counters on the host, and cannot be captured in a CUDA graph")
         self._parameters.refuse_changes(ready, self.param_groups)
-        for handle, group in ready:
-            if not self.state.get(handle.key):  # who clears states begins anew
+        self._make_missing(ready)
+
+    def _make_missing(self, parameters: Iterable[tuple[Handle, Group]]) -> None:
+        """Make the states that parameters lack."""
+        for handle, group in parameters:
+            if begins_anew(handle, self.state.get(handle.key, {})):
                 self.state[handle.key] = initial_state(handle, group)
 
     def _refuse_unusable(self, handles: list[Handle]) -> None:
@@ -217,11 +220,10 @@ class Muon(torch.optim.Optimizer):
             raise OptimizerError("a gradient is not finite on another rank; no parameter or state was changed")
 
     def _update(self, handle: Handle, group: Group) -> None:
-        state = self.state[handle.key]
+        key, state = handle.key, self.state[handle.key]
         follow_parameter(handle, group, state)
-        buffers = self._buffers_on(handle.key.device) if group["offload"] else 0
-        phases = self._phases(handle.key, group)
-        update_parameter_(handle, group, state, self._seeded_generator(handle.key), phases, buffers)
+        buffers = self._buffers_on(key.device) if group["offload"] else 0
+        update_parameter_(handle, group, state, self._seeded_generator(key), self._phases(key, group), buffers)
 
     def _update_round(self, handles: list[Handle], group: Group) -> None:
         shards = []
@@ -256,11 +258,9 @@ class Muon(torch.optim.Optimizer):
         """
         if self._backward.releasing:
             raise OptimizerError("gradients are released one by one inside backward: no norm over all of them exists")
-        given = [(handle.key, handle.gradient(False)) for handle, _ in self.handles()]
-        ready = [(key, gradient) for key, gradient in given if gradient is not None]
-        return clip_gradients_(
-            [gradient for _, gradient in ready], [key for key, _ in ready], max_norm, error_if_nonfinite
-        )
+        given = {handle.key: handle.gradient(False) for handle, _ in self.handles()}
+        ready = {key: gradient for key, gradient in given.items() if gradient is not None}
+        return clip_gradients_(list(ready.values()), list(ready), max_norm, error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient, those in stores too; ``set_to_none=False`` zeroes ``.grad`` in place."""
@@ -315,6 +315,7 @@ class Muon(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        self._make_missing(self.handles())
         keys = [handle.key for handle, _ in self.handles()]
         for device in {key.device for key in keys}:
             finish_copies(device)

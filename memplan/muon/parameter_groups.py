@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memplan.errors import match_hint
 from memplan.muon.group_options import ALGORITHMS
@@ -77,7 +78,11 @@ def split_parameters(
     """
     if not isinstance(model, nn.Module):
         raise OptimizerError(f"expected a module, got {type(model).__name__}; parameters alone go to Muon(params)")
-    assign = _checked_assignments(assign or {}, dict(_named(model)))
+    names = dict(_named(model))
+    lazy = [name for name, entry in names.items() if is_lazy(entry)]
+    if lazy:
+        raise OptimizerError(f"{lazy[0]} has no shape yet: run the model once before its parameters are given away")
+    assign = _checked_assignments(assign or {}, names)
     routed: list[tuple[Any, RoutedParameter]] = []
     unknown: list[str] = []
     for name, entry, role, reason in _roles(model):
@@ -241,7 +246,7 @@ def _role(
     if "Router" in kind:
         return "router", f"weight of {kind}"
     expert = "experts" in path.split(".") or "Experts" in kind
-    if _is_linear(module):
+    if _is_linear(module) and leaf == "weight":
         if _is_router(path, modules):
             return "router", f"a router by its name, {path!r}"
         if not heads and _could_be_head(module, path, modules):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.muon.group_options import LAYOUT_KEYS, adamw_options, checked_options, muon_options
@@ -30,6 +31,8 @@ from memplan.muon.updates.projection import projection_state
 from memplan.muon.updates.steps import FIRST, MOMENTUM, SECOND
 
 Group = dict[str, Any]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What parameters that are no codes may be."""
 
 
 def checked_handles(group: Group, gradient_format: str | None) -> tuple[list[Handle], list[str]]:
@@ -65,6 +68,8 @@ def _handle_of(entry: Any, gradient_format: str | None) -> Handle:
         if gradient_format:
             handle.store = GradientStore(gradient_format, handle.shape)
         return handle
+    if is_lazy(entry):
+        raise OptimizerError("a parameter has no shape yet: run the model once before its parameters are given away")
     if not isinstance(entry, Tensor):
         raise OptimizerError(
             f"a parameter must be a tensor or a quantised weight, got {type(entry).__name__}; of a model Muon.from_model takes all"
@@ -88,9 +93,8 @@ def checked_parameter(handle: Handle, group: Group, name: str = "") -> None:
         raise OptimizerError(
             f"{label} is a {kind}, a tensor that wraps others, whose memory cannot be updated in place"
         )
-    floating = handle.key.is_floating_point() or not isinstance(handle, FloatHandle)
-    if not floating or handle.key.is_sparse:
-        raise OptimizerError(f"{label} of dtype {handle.key.dtype}: expected dense real numbers")
+    if handle.key.layout != torch.strided:
+        raise OptimizerError(f"{label} of layout {handle.key.layout}: expected dense numbers")
     problem = memory_problem(handle)
     if problem:
         raise OptimizerError(f"{label} {problem}")
@@ -116,6 +120,12 @@ def memory_problem(handle: Handle) -> str:
     """Return why a parameter's memory cannot be updated in place, or ""."""
     if handle.key.dtype == torch.float64:
         return "of dtype torch.float64: updates are computed in fp32, and would lose half of its bits"
+    if isinstance(handle, SplitHandle) and handle.key.dtype != torch.bfloat16:
+        return f"of dtype {handle.key.dtype}: master 'split' keeps the other half of bf16 parameters"
+    if isinstance(handle, FloatHandle) and handle.key.dtype not in FLOATS:
+        return (
+            f"of dtype {handle.key.dtype}: expected fp32, bf16 or fp16, or a model whose weights are codes (quantise_)"
+        )
     if isinstance(handle, FloatHandle) and not handle.parameter.is_contiguous():
         return f"of shape {tuple(handle.shape)} is not contiguous in memory"
     return ""
@@ -147,6 +157,11 @@ def refuse_beside_replicas(handle: Handle, group: Group, gradient_format: str | 
         raise OptimizerError(f"{label}: {', '.join(given)} with share_replicas is not offered; leave one of them out")
     if not isinstance(handle, FloatHandle):
         raise OptimizerError(f"{label} is codes, whose gradients no replica sums: leave share_replicas out")
+
+
+def begins_anew(handle: Handle, state: dict[str, Tensor]) -> bool:
+    """Tell whether a parameter needs a fresh state: who clears states begins anew, and on meta there was none."""
+    return not state or (not handle.key.is_meta and any(tensor.is_meta for tensor in state.values()))
 
 
 def follow_parameter(handle: Handle, group: Group, state: dict[str, Tensor]) -> None:
@@ -185,6 +200,7 @@ def first_not_finite(handles: Iterable[Handle]) -> Handle | None:
     return None
 
 
+@torch.inference_mode(False)
 def initial_state(handle: Handle, group: Group) -> dict[str, Tensor]:
     """Return the state of a fresh parameter: momentum or moments, and ``step``, one fp32 number on the CPU."""
     elements, parameters = handle.shape.numel(), handle.key.device

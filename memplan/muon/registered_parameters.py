@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from memplan.muon.group_options import DEFAULTS, LAYOUT_KEYS, checked_options
 from memplan.muon.parameter_state import memory_problem, parameter_name
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from memplan.muon.updates.handles import Handle
 
@@ -62,9 +63,12 @@ class RegisteredParameters:
     def refuse_changes(self, ready: Sequence[tuple[Handle, Group]], groups: Sequence[Group]) -> None:
         """Raise if a group has options that cannot be run, or that its parameters' states were not made for."""
         for group in {id(group): group for _, group in ready}.values():
-            values = [group.get(key) for key in DEFAULTS]
+            lost = [key for key in DEFAULTS if key not in group]
+            if lost:
+                raise OptimizerError(f"a group has lost its option {lost[0]!r}: options are changed, and not deleted")
+            values = [_value(group[key]) for key in DEFAULTS]
             if self.checked.get(id(group)) != values:
-                checked_options({**DEFAULTS, **group})
+                checked_options(group)
                 self.checked[id(group)] = values
         for handle, group in ready:
             problem = memory_problem(handle) or self._changed(handle, group)
@@ -82,3 +86,8 @@ class RegisteredParameters:
                     "a state cannot change its form: make a new optimizer"
                 )
         return ""
+
+
+def _value(option: Any) -> Any:
+    """Return an option as it is now: a tensor may be changed in place."""
+    return tuple(option.flatten().tolist()) if isinstance(option, Tensor) else option

@@ -134,6 +134,64 @@ def test_parameters_of_any_shape_are_updated(shape):
         assert not parameter.numel() or bool((parameter < 1).any())
 
 
+@pytest.mark.parametrize("gradient_format", [None, "fp8-e4m3"])
+def test_a_parameter_that_was_frozen_at_first_is_heard_once_it_is_trained(gradient_format):
+    model = network()
+    model[1].weight.requires_grad_(False)
+    optimizer = Muon([{"params": [model[1].weight]}], lr=0.5, gradient_format=gradient_format)
+    assert not model[1].weight.requires_grad
+    optimizer.enable_gradient_release()
+    model[1].weight.requires_grad_(True)
+    before = model[1].weight.detach().clone()
+    backward(model)
+    assert not torch.equal(before, model[1].weight)
+    assert model[1].weight.grad is None
+
+
+def test_states_made_on_meta_begin_anew_where_a_parameter_has_memory():
+    parameter = nn.Parameter(torch.zeros(8, 8, device="meta"))
+    optimizer = Muon([parameter], lr=0.1, momentum_format="int8")
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.zeros(8, 8)))
+    parameter.grad = torch.eye(8)
+    optimizer.step()
+    assert {tensor.device.type for tensor in optimizer.state[parameter].values()} == {"cpu"}
+    assert parameter.detach().any()
+
+
+def test_an_optimizer_made_in_inference_mode_trains():
+    plain, model = network(), network()
+    train(plain, Muon.from_model(plain, lr=0.02))
+    with torch.inference_mode():
+        optimizer = Muon.from_model(model, lr=0.02)
+    train(model, optimizer)
+    assert same(plain, model)
+
+
+def test_a_parameter_without_a_shape_is_refused():
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    with pytest.raises(OptimizerError, match=r"0\.weight has no shape yet"):
+        Muon.from_model(model)
+    with pytest.raises(OptimizerError, match="no shape yet"):
+        Muon([model[0].weight])
+    model(torch.zeros(2, 8))
+    assert len(Muon.from_model(model).param_groups) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8], ids=str)
+def test_a_parameter_of_numbers_that_no_update_handles_is_refused(dtype):
+    with pytest.raises(OptimizerError, match="expected fp32, bf16 or fp16"):
+        Muon([nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)])
+
+
+def test_split_halves_are_refused_once_the_parameter_is_no_longer_bf16():
+    model = network(dtype=torch.bfloat16)
+    optimizer = Muon.from_model(model, master="split")
+    train(model, optimizer, 1)
+    model.float()
+    with pytest.raises(OptimizerError, match="other half of bf16"):
+        train(model, optimizer, 1)
+
+
 # ---------------------------------------------------------------- weights that are codes
 
 
@@ -221,6 +279,45 @@ def test_products_may_be_computed_again(reentrant):
     assert same(plain, again)
 
 
+@pytest.mark.parametrize("change", [
+    lambda model: model.to(torch.bfloat16),
+    lambda model: model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}),
+])  # fmt: skip
+def test_codes_stay_codes_where_torch_swaps_tensors(change):
+    plain, swapped = network("q4-0"), network("q4-0")
+    optimizers = [Muon.from_model(model, lr=0.02) for model in (plain, swapped)]
+    for model, optimizer, swaps in ((plain, optimizers[0], False), (swapped, optimizers[1], True)):
+        train(model, optimizer, 1)
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        try:
+            change(model)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        train(model, optimizer, 1)
+    assert same(plain, swapped)
+
+
+def test_the_gradient_of_an_input_alone_leaves_none_in_codes():
+    model = network("q4-0")
+    hidden = model[0](TOKENS).detach().requires_grad_()
+    torch.autograd.grad(model[1](hidden).sum(), hidden)
+    assert model[1].weight.codes.grad is None
+    model[1](hidden).sum().backward(inputs=[hidden])
+    torch.autograd.grad(model(TOKENS).sum(), model[1].bias)
+    assert all(entry.codes.grad is None for entry in (model[0].weight, model[1].weight, model[3].weight))
+
+
+def test_second_derivatives_are_refused_over_trained_codes_and_right_over_frozen_ones():
+    model = network("q4-0")
+    x, matrix = torch.randn(3, 64, requires_grad=True), model[1].weight.dequantised()
+    with pytest.raises(OptimizerError, match="second derivatives"):
+        torch.autograd.grad(model[1](x).square().sum(), x, create_graph=True)
+    model[1].weight.requires_grad_(False)
+    (slope,) = torch.autograd.grad(model[1](x).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope.sum(), x)
+    assert torch.allclose(second, (2 * torch.ones(3, 64) @ matrix.mT) @ matrix, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_follow_the_dtype_of_the_model(dtype):
     model = network("q4-0")
@@ -232,7 +329,7 @@ def test_rows_follow_the_dtype_of_the_model(dtype):
     assert "like" not in "".join(model.state_dict())
 
 
-# ---------------------------------------------------------------- codes and several processes
+# ---------------------------------------------------------------- several processes
 
 
 @contextmanager
@@ -242,6 +339,21 @@ def ranks(world):
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_gradients_are_not_taken_before_replicas_have_summed_them(release):
+    """Backward calls the optimizer's hooks before those of DistributedDataParallel."""
+    model = network()
+    optimizer = Muon.from_model(model, lr=0.02, gradient_format=None if release else "bf16")
+    if release:
+        optimizer.enable_gradient_release()
+    with ranks(1):
+        backward(model)
+    before = weights(model)
+    with ranks(2), pytest.raises(OptimizerError, match="replicas would part"):
+        backward(model)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -71,6 +71,33 @@ def test_a_copy_releases_its_own_gradients(copied):
     assert gone() is None
 
 
+@pytest.mark.parametrize("gradient_format", [None, "bf16"])
+@pytest.mark.parametrize("release", [False, True])
+def test_a_shallow_copy_shares_everything_and_takes_each_gradient_once(release, gradient_format):
+    plain, model = network(), network()
+    optimizer = Muon.from_model(model, lr=0.02, gradient_format=gradient_format)
+    one = Muon.from_model(plain, lr=0.02, gradient_format=gradient_format)
+    if release:
+        optimizer.enable_gradient_release()
+        one.enable_gradient_release()
+    shared = copy.copy(optimizer)
+    train(model, shared)
+    train(plain, one)
+    assert same(model, plain)
+
+
+def test_a_checkpoint_is_loaded_where_states_were_cleared():
+    model, other = network(), network()
+    optimizer, fresh = Muon.from_model(model, lr=0.02), Muon.from_model(other, lr=0.02)
+    train(model, optimizer)
+    fresh.state.clear()
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
+    for pair in ((model, optimizer), (other, fresh)):
+        train(*pair)
+    assert same(model, other)
+
+
 def test_a_copy_of_the_optimizer_alone_has_parameters_of_its_own():
     model = network()
     optimizer = Muon.from_model(model)

@@ -290,6 +290,22 @@ def test_a_state_that_no_longer_fits_its_group_is_refused(change, release):
     assert torch.equal(before, model[1].weight)
 
 
+def test_a_rate_that_is_changed_in_place_is_checked_and_a_deleted_option_refused():
+    model = network()
+    optimizer = Muon.from_model(model, lr=torch.tensor(0.02))
+    train(model, optimizer)
+    before = weights(model)
+    optimizer.param_groups[0]["lr"].fill_(-1.0)
+    with pytest.raises(OptimizerError, match="lr: expected a finite number"):
+        train(model, optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.02)
+    optimizer.zero_grad()
+    del optimizer.param_groups[0]["momentum"]
+    with pytest.raises(OptimizerError, match="lost its option 'momentum'"):
+        train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
 def test_a_parameter_put_into_a_group_by_hand_is_refused():
     model = network()
     optimizer = Muon([{"params": [model[1].weight]}])
@@ -339,6 +355,8 @@ def test_a_model_that_cannot_be_routed_is_refused_by_name():
         Muon.from_model(network().requires_grad_(False))
     with pytest.raises(OptimizerError, match=r"1\.weight of shape .*not contiguous"):
         Muon.from_model(nn.Sequential(nn.Embedding(9, 4), transposed(nn.Linear(4, 8))))
+    with pytest.raises(OptimizerError, match=r"0\.weight_g .*Linear"), pytest.warns(FutureWarning):
+        Muon.from_model(nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)))
     mixed = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 8))
     assert len(Muon.from_model(mixed, assign={"0.weight": "adamw"}).param_groups) == 2
 

@@ -10,7 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from memplan.muon.sharded.divisions import divisions_of
+from memplan.muon.sharded.divisions import divisions_of, world_size
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 if TYPE_CHECKING:
@@ -71,6 +71,10 @@ def _total(norms: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
 
 
 Group = dict[str, Any]
+_BEFORE_THE_SUM = (
+    "gradient_format and released gradients take each gradient inside backward, before DistributedDataParallel sums it over the "
+    "ranks, so that replicas would part: leave them out where there are several ranks"
+)
 
 
 class BackwardHooks:
@@ -113,8 +117,10 @@ class BackwardHooks:
     @torch.no_grad()
     def _formed(self, handle: Handle, group: Group) -> None:
         use = self._use()
-        if use is None:
+        if use is None or handle.gradient(False) is None:  # another copy of the optimizer has taken it
             return
+        if world_size() > 1:
+            raise OptimizerError(_BEFORE_THE_SUM)
         now = self.releasing and not self.accumulating
         handle.collect(keep=not now)
         if now:

@@ -112,16 +112,13 @@ class FloatHandle:
 
     def collect(self, keep: bool) -> None:
         """Move ``parameter.grad`` into the store, where there is one that it must be kept in or added to."""
-        if self.store is not None and (keep or self.store.codes is not None):
-            assert self.key.grad is not None
+        if self.store is not None and self.key.grad is not None and (keep or self.store.codes is not None):
             self.store.take_(self.key.grad)
             self.key.grad = None
 
     def on_gradient(self, call: Callable[[], None]) -> Any:
         """Register a hook of the parameter."""
-        if not self.key.requires_grad or not self.key.is_leaf:
-            return None
-        return self.key.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
+        return hook_of(self.key, call)
 
     def scratch(self, elements: int) -> Tensor | None:
         """Return nothing for fp32, else an fp32 copy of a stretch."""
@@ -148,6 +145,17 @@ class FloatHandle:
         if generator is not None and weights.dtype == torch.bfloat16:
             _round_stochastically_(exact, update, generator)
         weights.copy_(exact)
+
+
+def hook_of(leaf: Tensor, call: Callable[[], None]) -> Any:
+    """Call ``call`` whenever backward has formed a leaf's gradient; one that is frozen now may be trained later."""
+    if not leaf.is_leaf:
+        return None
+    trained = leaf.requires_grad
+    leaf.requires_grad_()
+    hook = leaf.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
+    leaf.requires_grad_(trained)
+    return hook
 
 
 def coded_elements(handle: Handle) -> int:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.stores.gradient_stores import Gradient, GradientStore
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
+from memplan.muon.updates.handles import hook_of
 from memplan.muon.weights.weight_codecs import weight_format
 
 if TYPE_CHECKING:
@@ -209,21 +211,39 @@ class QuantisedWeight(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         """Load codes; those that ``assign=True`` puts in place are a parameter of this class again."""
-        codes = self.codes
+        codes, own = self.codes, dict(self.codes.__dict__)
         super()._load_from_state_dict(*arguments)
-        self._replace(codes)
+        self._replace(codes, own)
 
-    def _apply(self, *arguments: Any, **options: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the codes; what ``to_empty`` makes is a parameter of this class again."""
-        codes = self.codes
-        super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
-        self._replace(codes)
+        codes, own = self.codes, dict(self.codes.__dict__)
+        super()._apply(lambda tensor: fn(tensor.data), recurse)  # type: ignore[no-untyped-call]
+        self._replace(codes, own)
         return self
 
-    def _replace(self, former: CodedParameter) -> None:
-        """Let a plain parameter that has taken the place of codes be what they were."""
-        if type(self.codes) is nn.Parameter:
-            self.codes = CodedParameter(self.codes.data, self.gradient, former.anchor.requires_grad)
+    def _replace(self, former: CodedParameter, own: dict[str, Any]) -> None:
+        """Let a plain parameter that has taken the place of codes, or swapped its form with them, be what they were."""
+        if type(self.codes) is not nn.Parameter:
+            return
+        if self.codes is former:
+            former.__class__ = CodedParameter
+            former.__dict__.update(own)
+        else:
+            self.codes = CodedParameter(self.codes.data, self.gradient, own["anchor"].requires_grad)
+
+    def is_wanted(self) -> bool:
+        """Tell, inside backward, whether it forms this weight's gradient: ``torch.autograd.grad`` may ask for that of an input alone.
+
+        Raises:
+            OptimizerError: If backward itself is to be differentiated.
+        """
+        if torch.is_grad_enabled():
+            raise OptimizerError(
+                "second derivatives (create_graph) of coded weights are not formed: freeze these (requires_grad_(False)), or leave "
+                "the layers that need them in floats"
+            )
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(self.codes.anchor).node))
 
     def receive(self, gradient: Tensor) -> None:
         """Take over, or add, the gradient that one product formed."""
@@ -301,12 +321,7 @@ class QuantisedHandle:
 
     def on_gradient(self, call: Callable[[], None]) -> Any:
         """Register a hook of the anchor, which is called once all products have left their gradients."""
-        anchor = self.weight.anchor
-        trained = anchor.requires_grad
-        anchor.requires_grad_()  # a frozen matrix may be trained later
-        hook = anchor.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
-        anchor.requires_grad_(trained)
-        return hook
+        return hook_of(self.weight.anchor, call)
 
     def scratch(self, elements: int) -> Tensor | None:
         """Return an fp32 copy of a stretch."""

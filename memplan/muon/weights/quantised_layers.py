@@ -37,7 +37,7 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight: QuantisedWeight = ctx.weight
         through = grad @ weight.dequantised(grad.dtype) if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and weight.is_wanted():
             weight.receive(grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1]))
         return through, torch.empty(0, dtype=torch.float32, device="cpu"), None
 
@@ -55,9 +55,11 @@ class _Lookup(torch.autograd.Function):
         return weight.rows(index, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:
         (index,) = ctx.saved_tensors
         weight: QuantisedWeight = ctx.weight
+        if not weight.is_wanted():
+            return None, None, None, None, None
         dense = grad.new_zeros(weight.shape)
         dense.index_add_(0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
         if ctx.padding is not None:
