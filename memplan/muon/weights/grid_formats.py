@@ -30,7 +30,8 @@ SUPER = 256
 LEAST_DISTANCE = 1e-3
 FRACTIONS = 256
 """Of a grid's unit, in which groups are compared with its points; numbers beyond twice its largest are taken as that."""
-GROUPS_AT_ONCE = 1024
+SCORES_AT_ONCE = 1 << 18
+"""Of groups with points, which a CPU's second cache holds, 1 MiB."""
 _SMALLEST_SCALE = 1e-30
 _SIGN_GROUP = 8
 _FAR = 1e30
@@ -231,7 +232,7 @@ def _rounded(points: Tensor, largest: float) -> Tensor:
 def _nearest(points: Tensor, grid: Grid) -> Tensor:
     """Return the index of the grid point nearest to each of ``points``, ``(groups, group)``, as int32."""
     table, index = _table(points, grid), points.new_empty(len(points), dtype=torch.int64)
-    for part in _parts(points):
+    for part in _parts(points, grid):
         scores = torch.addmm(grid.halves, points[part], grid.points.mT, beta=-1, out=table[: part.stop - part.start])
         _first_of_largest_(scores, table[len(scores) :], index[part])
     return index.to(torch.int32)
@@ -242,9 +243,9 @@ def _table(points: Tensor, grid: Grid) -> Tensor:
     return points.new_empty((len(points), len(grid.points)))
 
 
-def _parts(points: Tensor) -> Iterator[slice]:
+def _parts(points: Tensor, grid: Grid) -> Iterator[slice]:
     """Yield the groups that are compared with a grid's points at a time: on a CPU as many as its caches hold the scores of."""
-    step = GROUPS_AT_ONCE if points.device.type == "cpu" else max(len(points), 1)
+    step = SCORES_AT_ONCE // len(grid.points) if points.device.type == "cpu" else max(len(points), 1)
     for first in range(0, len(points), step):
         yield slice(first, min(first + step, len(points)))
 
@@ -291,7 +292,7 @@ def _nearest_direction(remainder: Tensor, from_near: Tensor, index: Tensor, grid
     """Return the points, as int32, that lie from those of ``index`` most nearly where the remainders point to."""
     scores, rows = _table(remainder, grid), _table(remainder, grid)
     neighbour = remainder.new_empty(len(remainder), dtype=torch.int64)
-    for part in _parts(remainder):
+    for part in _parts(remainder, grid):
         count = part.stop - part.start
         along = torch.mm(remainder[part], grid.points.mT, out=scores[:count]).sub_(from_near[part, None])
         along.mul_(torch.index_select(grid.closeness, 0, index[part], out=rows[:count]))
