@@ -16,7 +16,7 @@ from memplan.muon.orthogonalisation.newton_schulz import (
     newton_schulz_workspace_bytes,
 )
 from memplan.muon.orthogonalisation.products import HALVED, PLAIN, default_products, halved_product, plain_product
-from memplan.muon.orthogonalisation.schedules import SCHEDULES, YOU_JIACHENG, resolved_schedule
+from memplan.muon.orthogonalisation.schedules import KELLER_JORDAN, SCHEDULES, YOU_JIACHENG, resolved_schedule
 from memplan.muon.stores.optimizer_errors import OptimizerError
 
 from .memory import LiveStorages
@@ -216,3 +216,13 @@ def test_which_products_are_taken_follows_device_and_size():
     assert default_products(torch.empty(512, 2048)) is HALVED
     assert default_products(torch.empty(511, 2048)) is PLAIN
     assert default_products(torch.empty(8192, 8192, device="meta")) is PLAIN
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 5])
+@pytest.mark.parametrize("shape", [(24, 48), (48, 24), (3, 24, 24)])
+def test_the_result_lies_in_the_given_matrix_whether_or_not_a_chunk_holds_all_columns(steps, shape):
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parts, place = whole.clone(), whole.data_ptr()
+    assert newton_schulz_(whole, KELLER_JORDAN * steps).data_ptr() == place
+    newton_schulz_(parts, KELLER_JORDAN * steps, chunk_columns=16)
+    assert torch.allclose(whole, parts, atol=1e-5)

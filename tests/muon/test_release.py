@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memplan.muon import Muon, OptimizerError, split_parameters
-from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
+from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore, TensorGradient
 
 from .memory import LiveStorages
 
@@ -166,3 +166,13 @@ def test_offloaded_states_are_released_inside_backward_to_the_same_weights():
             loss_of(model, torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).backward()
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [-7.0, 7.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_magnitude_of_a_gradient(dtype, value):
+    gradient = torch.linspace(-3, 2, 33).to(dtype)
+    gradient[5] = value
+    expected = torch.linalg.vector_norm(gradient, ord=float("inf"))
+    assert torch.equal(TensorGradient(gradient).largest(), expected) or value != value
+    assert bool(TensorGradient(gradient).largest().isfinite()) is (abs(value) == 7)

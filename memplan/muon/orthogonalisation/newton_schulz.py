@@ -191,10 +191,17 @@ def _minimal(x: Tensor, schedule: Schedule, chunk_columns: int, products: Produc
 def _fast(x: Tensor, schedule: Schedule, chunk_columns: int, products: Products) -> None:
     """Iterate with ``A`` and ``B = b*A + c*A@A``: a chunk goes through ``B`` once."""
     gram, mixed, chunk = _square(x), _square(x), _chunk(x, min(chunk_columns, x.shape[-1]))
+    given = x
     for a, b, c in schedule:
         products.gram(x, x.mT, gram)
         products.square(gram, gram, mixed, gram, b, c)
-        _apply_(x, mixed, a, chunk, products)
+        if chunk.shape == x.shape:  # no copy back: the two take turns
+            products.apply(mixed, x, chunk, x, a)
+            x, chunk = chunk, x
+        else:
+            _apply_(x, mixed, a, chunk, products)
+    if x is not given:
+        given.copy_(x)
 
 
 def _gram(x: Tensor, schedule: Schedule, chunk_columns: int, products: Products) -> None:

@@ -215,6 +215,10 @@ class GradientStore:
 
 
 def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude; on a CPU by the extremes, since the norm takes ten times as long there."""
+    if tensor.device.type == "cpu":
+        least, most = torch.aminmax(tensor)
+        return torch.maximum(least.neg_(), most)
     norm: Tensor = torch.linalg.vector_norm(tensor, ord=float("inf"))
     return norm
 
