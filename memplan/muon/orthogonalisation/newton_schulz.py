@@ -184,8 +184,7 @@ def _minimal(x: Tensor, schedule: Schedule, chunk_columns: int, products: Produc
             products.apply(gram, part, through)
             torch.mul(part, b, out=mixed)
             mixed.add_(through, alpha=c)
-            products.apply(gram, mixed, through, part, a)
-            part.copy_(through)
+            products.apply(gram, mixed, part, part, a)
 
 
 def _fast(x: Tensor, schedule: Schedule, chunk_columns: int, products: Products) -> None:
