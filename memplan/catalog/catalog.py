@@ -123,6 +123,8 @@ def _unlisted(key: str) -> str:
     """Return how a GPU that is in no catalog is asked for: of a Mac by what Metal lets a process have."""
     # As measured on Macs of the catalog: two thirds of 16 and 32 GB, three quarters of 64 and 96 GB.
     share = "of another Mac, two thirds of its memory up to 32 GB, three quarters of more: --gpu-memory 48GiB"
+    if re.match(r"colab|kaggle", key):
+        return "; a notebook's free GPU is a t4, paid ones an l4 or a100-40gb: nvidia-smi says which"
     return f"; {share}" if re.match(r"apple|mac|mps|m[1-9](?!\d)", key) else "; any other: --gpu-memory 24GiB"
 
 

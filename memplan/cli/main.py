@@ -216,6 +216,7 @@ _WORDS_FOR = {
     "--method grpo": ("--grpo",),
     "--method inference": ("--inference", "--serve"),
     "--method sft": ("--sft",),
+    "--config muon": ("--muon",),
     "--nodes": ("--nnodes", "--num-nodes"),
     "--optimizer": ("--optim",),
     "--pp": ("--pipeline-model-parallel-size", "--pipeline-parallel-size"),
@@ -286,7 +287,7 @@ def _hint(text: str, commands: Iterable[str], where: str) -> str:
             return f"; did you mean memplan fit {match[1]}?"
         return f"{match_hint(match[1], commands)} (see: {where})"
     if match := _EXTRA.search(text):
-        return _extra_hint(next(iter(match[1].split()), ""), where)
+        return _spaced_name(match[1].split(" ")) or _extra_hint(next(iter(match[1].split()), ""), where)
     return "" if "(see:" in text else f" (see: {where})"
 
 
@@ -297,6 +298,16 @@ def _is_model(word: str) -> bool:
         return word in open_catalog(None).models
     except MemplanError:
         return False
+
+
+def _spaced_name(surplus: Sequence[str]) -> str:
+    """Return how a name is written whose second word and those after it were taken for surplus ones, or nothing."""
+    typed = sys.argv[1:]
+    places = (place for place, word in enumerate(typed) if place and word == surplus[0])
+    first = typed[next(places, 0) - 1] if surplus[0] in typed[1:] else ""
+    names = (" ".join((first, *surplus[:count])) for count in range(1, len(surplus) + 1))
+    known = next((name for name in names if first and _is_model(name)), "")
+    return f'; quote a name of several words: "{known}"' if known else ""
 
 
 def _extra_hint(word: str, where: str) -> str:

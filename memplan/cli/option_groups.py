@@ -116,7 +116,7 @@ class CountedGpus(int):
 
     @classmethod
     def parsed(cls, text: str) -> "CountedGpus":
-        """Return the number and the GPU of ``64``, ``64x h100`` or a name alone."""
+        """Return the number and the GPU of ``64``, ``64x h100``, ``64 h100`` or a name alone."""
         match = _COUNTED.fullmatch(f"1x {text}" if text[:1].isalpha() else text)
         if match is None or not 1 <= int(match[1]) <= MAXIMUM_GPUS:
             raise typer.BadParameter(f"expected 1 to {MAXIMUM_GPUS}, or such as '64x h100', got {printable(text)!r}")
@@ -125,7 +125,7 @@ class CountedGpus(int):
         return count
 
 
-_COUNTED = re.compile(r"\s*(\d{1,9})(?:\s*[x*]\s*(\S.*?))?\s*", re.ASCII | re.IGNORECASE)
+_COUNTED = re.compile(r"\s*(\d{1,9})(?:(?:\s*[x*]|\s)\s*(\S.*?))?\s*", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

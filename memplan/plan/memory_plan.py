@@ -31,6 +31,9 @@ UNLISTED = "a GPU of "
 GPUS_PER_NODE = 8
 """GPUs of a node where nothing says how many."""
 
+SEARCHED = "a search plans with shares, which cost nothing"
+"""Why the reserve of a plan is a share that nobody has tried to simulate."""
+
 Verdict = Literal["fits", "tight", "no"]
 
 
@@ -133,7 +136,7 @@ class MemoryPlan:
     least_bytes: int
     lower_bytes: int  # Lower end of the interval: less than that is not to be had
     # Why the reserve is a share of the allocated bytes; empty where it is simulated.
-    reserve_by_share: str = "a search plans with shares, which cost nothing"
+    reserve_by_share: str = SEARCHED
     # The same job with its reserve as a share, which other plans of a search are compared with; None where this one is
     # that.
     by_share: MemoryPlan | None = None

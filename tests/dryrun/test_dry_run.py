@@ -144,6 +144,14 @@ FAILURES = {
         3,
         "script.py:3: rows of unequal lengths in one tensor (torch.nested) are not known here",
     ),
+    "wrapper": (
+        "import torch\nclass Two(torch.Tensor):\n    @staticmethod\n    def __new__(cls, codes):\n"
+        "        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device)\n"
+        "    @classmethod\n    def __torch_dispatch__(cls, func, types, args, kwargs=None):\n        return NotImplemented\n"
+        "Two(torch.zeros(4, dtype=torch.int8))\nTwo(torch.zeros(4, dtype=torch.int8, device='cuda'))\n",
+        3,
+        "script.py:5: tensors of a class of their own (Two) are not known on the pretended GPU",
+    ),
     "higher": (
         "import torch\nfrom torch.nn.attention.flex_attention import flex_attention\n"
         "rows = torch.zeros(1, 2, 128, 16, device='cuda')\nflex_attention(rows, rows, rows)\n",

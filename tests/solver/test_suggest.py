@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jsonschema
 import pytest
 import yaml
 
 import memplan
-from memplan.library.lookup import Overrides, find_setup
+from memplan.library.lookup import Overrides, find_setup, parallels
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from memplan.solver.search.best_first import Search
+from memplan.solver.search.suggested_settings import Request, space_of, under_layout
 
 ON_4090 = ("suggest", "llama-8b", "--gpu", "rtx4090")
 BYTES = ("components", "instants", "peak", "persistent_bytes", "host", "verdict", "training")
@@ -24,7 +27,7 @@ def searched_once():
     real = memplan.suggest
 
     def once(model=None, **options):
-        if options["config"] is not None:  # which may be a file that has changed
+        if options.get("config") is not None:  # which may be a file that has changed
             return real(model, **options)
         question = repr((model, {key: value for key, value in options.items() if key != "catalog"}))
         if question not in known:
@@ -274,3 +277,41 @@ def test_saved_configs_give_the_trace_the_same_bytes(cli, catalog, model, tmp_pa
     traced = trace_training(model("llama-8b"), setup)
     assert planned.verdict == "fits"
     assert traced.peak_bytes == planned.requested_bytes == row["peak"]["requested_bytes"]
+
+
+# ------------------------------------------------------------------ several GPUs
+QUANTISED = {"gpu": "rtx3060", "gpus": 4, "config": "qlora", "micro_batch_size": 1, "sequence_length": 8192}
+
+
+def test_frozen_codes_are_searched_on_several_gpus_and_fsdp1_alone_shards_them(catalog):
+    answer = memplan.suggest("gpt2", gpu="rtx3060", gpus=2, config="qlora", most=1)
+    assert answer.verdict == "fits"
+    assert memplan.plan("gpt2", gpu="rtx3060", config=answer.rows[0].training).upper_bytes == answer.rows[0].upper_bytes
+    ways = parallels(catalog.configs["qlora"].parallel, 2, fixed=False, coded=True)
+    assert {(way.engine, way.zero_stage) for way in ways} == {("torch", 3), ("torch", 0), ("fsdp1", 3)}
+
+
+def test_a_search_counts_every_layer_that_fsdp1_shards(catalog, model):
+    own = catalog.configs["lora"]
+    parallel = replace(own.parallel, data=4, zero_stage=3, engine="fsdp1")
+    request = Request(base=replace(own, parallel=parallel, stack="trl"), parallels=(parallel,))
+    space = under_layout(space_of(request, catalog), parallel)
+    state = next(one for one in space.states(catalog) if one.optimizer["default"] == "adamw-fp32")
+    way = next(space.passes())
+    device = Device(catalog.gpus["a100"], "a100")
+    sizes = Search(model("llama-1b"), space, device, 2048, catalog, experimental=False).sizes
+    assert sizes.persistent_bytes(state) == sizes.plan(state, way, 1).constant_bytes
+
+
+def test_what_is_promised_of_a_change_is_what_its_plan_says_where_only_the_change_is_simulated():
+    plan = memplan.plan("llama-8b", **QUANTISED)
+    assert plan.memory.reserve_by_share
+    changed = {change.change: change for change in plan.suggestions}["parallel.engine=fsdp1"]
+    other = memplan.plan("llama-8b", **QUANTISED, set={"parallel.engine": "fsdp1"}).memory
+    assert not other.reserve_by_share
+    assert changed.needed_bytes == other.needed_bytes
+    assert [own.text for own in changed.own] == [
+        "fsdp: full_shard",
+        "fsdp_config: {fsdp_version: 1}",
+        "bnb_4bit_quant_storage: bfloat16",
+    ]

@@ -56,6 +56,7 @@ def pretended_machine(
         stack.enter_context(_tensor_methods(values))
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
+        stack.enter_context(replaced(Tensor, {"_make_wrapper_subclass": staticmethod(_wrapper)}))
         stack.enter_context(_processes(ranks, recorder))
         stack.enter_context(replaced(torch.multiprocessing, {"spawn": _spawned(ranks)}))
         if cuda:
@@ -96,6 +97,20 @@ def _truncated(
             mask = (result < a) | (result > b)
             result = torch.where(mask, torch.empty_like(result).normal_(mean, std, generator=generator), result)
         return tensor.copy_(result)
+
+
+def _wrapper(kind: type, *size: Any, **options: Any) -> Tensor:
+    """Return a tensor that stands for others, as torch's own classes do; another's codes and scales are not followed on the GPU."""
+    if torch.device(options.get("device") or "cpu").type == "cuda" and not kind.__module__.startswith("torch."):
+        whose = "torchao's tensors (quantised weights, states of its optimizers) are"
+        known = (
+            whose if kind.__module__.startswith("torchao") else f"tensors of a class of their own ({kind.__name__}) are"
+        )
+        raise RefusedError(f"{known} not known on the pretended GPU; run it without")
+    return _MAKE_WRAPPER(kind, *size, **options)
+
+
+_MAKE_WRAPPER: Callable[..., Tensor] = Tensor._make_wrapper_subclass
 
 
 def _unscripted(given: Any, *_: Any, **__: Any) -> Any:

@@ -126,17 +126,19 @@ def _shared_out(parallel: Parallel, gpus: int, given: set[KeyPath]) -> Parallel:
     return replace(parallel, data=gpus, zero_stage=parallel.zero_stage if said else FULLY_SHARDED)
 
 
-def parallels(parallel: Parallel, gpus: int, *, fixed: bool) -> tuple[Parallel, ...]:
+def parallels(parallel: Parallel, gpus: int, *, fixed: bool, coded: bool) -> tuple[Parallel, ...]:
     """Return the ways in which so many GPUs may share the work: what a config says, else sharded and replicated.
 
     Args:
         gpus: ``--gpus``, or 1.
-        fixed: Whether the stage was set on the command line.
+        fixed: Whether something of it was set on the command line.
+        coded: Whether frozen weights are quantised, which FSDP1 alone shards.
     """
     if gpus == 1 or fixed or parallel.data > 1 or divides_model(parallel):
         given: set[KeyPath] = {("parallel", "zero_stage")} if fixed else set()
         return (parallel if gpus == 1 else _shared_out(parallel, gpus, given),)
-    return tuple(replace(parallel, data=gpus, zero_stage=stage) for stage in (FULLY_SHARDED, 0))
+    ways = tuple(replace(parallel, data=gpus, zero_stage=stage) for stage in (FULLY_SHARDED, 0))
+    return (*ways, replace(ways[0], engine="fsdp1")) if coded else ways
 
 
 def require_one_gpu(setup: TrainingSetup, command: str) -> TrainingSetup:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
@@ -34,6 +35,8 @@ CONFIGS = ("qlora", "lora", "bf16-adamw", "tier3")
 """Configs that the largest model is sought under where none is named."""
 MOST_SIMULATED = 4
 """Devices, times configs, for which the largest is sought with the reserve simulated, up to two seconds each."""
+PLAYS = 20
+"""Runs that are simulated for the largest value on a device, mostly."""
 
 
 # ------------------------------------------------------------------ the largest
@@ -140,7 +143,8 @@ def largest(
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
         of: ``parameters`` for a model, the default without one, or its ``batch``, the default with one, ``sequence``,
             ``lora-rank`` or ``layers``.
-        progress: Where a model is sought, is told how many answers there are, and of how many: one for each GPU under each config.
+        progress: Is told how many answers there are, and of how many: one for each GPU under each config where a model is sought,
+            else one for each run that is simulated, of as many as there usually are.
         options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` share
             the job, as :func:`memplan.plan` has it, and pool their memory where a model is sought. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
             bf16-adamw.
@@ -167,7 +171,7 @@ def largest(
 
         known = inputs.model()
         setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
-        played = _simulated_on(devices)
+        played = _told_of(_simulated_on(devices), progress, PLAYS * len(devices))
         rows = tuple(largest_values(of, known, setup, devices, simulate=played))
         fitting = setup.config.adapter is not None or any(row.fits.value or row.tight.value for row in rows)
         instead = () if fitting or inputs.config is not None else _fitting_adapters(of, known, inputs, devices)
@@ -217,6 +221,22 @@ def _simulated_on(devices: Sequence[Device]) -> Callable[..., MemoryPlan] | None
     from memplan.plan.reserve.simulation import simulated
 
     return partial(simulated, least=False)
+
+
+def _told_of(
+    played: Callable[..., MemoryPlan] | None, progress: Callable[[int, int], None] | None, parts: int
+) -> Callable[..., MemoryPlan] | None:
+    """Return what simulates a plan and tells of each that is done, of so many parts, which it never says are all done."""
+    if played is None or progress is None:
+        return played
+    done = count(1)
+
+    def telling(plan: MemoryPlan, **options: bool) -> MemoryPlan:
+        result = played(plan, **options)
+        progress(min(next(done), parts - 1), parts)
+        return result
+
+    return telling
 
 
 # ------------------------------------------------------------------ where

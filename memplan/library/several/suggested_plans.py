@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
-from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
 from memplan.library.answers.answer import Answer
 from memplan.library.answers.planned_job import Plan
 from memplan.library.argument_kinds import checked
-from memplan.library.job_options import JobOptions, ModelGiven, job_inputs, keys_set, number_problems, settings_of
+from memplan.library.job_options import (
+    JobInputs,
+    JobOptions,
+    ModelGiven,
+    job_inputs,
+    keys_set,
+    number_problems,
+    settings_of,
+)
 from memplan.library.lookup import parallels
+from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, Verdict
+from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.report.document import Block, Document
 from memplan.report.plans.suggest_answer import suggest_document
 from memplan.solver.search.cluster import Cluster, cluster_of
 from memplan.solver.search.suggested_settings import Request, Settings, Suggestions, axes_of, suggestions
 from memplan.solver.search.timing import rated_gpu
-from memplan.training.resolved import TrainingSetup
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -123,7 +135,7 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
     known = inputs.model()
     device = inputs.device()
     fixed = keys_set(inputs)
-    divided = ("parallel", "zero_stage") in fixed
+    divided = any(path[0] == "parallel" for path in fixed)
     setup = inputs.setup(known, gpus=inputs.gpus if divided else 1)
     _refuse_unsearched(setup)
     base = setup.config
@@ -140,10 +152,20 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         most=options.get("most") or 5,
         host_bytes=None if host is None else parse_bytes(host),
         cluster=requested_cluster(device, inputs.catalog, options),
-        parallels=parallels(base.parallel, inputs.gpus, fixed=divided),
+        parallels=parallels(base.parallel, inputs.gpus, fixed=divided, coded=_shards_codes(known, setup, inputs)),
     )
     search = suggestions(known, request, device, inputs.catalog)
     return Suggested(replace(search, rows=_shown(search.rows, strict=request.strict)), inputs.catalog)
+
+
+def _shards_codes(model: Model, setup: TrainingSetup, inputs: JobInputs) -> bool:
+    """Tell whether frozen weights are quantised, and the model is one that FSDP1, which shards them, is planned with."""
+    if setup.config.adapter is None or setup.format_names["hidden_matrix"] in FLOAT_BYTES or inputs.gpus == 1:
+        return False
+    parallel = replace(setup.config.parallel, data=inputs.gpus, zero_stage=3, engine="fsdp1")
+    with suppress(MemplanError):
+        return bool(CompiledPlan(model, resolve(replace(setup.config, parallel=parallel), inputs.catalog, setup.name)))
+    return False
 
 
 def _refuse_unsearched(setup: TrainingSetup) -> None:

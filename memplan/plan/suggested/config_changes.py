@@ -6,6 +6,7 @@ from typing import Any
 
 from memplan.catalog.training_config import ALL_TRAIN, Adapter, CheckpointedLayers, TrainingConfig
 from memplan.documents.frozen_values import dataclass
+from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 Setting = tuple[str, Any]
@@ -59,6 +60,10 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
     profile = setup.profile
     if config.parallel.data > 1 and config.parallel.zero_stage == 0:
         yield Change("weights are gathered from the other GPUs twice in every step", (("parallel.zero_stage", 3),))
+    if _leaves_codes_whole(config, setup):
+        yield Change(
+            "quantised weights too are gathered from the other GPUs in every step", (("parallel.engine", "fsdp1"),)
+        )
     if config.allocator == "native":
         yield Change(
             "only an environment variable: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
@@ -88,6 +93,12 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("the forward of the other layers is recomputed in backward too", settings)
     offloads = setup.stack.checkpointing.offloads != "none" and config.parallel.gpus == 1
     yield from _costly_changes(config, offloads=offloads)
+
+
+def _leaves_codes_whole(config: TrainingConfig, setup: TrainingSetup) -> bool:
+    """Tell whether quantised weights beside adapters are whole on every GPU while all else is sharded."""
+    coded = config.adapter is not None and setup.format_names["hidden_matrix"] not in FLOAT_BYTES
+    return coded and is_sharded(config.parallel) and config.parallel.engine == "torch"
 
 
 def of_every_layer(config: TrainingConfig) -> tuple[Setting, ...]:

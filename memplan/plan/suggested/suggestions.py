@@ -9,7 +9,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import MemplanError
-from memplan.plan.memory_plan import MemoryPlan, Suggestion, Verdict
+from memplan.plan.memory_plan import SEARCHED, MemoryPlan, Suggestion, Verdict
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 from memplan.plan.suggested.config_changes import Change, changes, last_resorts, of_every_layer
@@ -27,7 +27,7 @@ MOST = 6
 def with_suggestions(plan: MemoryPlan, catalog: Catalog) -> MemoryPlan:
     """Return a plan that carries its suggestions; one that is sure to fit has none.
 
-    Where its reserve is simulated, changes are sought with shares, and those that are shown are simulated.
+    Changes are sought with shares; those that are shown are simulated where they can be, but for a search's plan.
     """
     if plan.verdict == "fits":
         return plan
@@ -52,7 +52,7 @@ def suggestions(plan: MemoryPlan, catalog: Catalog) -> tuple[Suggestion, ...]:
     if not any(item.flips_verdict for item in results):
         resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup),))
         results = [*(item for item in resorts if item.flips_verdict), *results]
-    return tuple(results[:MOST]) if plan.by_share is None else _simulated(trial, results[:MOST], plan)
+    return tuple(results[:MOST]) if plan.reserve_by_share == SEARCHED else _simulated(trial, results[:MOST], plan)
 
 
 def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -> tuple[Suggestion, ...]:
@@ -62,7 +62,7 @@ def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -
         plan = simulated(trial.tried[item.change], least=False)
         saves, flips = final.device_bytes - plan.device_bytes, plan.verdict == "fits"
         needed = plan.needed_bytes
-        if flips and plan.device_bytes > plan.usable_bytes:
+        if plan.verdict != "no" and plan.upper_bytes > plan.usable_bytes:
             needed = simulated(trial.tried[item.change]).needed_bytes
         taken = plan.device_bytes
         shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, device_bytes=taken, needed_bytes=needed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Document, Table
@@ -23,7 +24,7 @@ NOT_SEARCHED = (
 )
 NO_ADAPTERS = "; adapters (--lora or --qlora searches them)"
 ONE_GPU = "several GPUs (--gpus N searches them)"
-PARALLEL_EXCLUDED = "parallelism other than data parallelism; block formats and released gradients, which several GPUs are not planned with"
+PARALLEL_EXCLUDED = "parallelism other than data parallelism; trained block formats and released gradients, which several GPUs are not planned with"
 
 
 def suggest_document(answer: Suggestions, catalog_hash: str, unit: str) -> Document:
@@ -124,8 +125,13 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
         f"{state.gradient or _own_gradient_dtype(row)}{released}",
         plan.setup.optimizer_names["hidden_matrix"] + (" on host" if state.offload == "cpu" else ""),
         again,
-        *((str(plan.setup.config.parallel.zero_stage),) if plan.setup.config.parallel.data > 1 else ()),
+        *((_layout(plan.setup.config.parallel),) if plan.setup.config.parallel.data > 1 else ()),
     )
+
+
+def _layout(parallel: Parallel) -> str:
+    flat = ", fsdp1" if parallel.engine == "fsdp1" else ""
+    return f"{parallel.zero_stage}{flat}"
 
 
 def _own_gradient_dtype(row: Settings) -> str:
@@ -185,7 +191,7 @@ def parallel_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
     return (
         f"b and bytes are per GPU, tokens/s for all {gpus}: {rates.peer_bytes / 10**9:g} GB/s each way between GPUs, overlapped "
         "with compute and counted where it takes longer.",
-        "zero: 3 shards weights, gradients and optimizer states (torch's fully_shard), 0 replicates them (DistributedDataParallel).",
+        "zero: 3 shards weights, gradients and optimizer states (torch's fully_shard; fsdp1: FullyShardedDataParallel), 0 replicates them (DistributedDataParallel).",
     )
 
 

@@ -47,6 +47,7 @@ CHANGE_WORDS = {
     "offload.optimizer_states": "states in host memory",
     "offload.weights": "weights in host memory",
     "optimizer": "{}",
+    "parallel.engine": "quantised weights sharded too, by {}",
     "parallel.zero_stage": "ZeRO stage {}",
     "sequence_length": "sequence {}",
     "weights.default": "{} weights",
@@ -194,7 +195,10 @@ def _room(plan: MemoryPlan, canvas: Canvas, room: Mapping[str, int]) -> list[str
     if not rows:
         return canvas.folded("No larger batch and no longer sequence is likely to fit.")
     one_of = "one of" if len(rows) > 1 else "this"
-    return [*canvas.folded(f"Room left, with the allocator's usual share, for {one_of}:"), *canvas.columns(rows)]
+    return [
+        *canvas.folded(f"Room left, estimated (memplan max finds the exact edge), for {one_of}:"),
+        *canvas.columns(rows),
+    ]
 
 
 def own_words(plan: MemoryPlan, key: str, value: int) -> str:

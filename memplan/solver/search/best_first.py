@@ -231,11 +231,10 @@ class Search:
 
     def _fits(self, arm: _Arm, batch: int) -> bool:
         plan = self.sizes.plan(arm.state, arm.run.way, batch)
-        room = arm.room
+        most = arm.room + self.sizes.persistent_bytes(arm.state)
         if plan.forms.stream_bytes and not self.tight:
-            gauge = gauge_of(plan.setup, self.device, plan.forms.stream_bytes)
-            room = gauge.most_requested_bytes() - plan.constant_bytes
-        return plan.requested_bytes(batch, self.length) + plan.rounding_bytes - plan.constant_bytes <= room
+            most = gauge_of(plan.setup, self.device, plan.forms.stream_bytes).most_requested_bytes()
+        return plan.requested_bytes(batch, self.length) + plan.rounding_bytes <= most
 
     # ---------------------------------------------------------------- nothing fits
     def nearest_miss(self) -> Miss | None:

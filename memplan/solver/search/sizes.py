@@ -92,7 +92,8 @@ class Sizes:
         self._transient: dict[tuple[object, ...], tuple[CompiledPlan, int, dict[int, int]]] = {}
         self._plans: dict[tuple[object, ...], CompiledPlan] = {}
         self._first_way = next(space.passes())
-        self._inventory = merged(with_frozen(model, space.base.freeze, "freeze").inventory)
+        whole = with_frozen(model, space.base.freeze, "freeze").inventory
+        self._inventory = whole if space.base.parallel.engine == "fsdp1" else merged(whole)  # units are by layer
         self._adapters: Inventory | None = None
 
     # ---------------------------------------------------------------- persistent bytes
@@ -104,7 +105,8 @@ class Sizes:
     def states(self, setup: TrainingSetup) -> ModelStates:
         """Return the states of a setup, equal tensors merged."""
         if self._adapters is None:
-            self._adapters = merged(adapter_tensors(self.model, setup))
+            adapters = adapter_tensors(self.model, setup)
+            self._adapters = adapters if setup.config.parallel.engine == "fsdp1" else merged(adapters)
         return rank_model_states(setup, self._inventory, self._adapters, self.model.spec.hidden_size)
 
     def resolved(self, state: StateChoice) -> tuple[TrainingSetup, ModelStates]:

@@ -239,7 +239,7 @@ def under_layout(space: Space, parallel: Parallel) -> Space:
     plain = replace(
         space,
         base=base,
-        weights=tuple(choice for choice in space.weights if not choice.coded),
+        weights=tuple(choice for choice in space.weights if base.adapter is not None or not choice.coded),
         gradients=space.gradients if len(space.gradients) == 1 else (None,),
         lifetimes=tuple(life for life in space.lifetimes if life == "step"),
         offloads=tuple(place for place in space.offloads if place == "none"),

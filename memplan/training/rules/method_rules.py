@@ -9,6 +9,7 @@ from memplan.catalog.config_keys.method_keys import Method, ReferenceModel, Roll
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import StorageFormat
 from memplan.catalog.kernel_profiles import KernelProfile
+from memplan.catalog.stack_versions import DEFAULT_STACK
 from memplan.catalog.stacks import Stack
 from memplan.catalog.training_config import ALL_TRAIN, Offload, TrainingConfig
 from memplan.training.rules.image_rules import out_of_range
@@ -169,7 +170,7 @@ def _beside_values(config: TrainingConfig, stack: Stack) -> Iterator[tuple[Path,
 
 def _another_way(stage: str, stack: Stack, catalog: Catalog) -> str:
     """Return the stack that runs a stage which this one does not, or nothing."""
-    if stack.model_code == "transformers" and stage in catalog.stack("trl").stages:
+    if (stack.model_code == "transformers" or stack.name == DEFAULT_STACK) and stage in catalog.stack("trl").stages:
         who = "as its newest version runs it" if stack.name == "trl" else "as TRL's own trainer runs it"
         return f"; {who}: --stack trl"
     runs = stage in catalog.stack("transformers").stages
