@@ -144,6 +144,11 @@ FAILURES = {
         3,
         "script.py:3: rows of unequal lengths in one tensor (torch.nested) are not known here",
     ),
+    "fetches": (
+        "import torch\ntorch.hub.download_url_to_file('https://download.pytorch.org/models/resnet18.pth', 'weights.pth')\n",
+        3,
+        "script.py:2: the script fetches https://download.pytorch.org/models/resnet18.pth, and nothing is fetched here",
+    ),
     "wrapper": (
         "import torch\nclass Two(torch.Tensor):\n    @staticmethod\n    def __new__(cls, codes):\n"
         "        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device)\n"

@@ -315,3 +315,10 @@ def test_what_is_promised_of_a_change_is_what_its_plan_says_where_only_the_chang
         "fsdp_config: {fsdp_version: 1}",
         "bnb_4bit_quant_storage: bfloat16",
     ]
+
+
+def test_no_change_is_combined_with_another_where_it_is_enough_by_itself():
+    plan = memplan.plan("llama-8b", gpu="rtx4090", config="lora", micro_batch_size=4, sequence_length=4096)
+    enough = [set(change.change.split(" ")) for change in plan.suggestions if change.flips_verdict]
+    assert {"micro_batch_size=2"} in enough
+    assert not any(one < other for one in enough for other in enough)

@@ -20,6 +20,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import OpenerDirector, Request
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles, make_folders, prepared_rows
 from memplan.dryrun.terms.outcome import RefusedError
+from memplan.errors import printable
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.pretended_cuda.idle_kernels import idle_launches
@@ -84,6 +87,7 @@ def known_libraries(
             ),
         }
         stack.enter_context(replaced(torch.backends.mha, {"get_fastpath_enabled": _slow_path(notes)}))
+        stack.enter_context(replaced(OpenerDirector, {"open": _fetching_nothing(OpenerDirector.open)}))
         stack.enter_context(flash_attn_installed(compute_capability, notes))
         stack.enter_context(changed_when_imported(changes))
         yield
@@ -128,6 +132,22 @@ def _refused_extension(*_: Any, **__: Any) -> Any:
         "the script compiles an extension of its own, whose operators are not known here; give those that it calls a form "
         "without memory: torch.library.custom_op and register_fake"
     )
+
+
+def _fetching_nothing(opens: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what opens files and what this machine serves, as torch.hub and torchvision's data sets ask for them, and fetches nothing."""
+
+    def guarded(own: OpenerDirector, asked: str | Request, *rest: Any, **options: Any) -> Any:
+        address = asked if isinstance(asked, str) else asked.full_url
+        place = urlsplit(address)
+        if place.scheme in ("http", "https", "ftp") and place.hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise RefusedError(
+                f"the script fetches {printable(address)}, and nothing is fetched here: fetch it once beforehand, to where the "
+                "script looks for it"
+            )
+        return opens(own, asked, *rest, **options)
+
+    return guarded
 
 
 class _BlockDiagonal:

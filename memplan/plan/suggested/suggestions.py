@@ -56,7 +56,7 @@ def suggestions(plan: MemoryPlan, catalog: Catalog) -> tuple[Suggestion, ...]:
 
 
 def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -> tuple[Suggestion, ...]:
-    """Return what was found with shares, each simulated as the plan that is shown is; those that flip its verdict first."""
+    """Return what was found with shares, each simulated as the plan that is shown is; those that flip its verdict first, none of which has another in it."""
     shown = []
     for item in results:
         plan = simulated(trial.tried[item.change], least=False)
@@ -66,7 +66,11 @@ def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -
             needed = simulated(trial.tried[item.change]).needed_bytes
         taken = plan.device_bytes
         shown.append(replace(item, saves_bytes=saves, flips_verdict=flips, device_bytes=taken, needed_bytes=needed))
-    return tuple(sorted((item for item in shown if item.saves_bytes > 0), key=lambda item: not item.flips_verdict))
+    enough = [set(item.change.split(" ")) for item in shown if item.flips_verdict]
+    needed_ones = (item for item in shown if not any(one < set(item.change.split(" ")) for one in enough))
+    return tuple(
+        sorted((item for item in needed_ones if item.saves_bytes > 0), key=lambda item: not item.flips_verdict)
+    )
 
 
 def _in_fp16(trial: Trial) -> Change | None:
