@@ -140,10 +140,6 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
         (("fit", "Llama", "3.1", "8B", "--gpu", "4090"), 'quote a name of several words: "Llama 3.1 8B"'),
         (("fit", "llama3", "8b", "on", "4090"), 'quote a name of several words: "llama3 8b"'),
         (("fit", "llama-8b", "--gpu", "h100", "--muon"), "here it is --config muon (see"),
-        (
-            ("fit", "llama-8b", "--gpu", "h100", "--full", "--method", "dpo"),
-            "as TRL's own trainer runs it: --stack trl",
-        ),
         (("fit", "llama-8b", "--gpu", "M3 Pro 36GB"), "of another Mac, two thirds of its memory up to 32 GB"),
         (("fit", "llama-8b", "--gpu", "h100", "--stack", "hf"), "known: axolotl, bundled,"),
         (("compare", "llama-8b", "mistral-7b"), "a command takes one model: ask for mistral-7b by itself"),
@@ -157,6 +153,12 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
 def test_a_mistake_is_told_the_way_that_there_is(refused, arguments, said):
     assert said in refused(*arguments)
     assert refused("fit", "llama-8b", "--checkpointing", "on").endswith("'full'")
+
+
+def test_a_method_that_our_own_loop_does_not_run_is_told_who_does(cli):
+    ran = cli("fit", "llama-8b", "--gpu", "h100", "--full", "--method", "dpo")
+    assert (ran.exit_code, ran.out) == (3, "")
+    assert "as TRL's own trainer runs it: --stack trl" in ran.err
 
 
 @pytest.mark.parametrize("word", ["", " ", "\u2028", "\x1b[31m"])
