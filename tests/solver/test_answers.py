@@ -191,3 +191,11 @@ def test_every_answer_counts_what_a_host_has():
             largest = memplan.largest(gpu=gpu, **asked).rows[0].largest_fitting
             assert largest is not None
             assert not memplan.plan(largest, gpu="b300", **asked).memory.exceeds_host
+
+
+def test_compare_says_what_a_job_needs_where_its_allocator_holds_more_than_the_card_has(cli):
+    rows = cli("compare", "llama-8b", "-c", "bf16-adamw", "-c", "bf16-adamw-8bit", "--gpu", "h100").out.splitlines()
+    needs = next(row for row in rows if row.split()[1:2] == ["needs"])
+    assert needs.split()[2:4] == ["79.11", "GiB"]
+    rows = cli("compare", "llama-8b", "-c", "qlora", "-c", "lora", "--gpu", "h100").out.splitlines()
+    assert not any(row.split()[1:2] == ["needs"] for row in rows)

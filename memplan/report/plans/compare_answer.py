@@ -56,7 +56,12 @@ def _lines(plans: Sequence[MemoryPlan], unit: str) -> Iterator[Line]:
         if any(name in column for column in columns):
             sizes = tuple(column.get(name, 0) for column in columns)
             yield name, tuple(format_bytes(size, unit) for size in sizes), sizes
-    for name, attribute in (("device", "device_bytes"), ("upper end", "upper_bytes"), ("usable", "usable_bytes")):
+    full = any(
+        plan.needed_bytes != plan.device_bytes for plan in plans
+    )  # nearly: the allocator gives back what it caches
+    needs = [("needs", "needed_bytes")] if full else []
+    totals = (("device", "device_bytes"), ("upper end", "upper_bytes"), *needs, ("usable", "usable_bytes"))
+    for name, attribute in totals:
         sizes = tuple(getattr(plan, attribute) for plan in plans)
         yield name, tuple(format_bytes(size, unit) for size in sizes), sizes
     yield "peak at", tuple(plan.peak.name for plan in plans), ()
