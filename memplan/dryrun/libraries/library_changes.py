@@ -86,10 +86,18 @@ def known_libraries(
                 replaced(module, {"_use_triton": lambda _: kernels == "cuda"})
             ),
         }
-        stack.enter_context(replaced(torch.backends.mha, {"get_fastpath_enabled": _slow_path(notes)}))
-        stack.enter_context(replaced(OpenerDirector, {"open": _fetching_nothing(OpenerDirector.open)}))
+        stack.enter_context(_whatever_is_imported(notes))
         stack.enter_context(flash_attn_installed(compute_capability, notes))
         stack.enter_context(changed_when_imported(changes))
+        yield
+
+
+@contextmanager
+def _whatever_is_imported(notes: list[str]) -> Iterator[None]:
+    """Change what torch and Python have themselves."""
+    fetches = {"open": _fetching_nothing(OpenerDirector.open)}
+    slow_path = {"get_fastpath_enabled": _slow_path(notes)}
+    with replaced(torch.backends.mha, slow_path), replaced(OpenerDirector, fetches):
         yield
 
 
@@ -137,15 +145,15 @@ def _refused_extension(*_: Any, **__: Any) -> Any:
 def _fetching_nothing(opens: Callable[..., Any]) -> Callable[..., Any]:
     """Return what opens files and what this machine serves, as torch.hub and torchvision's data sets ask for them, and fetches nothing."""
 
-    def guarded(own: OpenerDirector, asked: str | Request, *rest: Any, **options: Any) -> Any:
-        address = asked if isinstance(asked, str) else asked.full_url
+    def guarded(own: OpenerDirector, request: str | Request, *rest: Any, **options: Any) -> Any:
+        address = request if isinstance(request, str) else request.full_url
         place = urlsplit(address)
         if place.scheme in ("http", "https", "ftp") and place.hostname not in ("localhost", "127.0.0.1", "::1"):
             raise RefusedError(
                 f"the script fetches {printable(address)}, and nothing is fetched here: fetch it once beforehand, to where the "
                 "script looks for it"
             )
-        return opens(own, asked, *rest, **options)
+        return opens(own, request, *rest, **options)
 
     return guarded
 

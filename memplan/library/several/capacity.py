@@ -143,8 +143,7 @@ def largest(
         model: As :func:`memplan.plan` takes it; none where the largest model is sought.
         of: ``parameters`` for a model, the default without one, or its ``batch``, the default with one, ``sequence``,
             ``lora-rank`` or ``layers``.
-        progress: Is told how many answers there are, and of how many: one for each GPU under each config where a model is sought,
-            else one for each run that is simulated, of as many as there usually are.
+        progress: Is told how many answers there are, of how many: one for each GPU and config, or run that is simulated.
         options: Keywords of :class:`memplan.JobOptions`. Without ``gpu``: every GPU of the catalog; ``gpus`` share
             the job, as :func:`memplan.plan` has it, and pool their memory where a model is sought. Without ``config``: qlora, lora, bf16-adamw and tier3 for a model, lora for a rank, else
             bf16-adamw.
