@@ -88,6 +88,7 @@ CASES = {
         {"tie_word_embeddings": True},
         {"kernels": {"loss": "chunked", "loss_chunks": 2}, **AUTOCAST},
     ),
+    "adapters, made with what they adapt": ({}, {"adapter": {"kind": "lora", "rank": 16, "targets": ["q_proj"]}}),
     "autocast": ({}, {**AUTOCAST, "activation_checkpointing": "full"}),
 }
 

@@ -24,7 +24,7 @@ def grouped(
     # aten/src/ATen/autocast_mode.h (v2.13.0).
     tape, weight = builder.tape, builder.weight(name)
     uncast = builder.settings.code.grouped_uncast and not weight.coded
-    weight = formed_in_rows(weight) if uncast and weight.trainable else weight
+    weight = formed_in_rows(weight) if weight.trainable and not weight.coded else weight
     rows = builder.cast(rows, weight.element_bytes, foreign=weight.foreign) if uncast else rows
     copy = None if uncast else builder.cast_weight(weight)
     saves = [offsets, *([rows] if weight.trainable else [])]
@@ -73,11 +73,11 @@ def formed_in_rows(weight: Weight) -> Weight:
         ``create_grouped_gemm_output_tensor`` in aten/src/ATen/native/GroupedMMUtils.h; ``AccumulateGrad::accumulateGrad``
         in torch/csrc/autograd/functions/accumulate_grad.h, which keeps no gradient of other strides than its parameter's (v2.13.0).
     """
-    size = weight.columns * weight.element_bytes
-    if not (apart := -size % GROUPED_ROW_BYTES):
+    elements = weight.own_bytes // weight.element_bytes
+    if not (apart := -weight.columns * weight.formed_bytes // elements % GROUPED_ROW_BYTES):
         return weight
-    formed = weight.formed_bytes + (weight.formed_bytes // size - 1) * apart
-    return replace(weight, formed_bytes=formed, converted=True)
+    formed = weight.formed_bytes + (elements // weight.columns - 1) * apart
+    return replace(weight, formed_bytes=formed, spaced=True)
 
 
 def row_bytes(rows: Value, used: int) -> int:

@@ -144,7 +144,7 @@ class EventRecorder:
     def store(self, weight: Weight, mode: Mode, formed: int) -> None:
         """Store, add or leave to be used up a weight's gradient, which has just been formed.
 
-        Autograd casts the gradient of autocast's copy to the weight's dtype first.
+        Autograd casts the gradient of autocast's copy to the weight's dtype first, and copies one whose rows lie apart.
 
         Args:
             mode: What becomes of its gradient.
@@ -154,7 +154,7 @@ class EventRecorder:
             self.hand_on(weight.name, formed)
             return
         gradient, size = formed, weight.formed_bytes
-        if weight.casts_gradient:
+        if weight.is_made_anew(mode):
             gradient, size = self.new(Part.GRADIENTS, Quantity.ONE, weight.own_bytes), weight.own_bytes
             self.release(formed)
         moved = weight.gradient_bytes != size or (weight.converted and not weight.casts_gradient)

@@ -30,6 +30,8 @@ class Weight:
     gradient_bytes: int = 0  # Its gradient as it is stored; the formed one itself where ``converted`` is false
     gradient_scale_bytes: int = 0  # Of the stored gradient, the scale of FP8: a tensor of its own
     converted: bool = False  # Whether storing makes another tensor
+    # Whether it is formed in rows that lie apart, and copied before anything else where none is there to add it to.
+    spaced: bool = False
     # Whether the weight is no float parameter; its gradient is stored while the operation that formed it still holds
     # its inputs.
     coded: bool = False
@@ -105,7 +107,12 @@ class Weight:
     @property
     def casts_gradient(self) -> bool:
         """Whether the gradient of autocast's copy is cast to the weight's own dtype."""
-        return self.copy_saved and self.copy_bytes == self.formed_bytes < self.own_bytes
+        formed = self.copy_bytes == self.formed_bytes or (self.spaced and self.copy_bytes > 0)
+        return self.copy_saved and formed and self.copy_bytes < self.own_bytes
+
+    def is_made_anew(self, mode: Mode) -> bool:
+        """Tell whether the gradient that is formed is cast, or copied, and let go before anything else happens."""
+        return self.casts_gradient or (self.spaced and (mode != "again" or self.converted))
 
     def stays(self, mode: Mode) -> bool:
         """Tell whether the gradient that is formed is the one that is stored, or used at once as a stored one would be."""
@@ -126,8 +133,9 @@ class Weight:
         return constant_form(Part.GRADIENTS, made) + constant_form(Part.TEMPORARIES, rest)
 
     def fullest_as_cast(self, mode: Mode) -> bool:
-        """Tell whether storing takes most as the gradient is cast to the weight's own dtype, before what is stored is made."""
-        other = self.casts_gradient and self.gradient_bytes != self.own_bytes
+        """Tell whether storing takes most as the gradient is made anew in the weight's own dtype, before what is stored is made."""
+        anew = self.is_made_anew(self.own_mode(mode))
+        other = anew and self.gradient_bytes != self.own_bytes
         return other and self.storing_bytes(mode) == self.own_bytes
 
     def storing_bytes(self, mode: Mode) -> int:
@@ -137,15 +145,16 @@ class Weight:
         before anything else happens.
         """
         mode = self.own_mode(mode)
-        cast = self.casts_gradient
-        converted = self.gradient_bytes != self.own_bytes if cast else self.converted
+        anew = self.is_made_anew(mode)
+        converted = self.converted and not self.casts_gradient
+        converted |= anew and self.gradient_bytes != self.own_bytes
         stored = self.gradient_bytes if converted and mode != "again" else 0
         added = self.add_bytes if converted or mode == "again" else 0
         update = self.update_bytes if mode == "layer" else 0
         if self.handed_over:
-            update -= self.own_bytes if cast else self.formed_bytes
+            update -= self.own_bytes if anew else self.formed_bytes
         extra = stored + max(added, update)
-        return max(self.own_bytes, self.own_bytes - self.formed_bytes + extra) if cast else extra
+        return max(self.own_bytes, self.own_bytes - self.formed_bytes + extra) if anew else extra
 
 
 def summed_as_stored(weight: Weight) -> Weight:
