@@ -191,11 +191,11 @@ class CompiledPlan:
         """
         values = self.values(batch, length)
         config = self.setup.config
-        if is_sharded(config.parallel) or self.setup.checkpointing != "none" or config.compile != "none":
+        if is_sharded(config.parallel) or config.offload.activations != "none" or config.compile != "none":
             return self.least_bytes(batch, length)
-        _, taped = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))
-        counts = taped.counts()
-        saved = sum(taped.layers[kind].tape.saved_form().total_bytes(values) * n for kind, n in counts.items())
+        inputs, taped = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))
+        least = (taped.least_saved(kind, inputs.recomputation) * n for kind, n in taped.counts().items())
+        saved = sum(form.total_bytes(values) for form in least)
         return self.constant_bytes + saved
 
     def _doubt_bytes(self, batch: int, length: int, most: Mapping[str, int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -102,14 +103,19 @@ def test_more_gpus_never_hold_a_smaller_model():
 
 @pytest.mark.parametrize("config", ["bf16-adamw", "tier2", "lora", "q4-fp8-muon-int8"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2-2b", "qwen3-30b-a3b", "deepseek-v2-lite"])
-def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config):
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config, checkpointing):
     """What is there all the time, and what layers save for backward: models beyond that are not planned further."""
+    keys = replace(CATALOG.configs[config], activation_checkpointing=checkpointing)
     try:
-        plan = CompiledPlan(catalog_model(name, CATALOG), setup(config))
+        plan = CompiledPlan(catalog_model(name, CATALOG), resolve(keys, CATALOG, config))
         requested = plan.requested_bytes(2, 512)
     except MemplanError:
         return
-    assert plan.constant_bytes <= plan.saved_bytes(2, 512) < requested
+    saved = plan.saved_bytes(2, 512) - plan.constant_bytes
+    inputs = 2 * 512 * plan.own.spec.hidden_size * plan.setup.residual_bytes * plan.own.spec.num_hidden_layers
+    assert saved == inputs if checkpointing == "full" else saved > inputs
+    assert plan.constant_bytes + saved < requested
     assert plan.persistent_bytes < requested
 
 

@@ -112,10 +112,13 @@ class ModelsBySize:
         """Tell whether one of them FITS on a device, or on several with their memory pooled."""
         return self._planned[name][1].fits(_Room(self._setup, device, by_share=True), None)
 
-    def largest(self, device: Device, simulate: Callable[[MemoryPlan], MemoryPlan] | None = None) -> LargestModel:
-        """Return the largest of them for a device; see :func:`largest_models`."""
+    def largest(
+        self, device: Device, simulate: Callable[[MemoryPlan], MemoryPlan] | None = None, least: int = 0
+    ) -> LargestModel:
+        """Return the largest of them for a device, of those with ``least`` parameters or more; see :func:`largest_models`."""
         setup, room = self._setup, _Room(self._setup, device, by_share=simulate is None)
-        fitting = ((name, size, plan) for name, (size, plan) in self._planned.items() if plan.fits(room, simulate))
+        large = ((name, size, plan) for name, (size, plan) in self._planned.items() if size >= least)
+        fitting = (row for row in large if row[2].fits(room, simulate))
         name, size, plan = next(fitting, (None, 0, None))
         played = plan is not None and plan.played is not None and plan.played.by_share is not None
         return LargestModel(device, setup, self._figure, max_parameters(setup, device), name, size, played)

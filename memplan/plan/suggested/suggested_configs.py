@@ -7,8 +7,9 @@ from fractions import Fraction
 from memplan.catalog.entries import Status
 from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
+from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
-from memplan.plan.sizes.largest_model import LargestModel, largest_models, told
+from memplan.plan.sizes.largest_model import LargestModel, ModelsBySize, largest_models, told
 from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 
@@ -58,13 +59,39 @@ def suggested_configs(
         adapters: Configs that train adapters alone, each as it is and for a device that only emulates its dtype.
         progress: Is told how many answers there are for configs that train all weights, and of how many.
     """
-    sound = [setup for setup in setups if _sound(setup, verdict)]
+    sound = sorted([setup for setup in setups if _sound(setup, verdict)], key=_bytes)
     answered = told(progress, len(sound) * len(devices))
-    answers = [largest_models(models, setup, devices, answered=answered) for setup in sound]
-    rows_by_device = zip(devices, zip(*answers, strict=True), strict=True)
-    result = [_suggested_configs(device, rows) for device, rows in rows_by_device]
+    ordered = [(setup, ModelsBySize(models, setup)) for setup in sound]
+    for _, by_size in ordered:
+        by_size.refuse_all()
+    result = [_suggested_configs(device, _rows(ordered, device, answered)) for device in devices]
     tuned = [_on_adapters(models, pair, devices) for pair in adapters]
     return [replace(row, adapters=tuple(rows[place] for rows in tuned)) for place, row in enumerate(result)]
+
+
+def _bytes(setup: TrainingSetup) -> Fraction:
+    return bytes_per_parameter(setup).total
+
+
+def _rows(
+    ordered: Sequence[tuple[TrainingSetup, ModelsBySize]], device: Device, answered: Callable[[], None] | None
+) -> list[LargestModel]:
+    """Return the largest model of a device under each setup that could be the best of its kind; experimental ones come last.
+
+    Setups whose products run in a dtype that the device only emulates are not among them.
+    """
+    rows: list[LargestModel] = []
+    for statuses in (ESTABLISHED, TRIED):
+        larger = max((row.largest_fitting_parameters for row in rows), default=-1) + 1
+        for setup, by_size in ordered:
+            if setup.config.status not in statuses:
+                continue
+            if not emulated_dtype(setup, device.gpu):
+                rows.append(by_size.largest(device, least=larger))
+                larger = max(larger, rows[-1].largest_fitting_parameters)
+            if answered is not None:
+                answered()
+    return rows
 
 
 def _on_adapters(
@@ -77,11 +104,7 @@ def _on_adapters(
 
 
 def _suggested_configs(device: Device, rows: Sequence[LargestModel]) -> SuggestedConfigs:
-    """Return the suggested configs of a device, given the largest model under each setup.
-
-    Setups whose products run in a dtype that the device only emulates are not among them.
-    """
-    rows = [row for row in rows if not emulated_dtype(row.setup, device.gpu)]
+    """Return the suggested configs of a device, given the largest model under each setup that could be one."""
     established, bold = _best(rows, ESTABLISHED), _best(rows, TRIED)
     least = 0 if established is None else established.largest_fitting_parameters
     larger = bold if bold is not None and bold.largest_fitting_parameters > least else None
