@@ -50,7 +50,7 @@ SET_VALUES = (
     "bf16", "fp32", "fused", "none", "full", "lora", "true", "0", "1", "8", "-1", "1.5", "9" * 5000, ".nan", ".inf", "~",
     "[]", "{}", "[a, b]", "{a: b}", "{kind: lora, rank: 4}", "*a", "&a [*a]", "[" * 200, "[a: b", "!!x y", "'", "\x00",
     "\udcff", "\u2028", "500 MiB", "q4-0", "tier1", "muon-int4", "adamw-8bit", "cpu",
-    f"['{'.?' * 100}x']", "['(.*)*x', '[[a]]']", f"[{'.*.*x, ' * 1000}x]", "x" * 5000, "",
+    f"['{'.?' * 100}x']", "['(.*)*x', '[[a]]']", f"[{'.*.*x, ' * 1000}x]", f"[{'q_proj, ' * 20_000}x]", "x" * 5000, "",
 )  # fmt: skip
 
 
@@ -120,7 +120,8 @@ def command_line(random: Random) -> tuple[list[str], bytes]:
         arguments += ["--gpu", _option_word(random, "--gpu")]
     for _ in range(random.randrange(5)):
         option = random.choice(_options(name))
-        arguments += [option, _option_word(random, option)] if OPTIONS[option] else [option]
+        times = 1 if random.randrange(64) else random.choice((2, 40, 400))
+        arguments += times * ([option, _option_word(random, option)] if OPTIONS[option] else [option])
     if not random.randrange(16):
         arguments.insert(random.randint(0, len(arguments)), _word(random, HOSTILE))
     return [word.replace("\x00", "") for word in arguments], random.choice(STDIN)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import field, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -305,9 +306,14 @@ def _settings(settings: tuple[str, ...]) -> list[tuple[KeyPath, Any]]:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise InvalidFileError([f"--set {printable(setting)}: expected KEY=VALUE, such as kernels.optimizer=fused"])
-        value = parse_document(text, f"--set {printable(key)}").data
-        pairs.append((tuple(part.strip() for part in key.split(".")), value))
+        pairs.append((tuple(part.strip() for part in key.split(".")), _set_value(key, text)))
     return pairs
+
+
+@lru_cache(maxsize=64)
+def _set_value(key: str, text: str) -> Any:
+    """Return the value of a setting, which is read once for all configs that it is set in."""
+    return parse_document(text, f"--set {printable(key)}").data
 
 
 def _assigned(data: Mapping[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 COMPARED = ("qlora", "lora", "bf16-adamw")
+MOST_PLANS = 32
+"""Plans that are put side by side at most: each is simulated, which takes a tenth of a second."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -91,6 +93,10 @@ def compare(
     inputs = job_inputs("compare", model, options, refused={"config": "name all of them in configs"})
     if not configs:
         raise InvalidFileError(["configs: expected at least one training config"])
+    if (count := len(configs) * max(1, len(on))) > MOST_PLANS:
+        raise InvalidFileError(
+            [f"configs: expected at most {MOST_PLANS} plans, of a config on a GPU each, got {count:,}"]
+        )
     known = inputs.model()
     setups = [find_setup(config, inputs.overrides(inputs.gpus), inputs.catalog, known) for config in configs]
     devices = inputs.devices_named(on)

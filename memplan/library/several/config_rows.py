@@ -154,10 +154,17 @@ class Fit(Answer):
         """
         from memplan.report.screens.methods_screen import methods_screen
 
-        code = self._code(strict) and self.document(unit, strict=strict, full=False).exit_code
+        code = self._code(strict) and int(not self._any_fits(strict))
         rows = [(method.plan, method.batch) for method in self.methods]
         missing = [name for name in METHODS if name not in {plan.setup.name for plan, _ in rows}]
         return Document({}, exit_code=code, screen=lambda canvas: methods_screen(rows, missing, canvas, unit))
+
+    def _any_fits(self, strict: bool) -> bool:
+        """Whether any config fits; one whose tensors alone are more than the device has is not simulated."""
+        from memplan.report.plans.plan_answer import exit_code
+
+        plans = (plan for plan in self._planned[0] if not plan.exceeds_device)
+        return any(exit_code(simulated(plan, least=False), strict) == 0 for plan in plans)
 
     def _code(self, strict: bool) -> int:
         from memplan.report.plans.plan_answer import exit_code
