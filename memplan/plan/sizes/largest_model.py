@@ -132,7 +132,7 @@ class _Room:
         allowances = searched_allowances(setup, device)
         self._allowances = allowances if by_share else replace(allowances, upper_reserve_fraction=Fraction(0))
 
-    def holds(self, allocated_bytes: int, stream_bytes: int = 0) -> bool:
+    def holds(self, allocated_bytes: int, stream_bytes: int) -> bool:
         """Tell whether so many bytes of blocks fit, workspaces of libraries left out."""
         allowances = self._allowances
         return allowances.upper_bytes(allocated_bytes + allowances.library_bytes) + stream_bytes <= self.usable_bytes
@@ -178,17 +178,17 @@ class _Planned:
 
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
-        if not room.holds(self._least_bytes):
+        if not room.holds(self._least_bytes, 0):
             return False
         planned = self._planned
-        if isinstance(planned, MemplanError) or not room.holds(planned.least_bytes(*self._job)):
+        if isinstance(planned, MemplanError) or not room.holds(planned.least_bytes(*self._job), 0):
             return False
         try:
             own = planned.on(room.device.gpu)
             key = id(own)
             if key not in self._saved:
                 self._saved[key] = own.saved_bytes(*self._job)
-            if not room.holds(self._saved[key]):
+            if not room.holds(self._saved[key], 0):
                 return False
             if key not in self._needed:
                 self._needed[key] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes

@@ -171,9 +171,9 @@ class LayoutRequest:
     bases: tuple[TrainingConfig, ...]  # Configs to share out, each of a stack of its own
     space: LayoutSpace  # How many GPUs, and what is fixed of their layout
     cluster: Cluster  # Where they are
+    step_batch: int  # Least sequences of an optimizer step, over all GPUs
     fixed: tuple[str, ...] = ()  # Keys of the configs that stay as they are, besides those of ``parallel``
     min_batch: int = 1  # Smallest micro-batch
-    step_batch: int = 1  # Least sequences of an optimizer step, over all GPUs
     strict: bool = False  # Whether what may not fit at the upper end is no answer
     most: int = 5  # How many rows at most
 
