@@ -20,6 +20,7 @@ from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms
 from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
+from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.regimes import regime_of
 from memplan.step.states.model_states import with_cast_biases
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
@@ -194,8 +195,9 @@ class CompiledPlan:
         if is_sharded(config.parallel) or config.offload.activations != "none" or config.compile != "none":
             return self.least_bytes(batch, length)
         inputs, taped = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))
-        least = (taped.least_saved(kind, inputs.recomputation) * n for kind, n in taped.counts().items())
-        saved = sum(form.total_bytes(values) for form in least)
+        ways = [inputs.recomputation if again else NOTHING_AGAIN for again in taped.again]
+        least = [section.least_saved(way) for section, way in zip(taped.layers, ways, strict=True)]
+        saved = sum(least[kind].total_bytes(values) * count for kind, count in taped.counts().items())
         return self.constant_bytes + saved
 
     def _doubt_bytes(self, batch: int, length: int, most: Mapping[str, int]) -> int:

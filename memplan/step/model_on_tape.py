@@ -109,17 +109,6 @@ class ModelOnTape:
         """Return how many layers there are of each kind."""
         return layer_counts(zip(self.kinds, self.runs, strict=True))
 
-    def least_saved(self, kind: int, recomputation: Recomputation) -> Form:
-        """Return what a layer of a kind saves for backward at least: with checkpointing its input, and results of products."""
-        section = self.layers[kind]
-        if not self.again[kind]:
-            return section.tape.saved_form()
-        products = [operation for operation in section.tape.operations if operation.traits.product]
-        retains = recomputation.kind == "selective" and not recomputation.alternate
-        results = {storage for operation in products if retains for storage in operation.makes}
-        storages = section.tape.storages
-        return sum((single_form(*storages[storage]) for storage in {section.entry.storage, *results}), ZERO)
-
     @property
     def staged_widths(self) -> tuple[int, ...]:
         """Of each layer whose input waits in host memory, in order, the bytes of that for a token."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from memplan.step.playing.backward import play_backward
 from memplan.step.playing.player import Player
 from memplan.step.playing.recomputation import NOTHING_AGAIN, Recomputation
-from memplan.step.tapes.linear_forms import ZERO, Part, Quantity, Storage
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, Storage, single_form
 from memplan.step.tapes.live_bytes import LiveBytes
 from memplan.step.tapes.moments import Played, dominant
 from memplan.step.tapes.tape import Tape
@@ -102,6 +102,16 @@ class Section:
         if self._saved is None:
             self._saved = tuple(self.tape.saved_tensors())
         return self._saved
+
+    def least_saved(self, recomputation: Recomputation = NOTHING_AGAIN) -> Form:
+        """Return what it saves for backward at least: where it is computed again its input, and results of products."""
+        if recomputation.kind == "none":
+            return self.tape.saved_form()
+        products = [operation for operation in self.tape.operations if operation.traits.product]
+        retains = recomputation.kind == "selective" and not recomputation.alternate
+        results = {storage for operation in products if retains for storage in operation.makes}
+        storages = self.tape.storages
+        return sum((single_form(*storages[storage]) for storage in {self.entry.storage, *results}), ZERO)
 
     def played(self, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN) -> Played:
         """Return what is alive while it runs forward and backward."""
