@@ -104,7 +104,7 @@ def _keys(tree: ast.Module, name: str, names: Names) -> GivenKeys:
             known[key] = Expression(f"{known.get(key, 'unset')} or {value}"[:LONGEST]) if either else value
             lines[called, key] = line
     words = [*(call for call in words if call), *_parsed_classes(tree, classes, names, data, lines)]
-    taken = (node for node, *_ in _statements(tree.body, names, inside=False, scope=""))
+    taken = (node for node, *_ in statements(tree.body, names, inside=False, scope=""))
     absent += own_steps(tree, classes, words, taken)
     lines = {path: max(line, 1) for path, line in lines.items()}  # those of modules are below
     noted = tuple((one, value, f"the first of {count} in {name}:{line}") for one, value, count, line in names.turns)
