@@ -61,6 +61,13 @@ def put(folder, name="config.json", **keys):
         ("zephyr-7b-beta", "mistral-7b-v0.1", "mirror"),
         ("Gryphe/MythoMax-L2-13b", "llama-2-13b", "guess"),
         ("TheBloke/MythoMax-L2-13B-GPTQ", "llama-2-13b", "guess"),
+        ("zai-org/GLM-Z1-Rumination-32B-0414", "glm-z1-rumination-32b-0414", "catalog"),
+        ("alpindale/WizardLM-2-8x22B", "mixtral-8x22b-v0.1", "guess"),
+        ("t-tech/T-pro-it-2.0", "qwen3-32b", "guess"),
+        ("AIDC-AI/Marco-Mini-Base", "marco-mini-17b-a0.9b", "catalog"),
+        ("opendatalab/MinerU2.5-Pro-2604-1.2B", "mineru2.5-1.2b", "catalog"),
+        ("jingyaogong/MiniMind2-Small", "minimind2-small", "catalog"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b", "catalog"),
     ],
 )
 def test_a_name_means_an_entry(catalog, text, target, how):
@@ -109,6 +116,26 @@ def test_a_family_that_is_not_modelled_is_refused_by_name(catalog):
     for name in ("OpenGVLab/InternVL3-8B", "someone/Llama-3.1-8B-vision", "microsoft/Phi-4-multimodal-instruct"):
         with pytest.raises(CannotAnswerError, match="vision-language"):
             resolve_model_name(name, catalog)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("MAGAer13/mplug-owl2-llama2-7b", "vision part"),
+        ("sensenova/SenseNova-SI-InternVL3-8B", "vision part"),
+        ("internlm/internlm-xcomposer2d5-7b", "vision part"),
+        ("Alibaba-NLP/gte-Qwen2-7B-instruct", "see those behind them"),
+        ("google/diffusiongemma-26B-A4B-it", "denoise blocks"),
+        ("deepseek-ai/DeepSeek-V4.1-Flash", "selects or compresses"),
+        ("Qwen/Qwen2.5-Math-PRM-7B", "code of its own"),
+        ("IQuestLab/IQuest-Coder-V1-40B-Instruct", "code of its own"),
+        ("TongyiFinance/Tongyi-Finance-14B", "code of its own"),
+        ("mispeech/midashenglm-7b", "other parts than the text model"),
+    ],
+)
+def test_a_trainers_registered_model_that_is_not_modelled_is_refused_with_its_reason(catalog, text, reason):
+    with pytest.raises(CannotAnswerError, match=reason):
+        resolve_model_name(text, catalog)
 
 
 @pytest.mark.slow
