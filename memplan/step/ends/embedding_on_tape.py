@@ -117,10 +117,11 @@ def _with_positions(builder: Builder, x: Value) -> Value:
     table, decoding = _looked_up(weight, places)
     rows = tape.value(places, block.hidden_size, block.residual_bytes)
     ids = [tape.value(places, 1, 8)] if block.code.forms_tables else []
-    with tape.alive(x, *_gathered_codes(builder, weight, places)):
+    with tape.alive(x):
         sums = _position_sums(block, 0 if places is Quantity.POSITIONS else table.rows)
         traits = Traits(scratch=decoding, workspace=sums)
-        tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
+        with tape.alive(*_gathered_codes(builder, weight, places)):
+            tape.apply("position embedding", [], rows, ids if table.trainable else [], [table], traits)
         ways = [(x, SAME), (rows, SAME if block.regime.one_sequence or places is TOKENS else NEW)]
         tape.named = tuple([value for value in (x, rows) if block.code.forms_tables and value is not tape.leaf])
         return tape.apply("add", ways, builder.fresh(x), traits=SAVES_NOTHING)

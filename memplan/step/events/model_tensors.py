@@ -129,7 +129,7 @@ class ModelTensors:
         batch = [part.element_bytes * values[Quantity.TOKENS] for part in stack.batch] * together
         layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
         apart = 1 if stack.model_code == "torchtitan" else 2  # ``RoPE`` has cosines and sines in one
-        tables = apart * max(layers or spec.rotary_tables, 1)
+        tables = apart * (layers or spec.rotary_tables) or 1  # learned positions have their numbers alone
         rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs)
         whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
         return [*batch, *[positions // tables] * tables, *codecs, *[rest // whole] * whole]
