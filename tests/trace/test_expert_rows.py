@@ -43,3 +43,12 @@ def test_a_gradient_whose_rows_lie_apart_is_copied_and_goes_before_anything_else
     result = verdict(Job({**MODEL, "model_type": family}, training), catalog)
     assert (result.outcome, result.exact_states) == ("agrees", True)
     assert max(result.peak_share, result.instant_share) < LEFT
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_frozen_experts_keep_no_numbers_for_biases_and_sum_scores_when_a_wide_gradient_is_gone(family, catalog):
+    """Each was counted for every row: 8 bytes of its expert's number, 4 of its score's gradient."""
+    whole_rows = {"hidden_size": 128, "intermediate_size": 256, "num_experts_per_tok": 2}
+    adapted = {"description": "", "sequence_length": 128, "adapter": {"kind": "lora", "rank": 4}}
+    result = verdict(Job({**MODEL, **whole_rows, "model_type": family}, adapted), catalog)
+    assert (result.outcome, result.differences, result.components) == ("agrees", {}, {})

@@ -146,6 +146,5 @@ def _weighted(builder: Builder, out: Value, taken: Value) -> Value:
     scaled = builder.fresh(out, element_bytes=promoted(out, taken))
     formed = [(ROWS, scaled.coefficient)] * (1 + (scaled.element_bytes != out.element_bytes))
     casts = [(ROWS, out.coefficient)] if scaled.element_bytes != out.element_bytes else []
-    return builder.tape.apply(
-        "mul", [(out, NEW), (taken, NEW)], scaled, [out, taken], traits=Traits(workspace=formed, casts=casts)
-    )
+    traits = Traits(workspace=formed, casts=casts, sums_last=bool(casts))
+    return builder.tape.apply("mul", [(out, NEW), (taken, NEW)], scaled, [out, taken], traits=traits)

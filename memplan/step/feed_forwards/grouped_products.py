@@ -52,7 +52,8 @@ def grouped(
         in_place = not builder.settings.selective
         biased = tape.view(out) if in_place else builder.fresh(out)
         gathered = [] if builder.settings.code.grouped_uncast else [(out.quantity, out.coefficient)]
-        return tape.apply("add bias", [(out, SAME)], biased, [experts], [bias], traits=Traits(scratch=gathered))
+        saves = [experts] if bias.trainable else []
+        return tape.apply("add bias", [(out, SAME)], biased, saves, [bias], traits=Traits(scratch=gathered))
 
 
 def aligned(builder: Builder, rows: Value, used: int) -> Value:

@@ -256,7 +256,8 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
         scratch = [(TOKENS, size)] * (1 + (size != out.coefficient))
         casts = [] if size == out.coefficient else [(TOKENS, out.coefficient)]
         ways = [(out, NEW), (taken, NEW)]
-        tape.apply("mul", ways, scaled, [out, taken], traits=Traits(workspace=scratch, casts=casts))
+        traits = Traits(workspace=scratch, casts=casts, sums_last=bool(casts))
+        tape.apply("mul", ways, scaled, [out, taken], traits=traits)
     back = _indices(builder, order.width)
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
     with tape.alive(back, *((out, taken) if uncast else (scaled,))):

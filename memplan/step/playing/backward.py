@@ -104,7 +104,8 @@ class _Backward:
         late = any(w.coded for w in node.weights) and not node.traits.packs
         if not late:
             self.recompute_for(node)
-        if node.traits.forms_last and node.traits.reduces is not None and isinstance(self.live, EventRecorder):
+        wide = node.traits.sums_last or (node.traits.forms_last and node.traits.reduces is not None)
+        if wide and isinstance(self.live, EventRecorder):
             self._cast_wide(self.live, node, node.traits.reduces, arrived)
             return
         early = self._taken(node) if node.traits.forms_last else []
@@ -128,7 +129,7 @@ class _Backward:
             self.recompute_for(node)
         self.finish(node, arrived, formed, first or self.weight_gradients(node), early)
 
-    def _cast_wide(self, live: EventRecorder, node: Node, reduces: Reduction, arrived: list[int]) -> None:
+    def _cast_wide(self, live: EventRecorder, node: Node, reduces: Reduction | None, arrived: list[int]) -> None:
         """Write the events of a product whose gradients are wide: the last input's is formed first, the first's summed and cast first."""
         # Source: ``mul_tensor_backward``, whose results are cast by ``validate_outputs`` in
         # torch/csrc/autograd/engine.cpp (v2.13.0).
@@ -139,7 +140,7 @@ class _Backward:
         formed = []
         for value, _ in node.inputs:
             gradient, own = wide.pop(), size
-            if value.quantity is Quantity.ONE:
+            if reduces is not None and value.quantity is Quantity.ONE:
                 whole, own = gradient, size // reduces.columns * value.width
                 gradient = live.new(Part.TEMPORARIES, Quantity.ONE, own)
                 live.reduce(reduces)
@@ -223,6 +224,8 @@ class _Backward:
         again = self._unpacks
         late = again and not node.traits.custom and (reduces is not None or bool(node.traits.casts))
         taken = early or self._taken(node)
+        unsummed = [(value.quantity, -value.coefficient) for value, _ in node.inputs[1:] if node.traits.sums_last]
+        later = self.live.take(temporaries(unsummed))
         uncast = self.live.take(temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])
         self._note_sums(node, None if late else reduces)
         self.live.give_back(uncast)
@@ -237,6 +240,7 @@ class _Backward:
         if late:
             self._note_sums(node, reduces)
             self.live.give_back(taken)
+        self.live.give_back(later)
         if again:
             self.live.release_all(arrived)
         self.end_checkpoint(node)

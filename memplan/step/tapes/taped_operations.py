@@ -226,6 +226,7 @@ class Traits(NamedTuple):
     workspace: Sizes = ()  # Scratch memory of its backward
     # Gradients that are cast from wider ones in the workspace, when the operation's own backward is done.
     casts: Sizes = ()
+    sums_last: bool = False  # Whether the first input's wide gradient is cast, and gone, before the others' are summed
     reduces: Reduction | None = None  # The sum over rows that forms a weight's gradient
     product: bool = False  # Whether selective checkpointing saves its results
     custom: bool = False  # Whether it is a function written in Python, which saves its tensors when it is done
