@@ -45,10 +45,23 @@ def test_a_gradient_whose_rows_lie_apart_is_copied_and_goes_before_anything_else
     assert max(result.peak_share, result.instant_share) < LEFT
 
 
+WHOLE_ROWS = {"hidden_size": 128, "intermediate_size": 256, "num_experts_per_tok": 2}
+ADAPTED = {"description": "", "sequence_length": 128, "adapter": {"kind": "lora", "rank": 4}}
+CODED = {"weights": {"default": "bf16", "hidden_matrix": "q5-b64", "expert_matrix": "q5-b64"}}
+TRAINED = {"description": "", "sequence_length": 128, "optimizer": {"default": "muon-int8"}}
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
 def test_frozen_experts_keep_no_numbers_for_biases_and_sum_scores_when_a_wide_gradient_is_gone(family, catalog):
     """Each was counted for every row: 8 bytes of its expert's number, 4 of its score's gradient."""
-    whole_rows = {"hidden_size": 128, "intermediate_size": 256, "num_experts_per_tok": 2}
-    adapted = {"description": "", "sequence_length": 128, "adapter": {"kind": "lora", "rank": 4}}
-    result = verdict(Job({**MODEL, **whole_rows, "model_type": family}, adapted), catalog)
+    result = verdict(Job({**MODEL, **WHOLE_ROWS, "model_type": family}, ADAPTED), catalog)
+    assert (result.outcome, result.differences, result.components) == ("agrees", {}, {})
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("keys", [ADAPTED, TRAINED], ids=["frozen", "trained"])
+def test_products_with_coded_experts_keep_where_rows_end_until_the_graph_goes(keys, checkpointing, catalog):
+    """Four bytes an expert and layer, which were let go of with what the product had saved, or at once."""
+    training = {**keys, **CODED, "activation_checkpointing": checkpointing}
+    result = verdict(Job({**MODEL, **WHOLE_ROWS}, training), catalog)
     assert (result.outcome, result.differences, result.components) == ("agrees", {}, {})

@@ -27,11 +27,10 @@ def grouped(
     weight = formed_in_rows(weight) if weight.trainable and not weight.coded else weight
     rows = builder.cast(rows, weight.element_bytes, foreign=weight.foreign) if uncast else rows
     copy = None if uncast else builder.cast_weight(weight)
-    saves = [offsets, *([rows] if weight.trainable else [])]
+    # A product with codes has offsets as an attribute (``_CodedProduct`` in memplan/trace/reference/weight_storage.py).
+    saves = [*([] if weight.coded else [offsets]), *([rows] if weight.trainable else [])]
     if copy is not None and rows.needs_gradient:
         saves.append(copy)
-    if weight.coded and not weight.trainable:
-        saves = []
     used = experts.width
     out = aligned(builder, tape.value(TOKENS, width, weight.element_bytes if uncast else builder.compute), used)
     rows.gradient_coefficient = used * row_bytes(rows, used)
@@ -41,7 +40,8 @@ def grouped(
             folded, copies = folded_weight(builder, name, weight)
         resident += (folded, *copies)
         reads, saves = [*reads, (folded, NEW)], [offsets, rows, folded]
-    tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=Traits(custom=weight.coded, product=True))
+    traits = Traits(custom=weight.coded, product=True, attributes=(offsets,) if weight.coded else ())
+    tape.apply(f"grouped {name}", reads, out, saves, [weight], traits=traits)
     tape.touch(*([copy] if copy is not None else []))
     bias = builder.weights.get(f"{name}_bias")
     if bias is None:
