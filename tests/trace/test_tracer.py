@@ -14,6 +14,7 @@ from memplan.model.spec import Attention, Mlp
 from memplan.trace.recording.trace_result import COMPONENTS, Trace
 from memplan.trace.tracer import trace_training
 from memplan.units import GIB
+from tests.survey.drawn_jobs import Job, verdict
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,16 @@ def test_instants_come_in_the_order_of_a_step(make_model, make_setup):
         "evaluation",
         "checkpoint saving",
     ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_rows_of_evaluation_are_beside_those_of_a_micro_batch(rows, catalog):
+    """One row was missing: what a step and evaluation have in common was taken to have one in it."""
+    model = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    model |= {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 1000}
+    training = {"description": "", "micro_batch_size": 3, "evaluation": True, "evaluation_batch_size": rows}
+    result = verdict(Job(model, {**training, "sequence_length": 100}), catalog)
+    assert (result.outcome, result.differences) == ("agrees", {})
 
 
 def test_accumulated_gradients_are_there_in_the_second_backward(make_model, make_setup):

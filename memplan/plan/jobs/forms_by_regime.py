@@ -116,7 +116,8 @@ class FormsByRegime:
         assert rows is not None
         own = self._forms(regime_of(self.own, self.setup, rows, length))
         values = self.values(rows, length)
-        more = own.buffers.total_bytes(values) - forms.buffers.total_bytes(self.values(1, length))
+        one, two = (forms.buffers.total_bytes(self.values(rows, length)) for rows in (1, 2))
+        more = own.buffers.total_bytes(values) - (2 * one - two)  # beside the rows of a micro-batch
         evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
         fixed = [
             replace(one, form=fixed_form(one.form, values) + constant_form(Part.ACTIVATIONS, more)) for one in evaluated

@@ -125,10 +125,10 @@ class Session(Job):
         return loss
 
     def evaluate(self) -> None:
-        """Run the model, which drops nothing, on as many rows as it is evaluated on."""
+        """Run the model, which drops nothing, on the micro-batch, or on rows beside it where a number of them is given."""
         trained = self.batch
-        rows = self.config.evaluation_batch_size or len(trained.ids)
-        if rows != len(trained.ids):
+        rows = self.config.evaluation_batch_size
+        if rows is not None:
             ids = trained.ids.new_zeros((rows, trained.ids.shape[1]))
             self.batch = replace(trained, ids=ids, targets=ids.clone())
         self.model.eval()
