@@ -136,6 +136,14 @@ def test_codes_of_learned_positions_go_before_the_sum(catalog):
     assert order(own)[:12] == order(traced)[:12]
 
 
+def test_products_that_selective_checkpointing_has_saved_take_no_workspace_again(catalog):
+    """Those with a bias were given one of cuBLASLt in backward, whose thread had run none."""
+    keys = {**LLAMA, "model_type": "qwen2"}, {"weights": {"default": "bf16"}, **SELECTIVE}
+    own, traced = both_events(*keys, catalog)
+    workspace = 2**20
+    assert [[size for allocates, _, size in events if allocates].count(workspace) for events in (own, traced)] == [1, 1]
+
+
 def test_numbers_of_positions_are_one_tensor(catalog):
     """They were two of half the size, as cosines and sines are."""
     own, traced = both_events(GPT, {"weights": {"default": "bf16"}, "sequence_length": 63}, catalog)

@@ -256,6 +256,7 @@ class Player:
             if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
                 self.with_scratch(instant, operation.name, decoding)
         parts = self._taken_in_parts(operation.traits.decoding)
+        saved = not self.cache.isdisjoint(operation.makes)
         for storage in operation.makes:
             if storage in self.cache:
                 self.cache.remove(storage)
@@ -265,7 +266,7 @@ class Player:
             self.note(instant, operation.name)
             self.live.give_back(parts[::-1])
         named.update(operation.makes)
-        if operation.traits.product and not operation.traits.own_workspace:
+        if operation.traits.product and not (operation.traits.own_workspace or saved):
             fused = len(operation.weights) > 1 and not operation.traits.custom
             self.live.multiply(with_bias=fused or operation.traits.adds_bias)
         self.with_scratch(instant, operation.name, temporaries(operation.traits.scratch))
