@@ -177,6 +177,7 @@ class TrainingConfig:
             with states in the dtype of the weights where it is not given.
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
+        joined_rows: The rows of a micro-batch lie behind one another in one row, whose tokens attend under a mask of all by all.
         reentrant_checkpointing: Whether layers run again by torch's older checkpointing, ``use_reentrant=True``; None is as the stack does.
         outputs_until: Until when a loop has a name for what a model returns: its ``forward``, behind which the loss alone is used, a
             ``backward``, the end of the ``step``, where that is a function, or the ``next`` forward; None is as the stack does.
@@ -210,6 +211,7 @@ class TrainingConfig:
     micro_batch_size: int = 1
     sequence_length: int = 2048
     gradient_accumulation_steps: int = 1
+    joined_rows: bool = False
     activation_checkpointing: Checkpointing | None = None
     checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     reentrant_checkpointing: bool | None = None

@@ -145,6 +145,9 @@ def _batches(plan: MemoryPlan) -> str:
 def _method(plan: MemoryPlan) -> Iterator[str]:
     """Yield what a step on preferences has beside the model."""
     method, rows = plan.setup.config.method, plan.setup.rows_per_sample
+    if plan.setup.config.joined_rows:
+        joined = plan.micro_batch_size * plan.sequence_length
+        yield f"rows of a micro-batch are joined to one of {joined:,} tokens, which attend under a mask of all by all"
     if method.stage == "sft":
         return
     pairs = f", {rows} rows for each pair: chosen and rejected" if rows > 1 else ""

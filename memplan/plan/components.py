@@ -9,6 +9,7 @@ from memplan.catalog.config_keys.method_keys import Rollout
 from memplan.catalog.entries import Kind
 from memplan.documents.frozen_values import dataclass
 from memplan.plan.allowances import RESERVE_SOURCE, SIMULATED_SOURCE
+from memplan.step.regimes import forwarded_rows
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.tapes.linear_forms import QUANTITIES, Form, Part, Quantity, constant_form
 from memplan.units import format_fraction
@@ -132,7 +133,8 @@ def _states(plan: MemoryPlan) -> Iterator[Component]:
 
 def _step(plan: MemoryPlan) -> Iterator[Component]:
     """Yield what batch and sequence length decide."""
-    tokens = {"b": plan.micro_batch_size * plan.setup.rows_per_sample, "t": plan.sequence_length}
+    rows = forwarded_rows(plan.setup, plan.micro_batch_size, plan.sequence_length)
+    tokens = dict(zip("bt", rows, strict=True))
     source = "token ids, targets and rotary tables"
     yield Component("buffers", plan.buffer_bytes, form_text(plan.forms.buffers), tokens, source, "exact")
     parts = (("activations", Part.ACTIVATIONS), ("logits", Part.LOGITS))

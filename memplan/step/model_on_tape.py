@@ -12,7 +12,7 @@ from memplan.step.compiled_layers.compiled_layer import CompiledLayer, layer_sha
 from memplan.step.ends.embedding_on_tape import embedding_section
 from memplan.step.ends.end_settings import EndSettings, end_settings
 from memplan.step.ends.head_on_tape import Head, Named, head_on_tape
-from memplan.step.kernels.image_rows import attends_jointly, has_images
+from memplan.step.kernels.image_rows import has_images, masks_every_layer
 from memplan.step.layers.decoder_layer import Staged, layer_section
 from memplan.step.layers.handed_down import Handed, HandedDown
 from memplan.step.layers.handing import Handing, alone
@@ -274,7 +274,7 @@ class _Kinds:
         self._behind = behind
         self.handing = Handing(inputs.spec, inputs.setup, embedded)
         setup = inputs.setup
-        self._unmasked_layers = () if attends_jointly(inputs.spec, setup) else inputs.spec.full_layers
+        self._unmasked_layers = () if masks_every_layer(inputs.spec, setup) else inputs.spec.full_layers
         self.trained_alone = setup.stack.input_gradients == "trained-layers" and (
             setup.config.freeze != ALL_TRAIN or has_images(inputs.spec, setup)
         )

@@ -21,9 +21,15 @@ MASK_COLUMNS = 16
 """Columns of a mask that the efficient kernel takes are a multiple of these (attention.cpp, ``pad_bias``)."""
 
 
+def forwarded_rows(setup: TrainingSetup, batch: int, length: int) -> tuple[int, int]:
+    """Return how many rows a forward has for a micro-batch of ``batch``, and how long each is: a pair is two rows, joined rows are one."""
+    batch *= setup.rows_per_sample
+    return (1, batch * length) if setup.config.joined_rows else (batch, length)
+
+
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
     """Return which operations run for a micro-batch of ``batch`` and ``length`` tokens; what changes nothing is left at its default."""
-    batch *= setup.rows_per_sample
+    batch, length = forwarded_rows(setup, batch, length)
     tokens, spec, profile = batch * length, model.spec, setup.profile
     masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"
     sums = layer_sums(spec, tokens) if layers else ()

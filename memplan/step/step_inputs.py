@@ -30,6 +30,9 @@ LOSS_SCALE_BYTES = 8
 Source: torch/amp/grad_scaler.py (v2.13.0).
 """
 
+ROW_NUMBER_BYTES = 4
+"""Of a token of joined rows: which of them it is in (``seq_idx`` in trl/trainer/sft_trainer.py, 1.16.0)."""
+
 BLOCK_MASK_BYTES = 16
 """A block mask of flex attention: numbers of blocks and their places in 32 bits, full and partial ones, by query and by key.
 
@@ -191,6 +194,8 @@ def buffers(inputs: StepInputs) -> Form:
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
     batch = sum(part.element_bytes * (together or (micro_steps if part.kept else 1)) for part in setup.stack.batch)
     batch *= (ranks := config.parallel.context)
+    if setup.config.joined_rows:
+        batch += ROW_NUMBER_BYTES * micro_steps
     if setup.scores:
         batch = batch * 2 // 3  # no labels
     if setup.config.method.stage == "kto":

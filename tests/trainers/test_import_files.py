@@ -338,22 +338,38 @@ def test_loss_types_that_trls_trainers_do_not_have_are_refused(tmp_path, keys, m
 
 
 @pytest.mark.parametrize(
-    ("more", "refused"),
+    ("more", "version", "said"),
     [
-        ("packing: true\n", True),
-        ("packing: true\nattn_implementation: sdpa\n", True),
-        ("packing: true\nattn_implementation: eager\n", True),
-        ("padding_free: true\n", True),
-        ("packing: false\n", False),
-        ("packing: true\npacking_strategy: wrapped\n", False),
-        ("packing: true\nattn_implementation: flash_attention_2\n", False),
-        ("padding_free: true\nattn_implementation: flash_attention_2\n", False),
+        ("packing: true\n", "1.16.0", "joined"),
+        ("packing: true\nattn_implementation: sdpa\n", "1.15", "joined"),
+        ("packing: true\nattn_implementation: eager\n", "1.16.0", "joined"),
+        ("padding_free: true\nmax_length: null\n", "1.16.0", "joined"),
+        ("packing: true\n", "1.14", "refused"),
+        ("packing: true\n", "0.24", "refused"),
+        ("packing: true\n", "0.23", ""),
+        ("padding_free: true\n", "1.16.0", "refused"),
+        ("padding_free: true\nmax_length: null\nper_device_train_batch_size: 1\n", "1.16.0", "refused"),
+        ("padding_free: true\nmax_length: null\n", "1.14", "refused"),
+        ("packing: false\n", "1.16.0", ""),
+        ("packing: true\npacking_strategy: wrapped\n", "1.16.0", ""),
+        ("packing: true\nattn_implementation: flash_attention_2\n", "1.16.0", ""),
+        ("padding_free: true\nattn_implementation: flash_attention_2\n", "1.16.0", ""),
     ],
 )
-def test_rows_that_are_joined_under_a_mask_are_refused(tmp_path, more, refused):
-    """Eager attention of two such rows of 1,024 tokens takes half as much again, torch's 3 to 4 % more (TRL 1.16 on three layers of Llama)."""
-    answer = memplan.import_file(written(tmp_path, TRL + more)).to_dict()
-    assert any("a mask of all by all" in one["why"] for one in answer["keys"]["not_modelled"]) == refused
+def test_rows_that_trl_joins_under_a_mask_are_planned_so_or_refused(tmp_path, more, version, said):
+    text = TRL.replace("max_length: 1024\n", "") if "max_length" in more else TRL
+    answer = memplan.import_file(written(tmp_path, text + more), trainer_version=version).to_dict()
+    refused = any("a mask of all by all" in one["why"] for one in answer["keys"]["not_modelled"])
+    assert refused == (said == "refused")
+    assert bool(answer["training"].get("joined_rows")) == (said == "joined")
+
+
+def test_a_packed_file_of_trl_is_planned_with_its_rows_joined(tmp_path):
+    text = TRL + "packing: true\nper_device_train_batch_size: 2\n"
+    joined = memplan.plan(written(tmp_path, text), gpu="a100-80gb").memory
+    assert joined.setup.config.joined_rows
+    apart = memplan.plan(written(tmp_path, text + "packing_strategy: wrapped\n"), gpu="a100-80gb").memory
+    assert joined.requested_bytes != apart.requested_bytes
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
     yield "activation_checkpointing", config.activation_checkpointing
     if config.offload.activations != "none":
         yield "offload.activations", config.offload.activations
+    if config.joined_rows:
+        yield "joined_rows", True
     if config.reentrant_checkpointing is not None:
         yield "reentrant_checkpointing", config.reentrant_checkpointing
     if config.kernels.attention is not None:

@@ -18,7 +18,7 @@ from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION
-from memplan.step.regimes import regime_of
+from memplan.step.regimes import forwarded_rows, regime_of
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states
@@ -170,7 +170,7 @@ class FormsByRegime:
         refuse_window(self.own, self.setup, length)
         length = self._own_length(length)
         spec, profile = self.own.spec, self.setup.profile
-        batch *= self.setup.rows_per_sample
+        batch, length = forwarded_rows(self.setup, batch, length)
         chunk = linear_chunk(batch * length, spec) if profile.loss == "fused-linear" else 0
         metrics = self.setup.stack.loop.metrics
         if most := {**dict.fromkeys(TOKEN_CHUNKS, TOKEN_CHUNK), "fp32-pieces": PIECE_TOKENS}.get(profile.loss):

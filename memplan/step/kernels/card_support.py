@@ -214,6 +214,8 @@ def _attention(setup: TrainingSetup, model: Model, gpu: Gpu) -> tuple[AttentionK
         )
     calls = _narrow_calls(setup, model)
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
+    if setup.config.joined_rows and unknown and own != "eager":
+        return "efficient", ""  # flash takes no mask
     if own == "auto" or own == "eager" or own == "flex" or not calls or unknown:
         return own, ""
     if setup.attention_choice != TORCH_CHOOSES and runs_on(own, gpu, setup.hardware):
@@ -332,10 +334,10 @@ def attention_calls(setup: TrainingSetup, model: Model) -> Iterator[AttentionCal
             yield AttentionCall(
                 dtype,
                 *widths,
-                grouped=grouped and asks,
+                grouped=grouped and asks and not setup.config.joined_rows,
                 unequal=grouped and one and not (asks or code.repeats_keys or is_wide(part)),
                 dropout=dropout,
-                masked=code.masks_always,
+                masked=code.masks_always or setup.config.joined_rows,
             )
 
 

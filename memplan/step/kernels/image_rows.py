@@ -36,6 +36,15 @@ def attends_jointly(spec: ModelSpec, setup: TrainingSetup) -> bool:
     return (jointly or is_pooled(spec, setup)) and not setup.runs_flash_attn
 
 
+def masks_every_layer(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether attention of layers without a window is given a mask too: for tokens of an image, or of several rows in one.
+
+    Source:
+        ``create_causal_mask`` in transformers/masking_utils.py (5.24.0): ``packed_sequence_mask``.
+    """
+    return setup.config.joined_rows or attends_jointly(spec, setup)
+
+
 def is_pooled(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """Tell whether rows hold images whose patches are pooled."""
     shape = spec.tower.shape if spec.tower is not None and has_images(spec, setup) else None

@@ -5,7 +5,14 @@ from __future__ import annotations
 from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import Attention, LatentAttention, Mixer, ModelSpec
 from memplan.step.kernels.family_code import family_code, tables_apart, tables_in_layers
-from memplan.step.kernels.image_rows import AXES_BYTES, attends_jointly, has_images, is_pooled, named_features
+from memplan.step.kernels.image_rows import (
+    AXES_BYTES,
+    attends_jointly,
+    has_images,
+    is_pooled,
+    masks_every_layer,
+    named_features,
+)
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 from memplan.units import round_up
@@ -23,6 +30,8 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
     code = family_code(setup.stack, spec.architecture)
     requested = setup.profile.attention != "eager" and not setup.runs_flash_attn
     idle = code.idle_mask and not spec.window and not retained and requested
+    if setup.config.joined_rows and masked:
+        return single_form(Part.ACTIVATIONS, Quantity.SCORES, _mask_count(spec, code, retained=retained))
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
     alike = len(spec.full_layers) in (0, spec.num_hidden_layers)
     if attends_jointly(spec, setup) and not (alike and (retained or code.masks_by_kind)):
@@ -44,12 +53,17 @@ def _masks(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, retained:
     # ``attention_mask[:, None, None, :]``.
     if not code.added_mask or not (setup.profile.attention == "eager" or steps_through_scores(spec, setup)):
         return ZERO
-    alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
-    masks = 1 if retained and alike else code.masks or (2 if spec.window else 1)
-    if code.masks_by_kind:
-        masks = 1 + (0 < len(spec.full_layers) < spec.num_hidden_layers)
+    masks = _mask_count(spec, code, retained=retained)
     rows = spec.architecture in setup.stack.models.row_masks
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS if rows else Quantity.SCORES, masks * setup.embedded_bytes)
+
+
+def _mask_count(spec: ModelSpec, code: FamilyCode, *, retained: bool) -> int:
+    """Return how many masks are made, within windows and not, or ``retained``, as some layer is given them."""
+    if code.masks_by_kind:
+        return 1 + (0 < len(spec.full_layers) < spec.num_hidden_layers)
+    alike = spec.num_hidden_layers < code.masks_from or (code.idle_mask and not spec.window)
+    return 1 if retained and alike else code.masks or (2 if spec.window else 1)
 
 
 def placed_mask(spec: ModelSpec, setup: TrainingSetup) -> Form:
@@ -73,7 +87,7 @@ def other_mask(spec: ModelSpec, setup: TrainingSetup, layer: int) -> Form:
         return _masks(spec, setup, code, retained=True)
     if _other_kind(spec, layer) is None:
         return ZERO
-    if attends_jointly(spec, setup) and setup.profile.attention != "eager":
+    if masks_every_layer(spec, setup) and setup.profile.attention != "eager":
         return single_form(Part.ACTIVATIONS, Quantity.SCORES, 1)
     one = single_form(Part.ACTIVATIONS, Quantity.SCORES, setup.embedded_bytes)
     return one if _masks(spec, setup, code, retained=True) == one + one else ZERO
@@ -106,6 +120,7 @@ def _position_ids(spec: ModelSpec, setup: TrainingSetup, code: FamilyCode, *, re
         )
     if (
         spec.alibi
+        or setup.config.joined_rows  # the batch tells where each row begins
         or not code.forms_tables
         or (retained and not code.passes_positions)
         or setup.stack.rotary_tables.rows == "batch"
@@ -143,7 +158,7 @@ def masks_attention(spec: ModelSpec, setup: TrainingSetup, length: int) -> bool:
         or steps_through_scores(spec, setup)
     ):
         return False
-    if attends_jointly(spec, setup):
+    if masks_every_layer(spec, setup):
         return True
     return code.masks_always or (code.masks_layers and spec.window > 0) or 0 < spec.window <= length
 

@@ -10,6 +10,7 @@ from memplan.model.model import Model
 from memplan.model.routed_experts import experts_of
 from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
+from memplan.step.kernels.refused_joined_rows import refuse_joined_rows
 from memplan.step.kernels.refused_recurrences import refuse_recurrences
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
@@ -129,6 +130,7 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_cut_cross_entropy(model.spec, setup)
     refuse_own_adapters(model, setup)
     refuse_recurrences(model.spec, setup)
+    refuse_joined_rows(model.spec, setup)
 
 
 def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:

@@ -109,9 +109,19 @@ def run_on(
             generating(trainer, inputs, recorder)
         answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
         chosen = answers if inputs.is_traced else nullcontext()
-        with chosen, whole_completions(inputs.setup):
+        with chosen, whole_completions(inputs.setup), _joined_rows(inputs):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
+
+
+def _joined_rows(inputs: StackInputs) -> AbstractContextManager[Any]:
+    """Return what takes joined rows for several on a device without values, where their positions would tell.
+
+    Source:
+        ``find_packed_sequence_indices`` in transformers/masking_utils.py (5.24.0), which asks whether positions tell of one row alone.
+    """
+    joined = inputs.setup.config.joined_rows and inputs.is_traced
+    return patch.object(transformers.masking_utils, "is_tracing", lambda *_: True) if joined else nullcontext()
 
 
 def _prepared_later(setup: TrainingSetup) -> AbstractContextManager[Any]:
@@ -138,6 +148,7 @@ def _stage_arguments(setup: TrainingSetup, arguments_class: Any) -> dict[str, An
         more = {longest: setup.config.sequence_length, **pair_arguments(setup)}
     if method.stage == "sft":
         more["dataset_kwargs"] = {"skip_prepare_dataset": True}
+        more |= {"packing": True} if setup.config.joined_rows else {}
     if method.reference_model == "precomputed" and method.stage not in GENERATING:
         more["precompute_ref_log_probs"] = True
     if setup.config.offload.activations != "none":
@@ -180,6 +191,8 @@ def _rows(inputs: StackInputs) -> Any:
     row, prompt, answer = [[1] * length] * count, [[1]] * count, [[1] * (length - 1)] * count
     known = [0.0] * count if config.method.reference_model == "precomputed" else None
     columns: dict[str, Any] = {"input_ids": row, "labels": row}
+    if config.joined_rows:
+        columns["seq_lengths"] = [[1, length - 1]] * count
     if stage == "reward":
         columns = {"chosen_ids": row, "rejected_ids": row}
     elif stage in GENERATING:

@@ -1,0 +1,68 @@
+"""Rows of a micro-batch that a collator joins to one: where no job of that kind was traced, they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memplan.errors import CannotAnswerError
+from memplan.model.spec import ModelSpec
+from memplan.step.kernels.layer_arguments import steps_through_scores
+from memplan.training.resolved import TrainingSetup
+
+JOINED_FAMILIES = (
+    "gemma", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
+)  # fmt: skip
+"""Families whose rows, joined to one, were traced under transformers' mask for packed sequences."""
+
+JOINED_SINCE = (1, 15)
+"""The first version of TRL whose collator was read, and traced, as it joins rows."""
+
+
+def refuse_joined_rows(spec: ModelSpec, setup: TrainingSetup) -> None:
+    """Raise for rows joined to one wherever no job of that kind was traced.
+
+    Raises:
+        CannotAnswerError: The key of a training config, and what to do.
+
+    Source:
+        ``DataCollatorForLanguageModeling`` in trl/trainer/sft_trainer.py (1.16.0); ``create_causal_mask`` in
+        transformers/masking_utils.py (5.24.0).
+    """
+    if not setup.config.joined_rows:
+        return
+    if not (setup.stack.name == "trl" and tuple(map(int, setup.stack.version.split(".")[:2])) >= JOINED_SINCE):
+        raise CannotAnswerError(
+            f"joined_rows: rows joined to one are not modelled for {setup.stack.label}; use stack: trl"
+        )
+    if spec.architecture not in JOINED_FAMILIES:
+        families = ", ".join(JOINED_FAMILIES)
+        raise CannotAnswerError(f"joined_rows: is modelled for {families}, and not for {spec.architecture}")
+    for key, what, instead in _unjoined(spec, setup):
+        raise CannotAnswerError(f"joined_rows: rows joined to one are not modelled with {key}: {what}; {instead}")
+
+
+def _unjoined(spec: ModelSpec, setup: TrainingSetup) -> Iterator[tuple[str, str, str]]:
+    """Yield what of a job was not traced with joined rows: the key, its value, and what to do."""
+    config, attention = setup.config, setup.attention_choice
+    if setup.runs_flash_attn:
+        yield "kernels.attention", "flash", "flash-attn is given no mask: leave joined_rows out"
+    if attention not in ("auto", "eager"):
+        yield "kernels.attention", attention, "use auto or eager"
+    if setup.profile.loss != "fused-head":
+        yield "kernels.loss", setup.profile.loss, "use fused-head"
+    if config.method.stage != "sft":
+        yield "method.stage", config.method.stage, "use sft"
+    if setup.checkpointing == "selective":
+        yield "activation_checkpointing", "selective", "use full or none"
+    if config.images.per_row:
+        yield "images.per_row", str(config.images.per_row), "use rows of text"
+    if config.parallel.gpus > config.parallel.data:
+        yield "parallel", "a model, or rows, that GPUs share", "use parallel.data and zero_stage"
+    if config.parallel.engine == "deepspeed":
+        yield "parallel.engine", "deepspeed", "use torch or fsdp1"
+    if config.evaluation:
+        yield "evaluation", "true", "set evaluation=false"
+    if config.compile != "none":
+        yield "compile", config.compile, "leave it out"
+    if steps_through_scores(spec, setup):
+        yield "model", "soft caps or sinks", "leave joined_rows out"
