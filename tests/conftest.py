@@ -107,11 +107,11 @@ def played_once() -> Iterator[None]:
         told.move_to_end(question)
         return told[question]
 
-    def once(simulation, capacity_bytes=None, *, downwards=True):
+    def once(simulation, capacity_bytes=None, *, downwards=True, releases=True):
         events = array("q", simulation._stream._blocks).tobytes(), array("q", simulation._stream._codes).tobytes()
-        question = hash(events), simulation._expandable, capacity_bytes, downwards
+        question = hash(events), simulation._expandable, capacity_bytes, downwards, releases
         if question not in played:
-            played[question] = real(simulation, capacity_bytes, downwards=downwards)
+            played[question] = real(simulation, capacity_bytes, downwards=downwards, releases=releases)
         return played[question]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -84,6 +84,7 @@ class CompiledPlan:
             self._regimes = FormsByRegime(self.model, model, setup, states)
         self.states = states
         self._by_card: dict[tuple[str, str | None, str, bool], CompiledPlan] = {}
+        self._sizes: dict[tuple[int, int], tuple[tuple[int, ...], Compiled, int, list[int]]] = {}
         self._by_kernels: dict[Kernels, CompiledPlan] = {_kernels(setup): self}
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
@@ -253,14 +254,22 @@ class CompiledPlan:
         answer = self._evaluated(device, batch or config.micro_batch_size, length or config.sequence_length)
         return replace(answer, verdict="no") if answer.exceeds_host else answer
 
+    def _sized(self, batch: int, length: int) -> tuple[tuple[int, ...], Compiled, int, list[int]]:
+        """Return values, forms, the bytes of buffers and those requested at each instant, which are the same on all devices."""
+        if (batch, length) not in self._sizes:
+            values, compiled = self.values(batch, length), self.compiled(batch, length)
+            buffers = compiled.forms.buffers.total_bytes(values)
+            always = self.constant_bytes + buffers
+            sizes = [
+                always + sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals
+            ]
+            self._sizes[batch, length] = values, compiled, buffers, sizes
+        return self._sizes[batch, length]
+
     def _evaluated(self, device: Device, batch: int, length: int) -> MemoryPlan:
         """Return the plan of one rank for a device that can do all that the job needs."""
-        values = self.values(batch, length)
-        compiled = self.compiled(batch, length)
-        buffers = compiled.forms.buffers.total_bytes(values)
-        always = self.constant_bytes + buffers
-        sizes = [always + sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals]
-        requested = max(sizes)
+        values, compiled, buffers, sizes = self._sized(batch, length)
+        always, requested = self.constant_bytes + buffers, max(sizes)
         peak = compiled.candidates[sizes.index(requested)]
         allowances = allowances_of(self.setup, device, compiled.forms.stream_bytes)
         allowances = beside_engine(allowances, engine_bytes(self.setup, device, requested - always))

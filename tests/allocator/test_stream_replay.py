@@ -54,6 +54,19 @@ def test_peaks_are_those_of_the_simulator_without_a_limit_and_with_some(seed, ex
         )
 
 
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("downwards", [True, False])
+def test_a_limit_without_releases_changes_nothing_until_it_is_exceeded(seed, downwards):
+    sizes, codes = drawn(f"limit {seed}")
+    stream = Stream(sizes, codes)
+    spare = stream.peaks(downwards=downwards)
+    least, most = stream.allocated_range
+    assert least <= spare.allocated_bytes <= most
+    assert stream.peaks(spare.reserved_bytes, downwards=downwards, releases=False) == spare
+    below = stream.peaks(spare.reserved_bytes - 512, downwards=downwards, releases=False)
+    assert (below.survives, below.retries) == (False, 0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_cached_is_given_back_where_a_program_clears_it(seed):
     sizes, codes = drawn(f"cleared {seed}")

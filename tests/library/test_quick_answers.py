@@ -8,6 +8,8 @@ import memplan
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import config_lookup
 from memplan.library.several import config_rows
+from memplan.plan.reserve import simulated_run, simulation
+from memplan.plan.reserve.simulated_run import Simulation
 
 
 def test_of_a_model_that_no_card_has_room_for_nothing_is_simulated(cli, monkeypatch):
@@ -29,3 +31,22 @@ def test_a_setting_is_read_once_for_all_configs(cli, monkeypatch):
 def test_more_plans_than_anyone_reads_side_by_side_are_refused():
     with pytest.raises(InvalidFileError, match="at most 32 plans, of a config on a GPU each, got 34"):
         memplan.compare("gpt2", ["lora"] * 17, on=["h100", "a100"])
+
+
+def test_where_plays_counts_that_do_not_fit_no_further_than_it_takes_to_know(monkeypatch):
+    """The answer is the same as if all were played to their end."""
+    ended, real = [], Simulation._played
+
+    def played(run, capacity_bytes=None, **ways):
+        peaks = real(run, capacity_bytes, **ways)
+        ended.append(peaks.survives)
+        return peaks
+
+    monkeypatch.setattr(Simulation, "_played", played)
+    monkeypatch.setattr(simulated_run, "FURTHER_SHARE", 10**9)
+    counts = memplan.where("llama-8b", gpu="rtx4090", sequence_length=1100).counts
+    assert not all(ended)
+    monkeypatch.setattr(simulation, "_surely_exceeds", lambda *_: False)
+    ended.clear()
+    assert memplan.where("llama-8b", gpu="rtx4090", sequence_length=1100).counts == counts
+    assert all(ended)

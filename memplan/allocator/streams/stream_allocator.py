@@ -99,6 +99,7 @@ class StreamAllocator:
         downwards: Whether each new segment lies below those before.
         expandable: Whether segments are expandable.
         streams: The CUDA stream of each storage that is not of the first, whose pools are its own.
+        releases: Whether all that is cached is released where a request has no room; else it is not satisfied.
 
     Attributes:
         live: First block of each storage, and the first after it.
@@ -116,6 +117,7 @@ class StreamAllocator:
         "_bases",
         "_downwards",
         "_limit",
+        "_releases",
         "_segments",
         "_streams",
         "_virtual",
@@ -133,7 +135,13 @@ class StreamAllocator:
     )
 
     def __init__(
-        self, capacity_bytes: int | None, *, downwards: bool, expandable: bool, streams: Mapping[int, int] | None = None
+        self,
+        capacity_bytes: int | None,
+        *,
+        downwards: bool,
+        expandable: bool,
+        streams: Mapping[int, int] | None = None,
+        releases: bool = True,
     ) -> None:
         self.live: dict[int, tuple[int, int]] = {}
         self._streams = {name: 2 * stream for name, stream in (streams or {}).items()}  # its first pool
@@ -144,7 +152,7 @@ class StreamAllocator:
         self.holes: Sequence[dict[int, int]] = [{} for _ in self.pools] if expandable and not endless else ()
         self.parts: list[Part] = []
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
-        self.survives = True
+        self.survives, self._releases = True, releases
         self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
         self._downwards, self._address = downwards, ADDRESS if downwards else 1
         self._segments: dict[int, tuple[int, int]] = {}
@@ -228,11 +236,11 @@ class StreamAllocator:
         """Return where new memory for a request begins and ends; None where there is none, after all cached was released."""
         new = self._grown if self.holes else self._new_segment
         made = new(size, pool)
-        if made is None:
+        if made is None and self._releases:
             self.release()
             self.retries += 1
             made = new(size, pool)
-            self.survives = made is not None
+        self.survives = made is not None
         return made
 
     def _takes(self, size: int) -> bool:

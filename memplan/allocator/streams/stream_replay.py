@@ -6,7 +6,8 @@ It knows torch's defaults and expandable segments, on one CUDA stream or several
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from memplan.allocator.settings import MINIMUM_BLOCK_BYTES
 from memplan.allocator.streams.stream_allocator import SMALL, Shape, StreamAllocator
@@ -69,7 +70,12 @@ class Stream:
         self._rounds = rounds or [()] * len(self._stretches)
 
     def peaks(
-        self, capacity_bytes: int | None = None, *, downwards: bool = True, expandable: bool = False
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        downwards: bool = True,
+        expandable: bool = False,
+        releases: bool = True,
     ) -> StreamPeaks:
         """Return what the stream does to the allocator with torch's default settings, until it ends or fails.
 
@@ -78,9 +84,13 @@ class Stream:
             downwards: Whether each new segment lies below those before, as it did on the cards that were measured, or above: which
                 addresses it gets is the driver's choice.
             expandable: Whether segments are expandable; there is no choice of addresses then.
+            releases: Whether what is cached is released where there is no room; else a stream that survives does what it
+                does with memory to spare.
         """
         below = downwards and not expandable
-        state = StreamAllocator(capacity_bytes, downwards=below, expandable=expandable, streams=self._streams)
+        state = StreamAllocator(
+            capacity_bytes, downwards=below, expandable=expandable, streams=self._streams, releases=releases
+        )
         if self._cleared:
             state.play(self._blocks, self._codes[: self._cleared])
             state.release()
@@ -94,7 +104,7 @@ class Stream:
                 break
             before, peak = now, state.allocated_peak
             state.parts.clear()
-            alone = large and capacity_bytes is None and number == len(self._stretches)
+            alone = large and (capacity_bytes is None or not releases) and number == len(self._stretches)
             self._play(state, start, rounds, end, small=alone)
             if alone:
                 state.allocated_peak = peak  # small storages have what they ask for: it is the same once more
@@ -103,6 +113,21 @@ class Stream:
         peaks = state.allocated_peak, state.reserved_peak, first
         allocated, reserved, first = (size * MINIMUM_BLOCK_BYTES for size in peaks)
         return StreamPeaks(allocated, reserved, state.survives, state.retries, first)
+
+    @cached_property
+    def allocated_range(self) -> tuple[int, int]:
+        """The bytes in blocks at their peak at least and at most: a large block is not split for the least of requests.
+
+        Example:
+            >>> Stream([600, 2**21], [0, 2, 1, 3]).allocated_range
+            (2098176, 3146752)
+        """
+        most = [size + SMALL if size > SMALL else size for size in self._blocks]
+        least, highest = (
+            max(accumulate(-sizes[code >> 1] if code & 1 else sizes[code >> 1] for code in self._codes), default=0)
+            for sizes in (self._blocks, most)
+        )
+        return least * MINIMUM_BLOCK_BYTES, highest * MINIMUM_BLOCK_BYTES
 
     def _play(
         self, state: StreamAllocator, start: int, rounds: Sequence[tuple[int, int]], end: int, *, small: bool

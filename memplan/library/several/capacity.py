@@ -303,7 +303,7 @@ def where(
     known = inputs.model()
     devices = inputs.devices()
     prices = None if price is None else load_prices(Path(price), inputs.catalog)
-    played = partial(simulated, least=False, runs=Runs(), tight=False)
+    played = partial(simulated, least=False, runs=Runs(), tight=False, fitting=True)
     rows = placements(known, lambda count: _ways(inputs, known, count), devices, played, progress)
     setup = rows.rows[0].plan.setup if rows.rows else inputs.setup(known)
     return Where(known, setup, rows, prices)

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
-from memplan.documents.frozen_values import dataclass
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.memory_plan import fullest_rank
+from memplan.plan.reserve.simulated_run import PLACEMENTS, Simulation
 from memplan.step.events.event_stream import EventStream, RunEvents
 from memplan.step.events.model_passes import WrittenModel, libraries_of
 from memplan.step.events.ranks.step_of_rank import step_player
@@ -37,84 +36,8 @@ HANDLES = 2
 MOST_LAYERS = 1_000
 """Layers times micro-steps of a step that is played, at most, each expert that is a module counting as a layer: some 400,000 events."""
 
-PLACEMENTS = (True, False)
-"""New segments below those before, as on an H200 and a T4, and above them: which addresses it gives is the driver's choice.
-
-Of 19 runs on an H200 where it matters 15 held what it says within 0.005 % (tests/records/cuda), where 3 held what the other says; on a T4 with eager
-attention ten are within 0.2 %, where the other was up to 9 % low and 3 % high."""
-
 AGREEMENT_SHARE, AGREEMENT_BYTES = 50, 2**26
 """Events whose allocated peak is off the formula's by more than a 50th and 64 MiB are not those of the formula."""
-
-
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """What the simulated allocator says of a run, in bytes of its segments."""
-
-    allocated_bytes: int  # Most bytes in blocks
-    spare_bytes: int  # Most bytes in segments with memory to spare, new segments below those before
-    most_bytes: int  # The same where the driver puts segments so that it is more
-    least_bytes: int  # The least of the sizes tried with which it runs; it releases what it caches, and tries again
-    below_bytes: int  # A size with which it does not run, or the blocks alone: less is not to be had
-
-
-class Simulation:
-    """One run, and the allocator's settings under which it is played.
-
-    Args:
-        expandable: Whether segments are expandable; the driver then has no choice of addresses.
-        placements: Whether new segments are below those before: each way that it is played.
-    """
-
-    __slots__ = ("_expandable", "_peaks", "_stream", "_ways")
-
-    def __init__(self, events: RunEvents, *, expandable: bool, placements: Sequence[bool] = PLACEMENTS) -> None:
-        self._expandable = expandable
-        self._ways = placements[:1] if expandable else placements
-        first, *alike = events.steps
-        codes, own = (events.sizes, events.codes, alike, events.passes), events.stream
-        self._stream = Stream(*codes, own.streams, first=first, cleared=own.cleared)
-        self._peaks = [self._played(downwards=downwards) for downwards in self._ways]
-
-    def runs_in(self, capacity_bytes: int, *, anywhere: bool = True) -> bool:
-        """Whether the run survives in so many bytes of segments, ``anywhere`` the driver may put them, or where it is expected to."""
-        many = len(self._ways) if anywhere else 1
-        if max(peaks.reserved_bytes for peaks in self._peaks[:many]) <= capacity_bytes:
-            return True
-        if min(peaks.allocated_bytes for peaks in self._peaks[:many]) > capacity_bytes:
-            return False
-        return all(self._played(capacity_bytes, downwards=downwards).survives for downwards in self._ways[:many])
-
-    @property
-    def before_steps_bytes(self) -> int:
-        """Most bytes in blocks before the first step, as weights are put together or sent."""
-        return self._peaks[0].first_bytes
-
-    def result(self, *, least: bool = True) -> Simulated:
-        """Return its figures; the least that it needs is looked for half-way between blocks and segments.
-
-        The simulator is within 3 % of measured runs (tests/records/cuda), so that a finer search says no more.
-
-        Args:
-            least: Whether that is looked for; else the run is known to need what its segments take, and no less than
-                its blocks.
-        """
-        reserved = [peaks.reserved_bytes for peaks in self._peaks]
-        spare, allocated = reserved[0], self._peaks[0].allocated_bytes
-        if not least:
-            return Simulated(allocated, spare, max(reserved), spare, below_bytes=allocated)
-        middle = (allocated + min(reserved)) // 2
-        runs = self.runs_in(middle)
-        return Simulated(
-            allocated_bytes=allocated,
-            spare_bytes=spare,
-            most_bytes=max(reserved),
-            least_bytes=middle if runs else spare,
-            below_bytes=allocated if runs else middle,
-        )
-
-    def _played(self, capacity_bytes: int | None = None, *, downwards: bool = True) -> StreamPeaks:
-        return self._stream.peaks(capacity_bytes, downwards=downwards, expandable=self._expandable)
 
 
 def shares_reason(plan: MemoryPlan) -> str:
@@ -227,7 +150,12 @@ class Runs:
 
 
 def simulated(
-    plan: MemoryPlan, *, least: bool | None = True, runs: Runs | None = None, tight: bool = True
+    plan: MemoryPlan,
+    *,
+    least: bool | None = True,
+    runs: Runs | None = None,
+    tight: bool = True,
+    fitting: bool = False,
 ) -> MemoryPlan:
     """Return a plan with its reserve simulated, that of a pipeline for each of its ranks; where that cannot be, the same with the reason.
 
@@ -239,6 +167,7 @@ def simulated(
         least: Whether the least that it needs, and the lower end, are looked for; None: for a run with too little to spare.
         runs: What is known already.
         tight: Whether a run that does not fit is played on the full card; else it is NO, for searches that want what fits.
+        fitting: Whether only a plan that fits is wanted: another is NO as soon as that is known, with a share as its reserve.
     """
     if plan.rank_plans:
         ranks = (simulated(one, least=least, runs=runs, tight=tight) for one in plan.rank_plans)
@@ -247,11 +176,12 @@ def simulated(
     if reason := shares_reason(plan):
         return _beside_streams(replace(plan, reserve_by_share=reason))
     simulation = (Runs() if runs is None else runs)[plan]
+    if fitting and _surely_exceeds(plan, simulation):
+        return replace(plan, verdict="no")
     result = simulation.result(least=bool(least))
     if result.allocated_bytes == simulation.before_steps_bytes:
         result = replace(result, allocated_bytes=plan.allocated_bytes)
-    off = abs(result.allocated_bytes - plan.allocated_bytes)
-    if off > AGREEMENT_BYTES and off * AGREEMENT_SHARE > plan.allocated_bytes:
+    if not _agrees(plan, result.allocated_bytes):
         return _beside_streams(replace(plan, reserve_by_share="its events do not add up to the formula's peak"))
     by_share, plan = plan, _without_streams(plan)
     allowances = plan.allowances
@@ -273,6 +203,23 @@ def simulated(
         reserve_by_share="",
         by_share=by_share,
     )
+
+
+def _agrees(plan: MemoryPlan, allocated_bytes: int) -> bool:
+    """Whether a run's allocated peak is that of the formula, nearly."""
+    off = abs(allocated_bytes - plan.allocated_bytes)
+    return off <= AGREEMENT_BYTES or off * AGREEMENT_SHARE <= plan.allocated_bytes
+
+
+def _surely_exceeds(plan: MemoryPlan, simulation: Simulation) -> bool:
+    """Whether a plan's run, whose events surely agree with its formula, does not fit; told of ranks that gather alone.
+
+    They fit with memory to spare or not at all, as :func:`_verdict` has it.
+    """
+    if not _gathers(plan):
+        return False
+    room = plan.usable_bytes - _without_streams(plan).allowances.upper_context_bytes - plan.apart_bytes
+    return simulation.takes_more(room) and all(_agrees(plan, size) for size in simulation.allocated_range)
 
 
 def at_a_glance(plan: MemoryPlan) -> MemoryPlan:
