@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.memory_plan import fullest_rank
-from memplan.plan.reserve.simulated_run import PLACEMENTS, Simulation
+from memplan.plan.reserve.simulated_run import PLACEMENTS, Simulated, Simulation
 from memplan.step.events.event_stream import EventStream, RunEvents
 from memplan.step.events.model_passes import WrittenModel, libraries_of
 from memplan.step.events.ranks.step_of_rank import step_player
@@ -183,7 +183,14 @@ def simulated(
         result = replace(result, allocated_bytes=plan.allocated_bytes)
     if not _agrees(plan, result.allocated_bytes):
         return _beside_streams(replace(plan, reserve_by_share="its events do not add up to the formula's peak"))
-    by_share, plan = plan, _without_streams(plan)
+    return _with_run(plan, simulation, result, least=least, tight=tight)
+
+
+def _with_run(
+    by_share: MemoryPlan, simulation: Simulation, result: Simulated, *, least: bool | None, tight: bool
+) -> MemoryPlan:
+    """Return a plan with what the allocator says of its run; takes what :func:`simulated` does."""
+    plan = _without_streams(by_share)
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     apart = missing + plan.apart_bytes
