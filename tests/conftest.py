@@ -91,7 +91,8 @@ def played_once() -> Iterator[None]:
 
     What goes into a run decides its events, and these what comes out; the last fifty runs are kept with their events.
     """
-    from memplan.plan.reserve.simulation import Runs, Simulation
+    from memplan.plan.reserve.simulated_run import Simulation
+    from memplan.plan.reserve.simulation import Runs
 
     told: OrderedDict[object, Simulation] = OrderedDict()
     played: dict[object, object] = {}

@@ -66,9 +66,7 @@ class TrainerHead:
 
     trainer: str  # Its name
     title: str  # Its name in prose
-    role: str = (
-        "job"  # ``job``, ``launcher`` for files that say how a job is launched, ``other`` for those of no trainer
-    )
+    role: str = "job"  # ``job``, ``launcher`` for files that say how one is launched, ``other`` for those of no trainer
     detect: tuple[Condition, ...] = ()  # Conditions, of which one has to hold
     without: tuple[str, ...] = ()  # Keys of other trainers, none of which is there where one of those holds
     words: tuple[str, ...] = ()  # Patterns of the program or subcommand of a command line

@@ -20,7 +20,8 @@ from memplan.measure.records.measurement_records import Record, read_record, rec
 from memplan.measure.records.prediction import DEFAULT_CAPABILITY, measured_device
 from memplan.plan.memory_plan import MemoryPlan, Verdict
 from memplan.plan.planner import CompiledPlan
-from memplan.plan.reserve.simulation import Runs, Simulation, events_of, simulated
+from memplan.plan.reserve.simulated_run import Simulation
+from memplan.plan.reserve.simulation import Runs, events_of, simulated
 
 FOLDERS = ("tests/records/cuda", "tests/records/boundary")
 
