@@ -100,3 +100,10 @@ def test_heads_of_classes_may_be_scored_by_metrics(tmp_path):
     text = PROGRAM.replace(BESIDE, f"{BESIDE}, compute_metrics=metrics")
     path.write_text(text.replace("AutoModelForCausalLM", "AutoModelForSequenceClassification"))
     assert memplan.plan(str(path), **SHAPE).training["method"]["stage"] == "classification"
+
+
+@pytest.mark.parametrize("turns", ["1, 2, 3, 4", "0, 5, 0", "9" * 30, "2, 1", "'a'"])
+def test_numbers_that_no_loop_goes_over_set_no_name(turns, tmp_path):
+    """``range`` of too many or too large numbers ended in a traceback."""
+    path = program(tmp_path, "# first", f"for number in range({turns}):\n    seed = number")
+    assert memplan.plan(path, **SHAPE).memory == memplan.plan(program(tmp_path), **SHAPE).memory

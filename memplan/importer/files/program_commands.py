@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from memplan.catalog.catalog import data_directory
+from memplan.catalog.shipped_tables import ShippedTables
 from memplan.errors import InvalidFileError
 from memplan.importer.files.script_commands import script_commands
 from memplan.importer.python.python_literals import Names, calls_of
@@ -25,8 +27,6 @@ _UNKNOWN = re.compile(r"\$\{(\w+)\}")
 """What stands for a word that nobody can tell."""
 ESTIMATORS = ("HuggingFace", "PyTorch")
 """Classes of SageMaker's that start a program with hyperparameters as its flags (sagemaker/huggingface/estimator.py, 2.x)."""
-INSTANCES: Mapping[str, int] = {"p3.8xlarge": 4, "p3.16xlarge": 8, "p3dn.24xlarge": 8, "p4d.24xlarge": 8, "p4de.24xlarge": 8, "p5.48xlarge": 8, "p5e.48xlarge": 8, "p5en.48xlarge": 8, "p6-b200.48xlarge": 8, "g4dn.12xlarge": 4, "g5.12xlarge": 4, "g5.24xlarge": 4, "g5.48xlarge": 8, "g6.12xlarge": 4, "g6.24xlarge": 4, "g6.48xlarge": 8, "g6e.12xlarge": 4, "g6e.24xlarge": 4, "g6e.48xlarge": 8}  # fmt: skip
-"""GPUs of AWS's accelerated instances that have several (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html)."""
 
 
 def program_commands(
@@ -122,13 +122,13 @@ def _estimated(call: ast.Call, names: Names) -> str:
         return ""
     folder = given.get("source_dir")
     path = program if not isinstance(folder, str) or isinstance(folder, Expression) else f"{folder}/{program}"
-    count = INSTANCES.get(str(given.get("instance_type", "")).removeprefix("ml."), 1)
-    nodes = given.get("instance_count", 1)
+    instance = ShippedTables(data_directory()).instance(str(given.get("instance_type", "")).removeprefix("ml."))
     launcher = ["python"]
     if given.get("distribution"):
-        launcher = ["torchrun", f"--nproc_per_node={count}", f"--nnodes={nodes}"]
-    elif count > 1:
-        launcher = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(count)))}", "python"]
+        count = _variable(Expression("instance_type")) if instance is None else instance[1]
+        launcher = ["torchrun", f"--nproc_per_node={count}", f"--nnodes={given.get('instance_count', 1)}"]
+    elif instance is not None and instance[1] > 1:
+        launcher = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(instance[1])))}", "python"]
     pairs = [[f"--{key}", _flag(value)] for key, value in flags.items() if value is not None and value != ""]
     return " ".join([*launcher, shlex.quote(path), *(word for pair in pairs for word in pair)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from memplan.importer.python.python_settings import LONGEST, called_name, nodes_of, shown
@@ -59,6 +60,16 @@ TURNS = ("enumerate", "zip", "range", "product", "itertools_product", "tqdm")
 MOST_TURNS = 1_000_000
 
 
+def _first_number(numbers: Sequence[Any]) -> tuple[int, int] | None:
+    """Return the first of ``range(*numbers)`` and how many there are; None where that is nothing, an error, or more than any loop's."""
+    if not all(type(one) is int for one in numbers):
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        turns = range(*numbers)
+        return (turns[0], len(turns)) if 0 < len(turns) <= MOST_TURNS else None
+    return None
+
+
 def first_turn(node: ast.expr, names: Known, line: int) -> tuple[Any, int]:
     """Return what a loop gives its name in the first turn, and how many turns there are; an :class:`Expression` and 1 where nobody can tell."""
     unknown = Expression(f"for ... in {shown(node)}"[:LONGEST])
@@ -66,8 +77,7 @@ def first_turn(node: ast.expr, names: Known, line: int) -> tuple[Any, int]:
     if isinstance(node, ast.Call) and called in TURNS and node.args:
         if called == "range":
             numbers = [literal(part, names, line) for part in node.args]
-            turns = range(*numbers) if all(type(one) is int for one in numbers) else range(0)
-            return (turns[0], len(turns)) if 0 < len(turns) <= MOST_TURNS else (unknown, 1)
+            return _first_number(numbers) or (unknown, 1)
         firsts = [first_turn(part, names, line) for part in node.args[: 1 if called in ("enumerate", "tqdm") else None]]
         counts = [count for _, count in firsts]
         if called == "tqdm":
