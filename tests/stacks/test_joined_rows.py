@@ -43,7 +43,9 @@ def follows(number: int) -> None:
     assert abs(plan.requested_bytes - record.peak_bytes) <= PEAK_SHARE * record.peak_bytes
     assert plan.persistent_bytes == record.persistent_bytes
     instants = dict(plan.instants)
-    assert all(re.fullmatch(r"layer \d+ backward", name) for name in record.instants.keys() - instants.keys())  # between others
+    assert all(
+        re.fullmatch(r"layer \d+ backward", name) for name in record.instants.keys() - instants.keys()
+    )  # between others
     off = {
         name for name, size in record.instants.items() if abs(instants.get(name, size) - size) > INSTANT_SHARE * size
     }
