@@ -213,6 +213,16 @@ class MemoryPlan:
         return self.device_bytes if spare else self.least_bytes
 
     @property
+    def releases_cache(self) -> bool:
+        """Whether the job fits as its allocator releases what it caches: with memory to spare it would hold more than is usable."""
+        return self.verdict == "fits" and self.upper_bytes > self.usable_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What the device needs at most: the interval's upper end, or the least that a job which releases its cache runs in."""
+        return self.least_bytes if self.releases_cache else self.upper_bytes
+
+    @property
     def exceeds_host(self) -> bool:
         """Whether that is more than a node has."""
         limit = self.device.host_memory_bytes

@@ -277,8 +277,18 @@ def test_weights_whose_every_record_ended_far_behind_rank_after_all_others_of_th
     keys = ("bf16", "fp8-e4m3", "none", ["muon-int4"])
     far, near, unknown = (evidence.standing(name, *keys) for name in ("iq2-xxs", "q4-0", "iq4-xs"))
     assert (far.status, far.far_behind, near.far_behind, unknown.far_behind) == ("experimental", True, False, False)
-    assert near.rank == unknown.rank < far.rank < 2 * STATUSES.index("diverges")
+    assert near.rank == unknown.rank < far.rank < 3 * STATUSES.index("diverges")
     assert far.risk == near.risk + 1
+
+
+@pytest.mark.parametrize(
+    ("record", "first"), [("train-q6-muon-ternary", True), ("train-iq3-muon-int4", False), ("no-record", False), (None, False)]
+)
+def test_what_a_record_says_learns_ranks_before_others_of_its_status(record, first, catalog):
+    evidence = Evidence(catalog, adapters=False)
+    untried = evidence.standing("q6-b64", "bf16", "bf16", "none", ["muon-ternary"])
+    assert (evidence.recorded(untried, record).rank < untried.rank) == first
+    assert evidence.recorded(untried, record).risk == untried.risk
 
 
 @pytest.mark.parametrize("gib", [16, 48, 64, 80, 128])

@@ -184,7 +184,7 @@ def _where_row(
     row: Placement, cost: Fraction | None, unit: str, prices: Prices | None, bounds: bool
 ) -> tuple[str, ...]:
     least = ">= " if row.pooled else ""
-    sizes = (row.plan.usable_bytes, row.plan.device_bytes, row.plan.upper_bytes)
+    sizes = (row.plan.usable_bytes, row.plan.device_bytes, row.plan.most_bytes)
     price = () if prices is None else ("" if cost is None else f"{least}{prices.text(cost)}",)
     bound = ["" if row.bound is None else str(row.bound)] if bounds else []
     names = (f"{least}{row.count}", *bound, f"{row.device.name}{row.layout}")

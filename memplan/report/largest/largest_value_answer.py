@@ -85,7 +85,7 @@ def _row(row: Largest, setup: TrainingSetup, unit: str) -> tuple[str, ...]:
     return (
         of_each(row.device, setup),
         answer_text(row.fits),
-        format_bytes(plan.upper_bytes, unit) if plan else "",
+        format_bytes(plan.most_bytes, unit) if plan else "",
         format_bytes(following.upper_bytes, unit) if following else "",
         format_bytes(known.usable_bytes, unit) if known else "",
         answer_text(row.tight),

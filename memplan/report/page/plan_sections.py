@@ -16,7 +16,15 @@ from memplan.errors import escaped
 from memplan.report.document import Table
 from memplan.report.pictures.plan_bars import COLOURS
 from memplan.report.plans.explain_answer import LEGEND, instant_forms_table, saved_table, states_table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, heading, share, suggestions_table, totals_table
+from memplan.report.plans.plan_answer import (
+    VERDICT_WORDS,
+    device_name,
+    heading,
+    share,
+    suggestions_table,
+    total_words,
+    totals_table,
+)
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +106,8 @@ def title_of(plan: MemoryPlan) -> str:
 def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str = "") -> str:
     """Return the verdict, the figures that it rests on, a gauge, and the command that asks the same."""
     word = VERDICT_WORDS[plan.verdict]
-    figures = (("expected", plan.needed_bytes), ("worst case", plan.upper_bytes), ("usable", plan.usable_bytes))
+    needed, most = total_words(plan)
+    figures = ((needed, plan.needed_bytes), (most, plan.upper_bytes), ("usable", plan.usable_bytes))
     listed = "".join(f"<div><dt>{name}</dt><dd>{text(format_bytes(size))}</dd></div>" for name, size in figures)
     words = " ".join(f"<span>{text(word)}</span>" for word in command.split(" "))
     shown = (
@@ -124,7 +133,7 @@ def _gauge(plan: MemoryPlan) -> str:
         parts.append(rectangle(line.name, left, end - left, 22))
         left = end
     upper, usable = (size * GAUGE // scale for size in (plan.upper_bytes, plan.usable_bytes))
-    label = f"{share(plan.needed_bytes, plan.usable_bytes)} of what is usable, {share(plan.upper_bytes, plan.usable_bytes)} in the worst case"
+    label = f"{share(plan.needed_bytes, plan.usable_bytes)} of what is usable, {share(plan.upper_bytes, plan.usable_bytes)} {'with memory to spare' if plan.releases_cache else 'in the worst case'}"
     return (
         f'<svg class="gauge" role="img" aria-label="{text(label)}" viewBox="0 0 {GAUGE} 30" preserveAspectRatio="none">'
         f'<rect class="room" width="{usable}" height="22"/>{"".join(parts)}'

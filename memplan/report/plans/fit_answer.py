@@ -60,7 +60,7 @@ def _table(plans: Sequence[MemoryPlan], unit: str) -> Table:
             VERDICT_WORDS[plan.verdict],
             plan.setup.label,
             format_bytes(plan.device_bytes, unit),
-            format_bytes(plan.upper_bytes, unit),
+            format_bytes(plan.most_bytes, unit),
             plan.setup.config.status,
             plan.setup.config.description,
         )

@@ -131,6 +131,11 @@ def host_data(plan: MemoryPlan) -> dict[str, Any]:
 VERDICT_WORDS = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
 
 
+def total_words(plan: MemoryPlan) -> tuple[str, str]:
+    """Return what the two totals of an answer are called, needed and upper bytes."""
+    return ("at least", "with memory to spare") if plan.releases_cache else ("expected", "worst case")
+
+
 def answer(plan: MemoryPlan, unit: str = "") -> str:
     """Return the answer in one sentence, with the cheapest suggestion that flips it."""
 
@@ -138,14 +143,13 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
         return format_bytes(size, unit)
 
     name, gpu = plan.model.spec.name, device_name(plan)
-    roomy = plan.upper_bytes <= plan.usable_bytes
     needs, usable = plan.needed_bytes, shown(plan.usable_bytes)
     head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
     if plan.exceeds_host:
         assert plan.device.host_memory_bytes is not None
         host = f"{shown(plan.node_host_bytes)} of host memory on a {plan.node_name}"
         return f"{head}, and {host}, which has {shown(plan.device.host_memory_bytes)}."
-    if plan.verdict == "fits" and roomy:
+    if plan.verdict == "fits" and not plan.releases_cache:
         return f"{head}, {shown(plan.usable_bytes - plan.upper_bytes)} to spare even at the upper end of {shown(plan.upper_bytes)}."
     if plan.verdict == "fits":
         return f"{head}; its allocator then releases what it caches, and would hold {shown(plan.device_bytes)} with memory to spare."

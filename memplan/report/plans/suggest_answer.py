@@ -90,7 +90,7 @@ def _table(answer: Suggestions, unit: str) -> Table:
         "verdict",
         "learning",
         ">risk",
-        ">upper end",
+        ">needs",
         ">tokens/s",
         ">b",
         "weights",
@@ -116,7 +116,7 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
         VERDICT_WORDS[plan.verdict],
         plan.setup.config.status,
         str(combination.standing.risk),
-        format_bytes(plan.upper_bytes, unit),
+        format_bytes(plan.most_bytes, unit),
         f"~{_tokens_per_second(combination, plan.setup.config.parallel.data):,}",
         str(combination.batch)
         if plan.setup.config.gradient_accumulation_steps == 1
@@ -170,7 +170,9 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
             if offloaded
             else []
         ),
-        "Order: fits at the upper end, the worst status of the parts, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
+        "needs: at most; for one that would hold more than is usable with memory to spare, the least that it is known to run in.",
+        "Order: fits at the upper end, the worst status of the parts, a record that just this combination learns, estimated time "
+        "in steps of 10 %, risk. Only the Pareto front of these is shown.",
         *notes_on_models([*(row.plan for row in answer.rows), *([answer.miss.plan] if answer.miss else [])]),
         NOT_SEARCHED.format(
             gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED, adapters="" if base.adapter else NO_ADAPTERS
@@ -180,7 +182,7 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
 
 def _needed(plan: MemoryPlan, unit: str) -> str:
     """Return the upper end, or what a plan is known to run in where its allocator would hold more with memory to spare."""
-    if plan.verdict == "fits" and plan.upper_bytes > plan.usable_bytes:
+    if plan.releases_cache:
         resident = format_bytes(plan.upper_bytes, unit)
         return f"about {format_bytes(plan.least_bytes, unit)} (up to {resident} where memory is left, which its allocator releases)"
     return f"up to {format_bytes(plan.upper_bytes, unit)}"

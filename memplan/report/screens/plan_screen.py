@@ -16,7 +16,7 @@ from memplan.plan.model_notes import (
 from memplan.plan.parallel_assumptions import has_whole_codes
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, learning, ranks_table
+from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, learning, ranks_table, total_words
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS
 from memplan.units import format_bytes, format_count
@@ -76,8 +76,7 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
 
 def headline(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     """Return verdict, expected, worst case and usable bytes, GPU and stack: one line where it is wide enough."""
-    roomy = plan.upper_bytes <= plan.usable_bytes or plan.verdict != "fits"
-    words = ("expected", "worst case") if roomy else ("at least", "with memory to spare")
+    words = total_words(plan)
     sizes = [format_bytes(size, unit) for size in (plan.needed_bytes, plan.upper_bytes, plan.usable_bytes)]
     first, upper, usable = sizes[0], *(size.rpartition(" ")[0] for size in sizes[1:])
     left = f"{VERDICT_WORDS[plan.verdict]:<5}  {first} {words[0]}, {upper} {words[1]}, {usable} usable"

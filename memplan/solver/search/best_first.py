@@ -30,6 +30,7 @@ from memplan.solver.search.space import Space, StateChoice, optimizer_names
 from memplan.solver.search.timing import Rates
 from memplan.step.kernels.card_support import refuse_unable
 from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained
 
 
@@ -114,17 +115,17 @@ class Search:
             names = optimizer_names(state.optimizer, self.catalog)
             standing = evidence.standing(weights.dtype, formed, state.gradient or formed, state.master, names)
             known = STATUSES.index(standing.status) <= self.most_status
-            if known and self._is_updated(state) and self._within_host(state):
-                yield state, standing
+            if known and (setup := self._able(state)) and self._within_host(state):
+                yield state, evidence.recorded(standing, setup.config.evidence)
 
-    def _is_updated(self, state: StateChoice) -> bool:
-        """Tell whether an optimizer can update a combination under its parallel layout, and on this device."""
+    def _able(self, state: StateChoice) -> TrainingSetup | None:
+        """Return the setup of a combination, or None where its parallel layout or this device cannot update it."""
         try:
             setup, _ = self.sizes.resolved(state)
             refuse_unable(setup, self.device.gpu)
         except CannotAnswerError:
-            return False
-        return True
+            return None
+        return setup
 
     def _within_host(self, state: StateChoice) -> bool:
         limit = self.space.host_bytes

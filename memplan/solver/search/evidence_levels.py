@@ -5,11 +5,12 @@ which optimizers step) stands as high as the statuses in ``configs/`` say.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.entries import Status
 from memplan.documents.frozen_values import dataclass
-from memplan.training.learning import records_of
+from memplan.training.learning import BEARS, records_of
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
@@ -29,11 +30,13 @@ class Standing:
     gradients: int
     optimizer: int
     far_behind: bool = False  # Every record of a shipped config with such weights ended far behind fp32
+    recorded: bool = False  # A record of training or of the literature says that just this combination learns
 
     @property
     def rank(self) -> int:
-        """The status as an ordinal, with those whose weights are known to end far behind after the others."""
-        return 2 * STATUSES.index(self.status) + self.far_behind
+        """The status as an ordinal; within it what is recorded to learn comes first, and what ends far behind last."""
+        place = 2 if self.far_behind else int(not self.recorded)
+        return 3 * STATUSES.index(self.status) + place
 
     @property
     def status(self) -> Status:
@@ -66,7 +69,7 @@ class Evidence:
         self._gradients: dict[str, int] = {}
         self._diverging: set[tuple[str, str, str]] = set()
         self._verdicts: dict[str, set[str]] = {}
-        records = records_of(catalog)
+        self._records = records = records_of(catalog)
         for name, config in catalog.configs.entries.items():
             if (config.adapter is not None) == adapters:
                 setup = resolve(config, catalog, name)
@@ -101,6 +104,11 @@ class Evidence:
         stored = "fp32" if master == "fp32" and weights in FLOAT_BYTES else weights
         far = self._verdicts.get(stored) == {FAR_BEHIND}
         return Standing(self._weights.get(stored, UNKNOWN), self._gradients.get(gradients, UNKNOWN), optimizer, far)
+
+    def recorded(self, standing: Standing, record: str | None) -> Standing:
+        """Return a combination's standing with what the record of the whole combination, where there is one, says."""
+        verdict = "" if record is None else self._records.verdict(record)
+        return replace(standing, recorded=BEARS.get(verdict, verdict) in STATUSES[:UNKNOWN])
 
 
 def _ordinal(status: Status) -> int:

@@ -73,7 +73,7 @@ def thinned(front: Sequence[Combination]) -> list[Combination]:
 
 
 def best_few(front: Sequence[Combination], most: int) -> list[Combination]:
-    """Return the first of a ranked front, with places for the least risk, the finest weights, and no host memory.
+    """Return the first of a ranked front, with places for the least risk, the finest weights, and both without host memory.
 
     Otherwise combinations that are alike and a little faster would crowd these out.
     """
@@ -83,7 +83,8 @@ def best_few(front: Sequence[Combination], most: int) -> list[Combination]:
     equal = [item for item in front if item.group[0] == status]
     least_risk = min(equal, key=lambda item: (item.group[1], *item.group[2:]))
     finest = min(equal, key=lambda item: item.group[3])
-    alone = next((item for item in front if not item.group[5]), front[0])
-    wanted = [item for item in front if item in (least_risk, finest, alone, front[0])][:most]
+    alone = [item for item in equal if not item.group[5]] or [front[0]]
+    places = (front[0], alone[0], least_risk, finest, min(alone, key=lambda item: item.group[3]))
+    wanted = [item for item in front if item in places][:most]
     others = [item for item in front if item not in wanted][: most - len(wanted)]
     return [item for item in front if item in wanted or item in others]
