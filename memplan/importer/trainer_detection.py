@@ -223,15 +223,20 @@ def _without_negations(keys: GivenKeys, mapped: Mapped) -> GivenKeys:
 def betrayed_version(sources: Sequence[GivenKeys], mapped: Mapped) -> tuple[str, str]:
     """Return the newest version that took all keys of a job's files and flags, and the key, or ``KEY=VALUE``, that betrays it.
 
-    Nothing where the newest that is read takes all of them.
+    Nothing where the newest that is read takes all of them, or no version does: a key that came later than an old one went.
     """
+    written = [given for given in sources if given.form == "argv" or not given.words]  # no program's calls
+    latest = max(
+        (version_parts(first) for key, first in mapped.since.items() if any(_gives(given, key) for given in written)),
+        default=(),
+    )
     dated = {old: alias.until for old, alias in mapped.aliases.items() if alias.until} | dict(mapped.history)
     strict = PARSED in mapped.extends
     old = {
         key: until
         for given in sources
         for key, until in dated.items()
-        if _gives(given, key) or (strict and key in given.data)
+        if (_gives(given, key) or (strict and key in given.data)) and version_parts(until) >= latest
     }
     if not old:
         return "", ""

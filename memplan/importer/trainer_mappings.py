@@ -86,6 +86,8 @@ class Mapped:
     extends: tuple[str, ...] = ()
     # Keys, or ``KEY=VALUE``, that tell an older version -> the last version that took them.
     history: Mapping[str, str] = field(default_factory=dict)
+    # Keys, or ``KEY=VALUE``, of files and flags -> the first version that took them: of older keys beside them none tells a version.
+    since: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, OldKey] = field(default_factory=dict)  # Old name -> the key
     references: tuple[Reference, ...] = ()  # Keys that name files of launchers
     # Keys whose own keys count as if they stood beside them, those of the last over those of others.
@@ -166,6 +168,7 @@ def _extended(own: Mapped, base: Mapped) -> Mapped:
         version=own.version,
         extends=own.extends,
         history={**base.history, **own.history},
+        since={**base.since, **own.since},
         aliases={**base.aliases, **own.aliases},
         references=(*own.references, *(r for r in base.references if r.key not in {o.key for o in own.references})),
         sections=(*base.sections, *own.sections),

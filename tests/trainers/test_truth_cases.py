@@ -19,7 +19,7 @@ from tests.jobs import yaml_data
 
 CASES = yaml_data(Path(__file__).parent / "truth_cases.yaml")
 DIGESTS = Path(__file__).with_name("truth_digests.json")
-TOP = ("trainer", "role", "model", "method", "packing", "keys")
+TOP = ("trainer", "role", "kind", "model", "method", "packing", "keys")
 """Parts of an answer; other fields are those of its training config."""
 
 

@@ -97,15 +97,21 @@ def _texts(data: Mapping[str, Any], variables: Mapping[str, str]) -> Iterator[tu
             if words:
                 words += value.split()
             else:
-                yield key, _placed(value)
+                yield key, _placed(_with_program(value, data))
     if words:
-        yield first, shlex.join(words)
+        yield first, _with_program(shlex.join(words), data)
     for key in SCRIPTS:
         value = data.get(key)
         given = value if isinstance(value, list) else [value]
         lines = [line for line in given if isinstance(line, str)]
         if lines and len(lines) == len(given):
             yield key, _placed("\n".join(lines))
+
+
+def _with_program(text: str, data: Mapping[str, Any]) -> str:
+    """Return a container's words behind the name of its image where they are flags for the program that it starts."""
+    image = data.get("image")
+    return f"{image} {text.lstrip()}" if isinstance(image, str) and text.lstrip().startswith("-") else text
 
 
 def _placed(text: str) -> str:

@@ -29,6 +29,9 @@ _CHOICE = re.compile(r"([^?]+)\?([^:?]+):([^:?]+)")
 _INDEX = re.compile(r"[0-9]{1,6}")
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
+NOT_GIVEN = re.compile(r"\$[0-9]|\$\{[0-9]+\}")
+"""The value of a variable that was set to an argument which is not given."""
+
 Value = str | list[str] | None
 
 
@@ -253,7 +256,7 @@ def _braced(inner: str, scope: Scope, depth: int) -> Value:
 
 def _with_default(name: str, value: Value, sign: str, word: str, scope: Scope, depth: int) -> Value:
     unset = name not in scope.variables and not (name.isdigit() and value is not UNKNOWN)
-    empty = value == "" and sign.startswith(":")
+    empty = isinstance(value, str) and (not value or bool(NOT_GIVEN.fullmatch(value))) and sign.startswith(":")
     if sign.endswith("+"):
         return "" if unset or empty else UNKNOWN if value is UNKNOWN else _plain(word, scope, depth)
     if sign.endswith("?") or not (unset or empty):

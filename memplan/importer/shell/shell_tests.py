@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from memplan.importer.shell.expansions import Scope, text_of
+from memplan.importer.shell.expansions import NOT_GIVEN, Scope, text_of
 
 NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -48,7 +48,7 @@ def _one(words: Sequence[str], scope: Scope) -> bool | None:
     if words and words[0] == "!":
         result = _one(words[1:], scope)
         return None if result is None else not result
-    texts = [text_of(word, scope) for word in words]
+    texts = [NOT_GIVEN.sub("", text) if NOT_GIVEN.fullmatch(text := text_of(word, scope)) else text for word in words]
     if any("$" in text or "`" in text for text in texts) or not texts:
         return None
     if len(texts) == 1:
