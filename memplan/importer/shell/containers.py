@@ -31,6 +31,8 @@ PROGRAMS = frozenset(
     ]
 )
 """Words that begin the command of a container that trains: flags of the container, and its image, stand in front of them."""
+NAMING = frozenset(("--with", "--from", "--package", "--extra", "--name"))
+"""Flags of wrappers and containers whose value is no program, though it may be called so."""
 _ASSIGNED = re.compile(r"(?:--env=)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
@@ -61,7 +63,12 @@ def started_inside(words: Sequence[str]) -> int:
         return 0
     of_script = ".py" if "uv" in words[:3] else "\n"  # uv runs a script itself
     return next(
-        (at for at, word in enumerate(words) if word.rpartition("/")[2] in PROGRAMS or word.endswith(of_script)), 0
+        (
+            at
+            for at, word in enumerate(words)
+            if (word.rpartition("/")[2] in PROGRAMS or word.endswith(of_script)) and words[at - 1] not in NAMING
+        ),
+        0,
     )
 
 
