@@ -99,6 +99,8 @@ OWN_PARTS: Mapping[str, str] = {
     "compute_loss_func": "the trainer's own loss: compute_loss_func is the program's",
 }
 """Keyword of a trainer -> what it would have to be without it (transformers/trainer.py, 5.24.0)."""
+SCORED, SCORES = ("GRPOTrainer", "RLOOTrainer"), "ForSequenceClassification_from_pretrained"
+"""Trainers of completions, whose ``reward_funcs`` may name or be a model (trl/trainer/grpo_trainer.py, 1.16.0, line 558)."""
 KERNELS = ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp")
 """Functions of ``torch.backends.cuda`` that switch kernels of attention off."""
 CAST = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
@@ -298,6 +300,12 @@ def _parts_given(result: _Taken, called: str) -> Iterator[str]:
     whole = called in ("SFTTrainer", *PLAIN) and "ForSequenceClassification" not in str(result.data.get("model_class"))
     if whole and evaluates and collected and given.get("preprocess_logits_for_metrics") is None:
         yield "an evaluation of losses alone: metrics or predictions collect the logits of all rows on the GPU, as many as there are"
+    scored = given.get("reward_funcs")
+    names = [
+        name for name in (scored if isinstance(scored, list) else [scored]) if isinstance(name, str) and "/" in name
+    ]
+    if called in SCORED and (names or any(one.endswith(SCORES) for one in keys.words)):
+        yield "rewards that functions compute: the program has a reward model beside the policy"
     if _given(keys, "get_peft_model").get("autocast_adapter_dtype") is False:
         yield "adapters in fp32, which PEFT makes of them: autocast_adapter_dtype is false"
     if any(one.endswith("set_per_process_memory_fraction") for one in keys.words):
