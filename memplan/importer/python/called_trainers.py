@@ -28,6 +28,9 @@ TRAINERS: Mapping[str, str] = {
     "GKDTrainer": "gkd",
 }
 """TRL's trainers -> its script of each (trl/scripts, examples/scripts)."""
+PLAIN_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
+PLAIN_DEFAULTS = {"gradient_checkpointing": False, "bf16": False}
+"""What transformers' own class of arguments hands on to a trainer of TRL's, whose defaults are others (trl/trainer/sft_trainer.py, 1.16.0, line 654)."""
 PLAIN = ("Trainer", "Seq2SeqTrainer")
 """transformers' own trainers."""
 DIRECT: Mapping[str, tuple[str, str]] = {
@@ -146,6 +149,8 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
             result.take(called, name, name)
         if "tokenizer" in _given(keys, called):
             result.data["tokenizer"], result.lines[("tokenizer",)] = True, keys.lines.get((called, "tokenizer"), 1)
+    if called in TRAINERS and arguments in PLAIN_ARGUMENTS:
+        result.data |= PLAIN_DEFAULTS
     for name in _given(keys, arguments):
         result.take(arguments, name, name)
     _take_model(result, called)
