@@ -1,11 +1,10 @@
 """Measure training steps on the CPU by allocation events."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -14,9 +13,6 @@ from memplan.measure.storage_bytes import component_bytes, gradient_bytes
 from memplan.measure.task import Task
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MARK = "memplan instant: "
 NEXT_STEP = "next step"

@@ -3,8 +3,6 @@
 What a rank takes is counted as for one process, less what gloo copies for itself.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings
@@ -12,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -24,9 +23,6 @@ from memplan.measure.measure_cpu import measure_cpu
 from memplan.measure.measured import Measurement, Progress
 from memplan.measure.task import Task
 from memplan.trace.ranks.sharded_trace import ShardedSession
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LONGEST = timedelta(days=1)
 """Of a collective: whoever started the processes waits for a word of them, and ends all."""

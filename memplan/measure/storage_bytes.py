@@ -1,17 +1,13 @@
 """Bytes of a training session by component, as distinct storages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from memplan.muon.sharded.divisions import local_part
 from memplan.trace.jobs.optimizers import ClassUpdate
 from memplan.trace.jobs.reference_job import Session
 from memplan.trace.recording.trace_result import Component
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:

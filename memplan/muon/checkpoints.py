@@ -1,7 +1,5 @@
 """Checkpoints on disk: a save that is interrupted leaves the last good one as it was."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,9 @@
 """The keys of a parameter group: their defaults, their checks, and the options that they become."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from math import inf
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,14 +11,10 @@ from memplan.errors import unknown_name
 from memplan.muon.orthogonalisation.newton_schulz import DEFAULT_CHUNK_COLUMNS, DEFAULT_EPSILON, checked_workspace
 from memplan.muon.orthogonalisation.products import quantised_products
 from memplan.muon.orthogonalisation.schedules import resolved_schedule
+from memplan.muon.state_codecs.codecs import Codec
 from memplan.muon.state_codecs.state_formats import ADAMW_FORMATS, DIVERGING, adamw_codecs, momentum_codec
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
 from memplan.muon.updates.steps import AdamwOptions, MuonOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from memplan.muon.state_codecs.codecs import Codec
 
 ALGORITHMS = ("muon", "adamw")
 ROUNDINGS = ("nearest", "stochastic")

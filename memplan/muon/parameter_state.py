@@ -1,7 +1,5 @@
 """Parameters and their state: what is refused, what is fresh, and checkpoints copied to the bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 from fractions import Fraction

@@ -4,29 +4,22 @@ How many matrices go together is bounded by the bytes that they take beside weig
 (``batch_bytes`` of a group); what cannot be handled so, and a matrix that is alone, is updated by itself.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from memplan.muon.group_options import adamw_options, muon_options
 from memplan.muon.sharded.divisions import is_divided, matrix_divisions, world_size
+from memplan.muon.stores.rounding_noise import Phases
 from memplan.muon.updates.batches import batch_step_bytes, muon_batch_step_
-from memplan.muon.updates.handles import FloatHandle, coded_elements
+from memplan.muon.updates.handles import FloatHandle, Handle, coded_elements
 from memplan.muon.updates.offload import staged_bytes, stager_of
 from memplan.muon.updates.projection import projected_step_
 from memplan.muon.updates.rounds import replicas_bytes, round_bytes, whole_bytes
-from memplan.muon.updates.steps import adamw_chunk_length, adamw_step_, chunk_length, muon_step_
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from memplan.muon.stores.rounding_noise import Phases
-    from memplan.muon.updates.handles import Handle
-    from memplan.muon.updates.steps import State
+from memplan.muon.updates.steps import State, adamw_chunk_length, adamw_step_, chunk_length, muon_step_
 
 Group = dict[str, Any]
 _ALONE = ("offload", "projection_rank", "low_rank", "ns_gram_format")

@@ -1,21 +1,16 @@
 """The parameters of an optimizer: how each is updated, where it stands, and what its state was made for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from memplan.muon.group_options import DEFAULTS, LAYOUT_KEYS, checked_options
 from memplan.muon.parameter_state import memory_problem, parameter_name
 from memplan.muon.stores.optimizer_errors import OptimizerError
-
-if TYPE_CHECKING:
-    import torch
-
-    from memplan.muon.updates.handles import Handle
+from memplan.muon.updates.handles import Handle
 
 Group = dict[str, Any]
 STATE_KEYS = (*LAYOUT_KEYS, "offload")

@@ -8,8 +8,6 @@
 ``steps`` does the same a chunk at a time, with ``m`` and ``w`` in any format; tests hold it against this.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Training itself: text that every machine has, and one seed after another, each a loss curve, a validation loss, and bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 import time
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import cos, isfinite, pi
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +27,6 @@ from memplan.muon import Muon
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.trace.jobs.reference_job import batch_of
 from memplan.training.resolved import TrainingSetup
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 VOCABULARY = 256
 """Tokens are bytes."""

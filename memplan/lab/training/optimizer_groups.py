@@ -1,10 +1,10 @@
 """The bundled optimizer for a model in training, with the groups that its config asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from memplan.catalog.entries import Optimizer, StateSlot
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -17,9 +17,6 @@ from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS
 from memplan.step.tensors.tensor_states import stored_format
 from memplan.trace.jobs.bundled_optimizer import update_options
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def refuse_unsupported(setup: TrainingSetup) -> None:

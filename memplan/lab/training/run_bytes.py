@@ -1,13 +1,12 @@
 """Bytes of a model in training: as planned, as measured on the tensors, and within a limit on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.lab.training.optimizer_groups import state_tensors
@@ -18,9 +17,6 @@ from memplan.muon import Muon
 from memplan.plan.memory_plan import MemoryPlan
 from memplan.step.states.model_states import model_states
 from memplan.training.resolved import TrainingSetup
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PEAKS = {"requested": "requested_bytes.all.peak", "reserved": "reserved_bytes.all.peak"}
 

@@ -1,7 +1,5 @@
 """What a family's model code can do otherwise than the bundled models, and what transformers' code of a family does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 

@@ -3,21 +3,17 @@
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3).
 """
 
-from __future__ import annotations
-
+import mmap
 import struct
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.opening import mapped, shown_path
 from memplan.errors import CannotAnswerError, InvalidFileError, printable
 from memplan.units import round_up
-
-if TYPE_CHECKING:
-    import mmap
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

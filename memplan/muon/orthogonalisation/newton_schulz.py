@@ -5,19 +5,15 @@ where ``A = X @ X.mT``. ``newton_schulz_reference`` is that line; ``newton_schul
 in place, a chunk of columns at a time, so that nothing of size ``m*n`` is ever allocated.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from memplan.muon.orthogonalisation.products import Products, default_products
+from memplan.muon.orthogonalisation.schedules import Schedule
 from memplan.muon.stores.chunk_loops import starts
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
-
-if TYPE_CHECKING:
-    from memplan.muon.orthogonalisation.schedules import Schedule
 
 Workspace = Literal["min", "fast", "gram"]
 WORKSPACES: tuple[Workspace, ...] = get_args(Workspace)

@@ -1,7 +1,5 @@
 """The matrix products of an iteration behind one signature: in floats, or in FP8, INT8 and INT4 as the device can or emulated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol

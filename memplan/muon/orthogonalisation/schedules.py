@@ -1,7 +1,5 @@
 """Coefficients of the odd quintic ``a*x + b*x**3 + c*x**5`` that each iteration applies to the singular values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice

@@ -1,7 +1,5 @@
 """The codes themselves: evenly spaced, the notes' own, best for a normal distribution, and powers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import sqrt
 

@@ -5,8 +5,6 @@ All that it needs besides is a ``Scratch``, whose bytes are known beforehand. St
 plain tensors in a dict, so that saving, moving and counting them needs no special code.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Codes of 1, 2, 3, 4, 6 or 8 bits in bytes, little end first, or five below three in a byte; no temporaries but the codes."""
 
-from __future__ import annotations
-
 from math import gcd
 
 import torch

@@ -1,7 +1,5 @@
 """Names of state formats, and the codecs that they stand for."""
 
-from __future__ import annotations
-
 import torch
 
 from memplan.muon.state_codecs.block_codecs import GaussianCodec, LinearCodec, LogCodec, NotesCodec, TernaryCodec

@@ -5,8 +5,6 @@ tensors without memory a trace can therefore run the first turns for all (``firs
 tensor of a billion elements has a thousand; tests hold that against every turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

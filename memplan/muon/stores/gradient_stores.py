@@ -1,7 +1,5 @@
 """Gradients between backward and step: what the optimizer reads, and stores of fp32, bf16 or scaled FP8."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """The errors that the optimizer and its stores raise for what a user can cause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from memplan.errors import MemplanError, UnknownNameError, unknown_name

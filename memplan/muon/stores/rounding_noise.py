@@ -11,8 +11,6 @@ Source:
     Roberts, The unreasonable effectiveness of quasirandom sequences (2018): the golden ratio in one dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
 

@@ -1,23 +1,18 @@
 """What happens to gradients as backward forms them, and clipping by the norm of all of them, wherever they are kept."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from memplan.muon.sharded.divisions import divisions_of, world_size
+from memplan.muon.stores.gradient_stores import Gradient
 from memplan.muon.stores.optimizer_errors import OptimizerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from memplan.muon.stores.gradient_stores import Gradient
-    from memplan.muon.updates.handles import Handle
+from memplan.muon.updates.handles import Handle
 
 _LEAST_NORM = 1e-6
 """Added to the norm before dividing by it, as in ``torch.nn.utils.clip_grad_norm_``."""

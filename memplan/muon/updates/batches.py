@@ -1,8 +1,6 @@
 """One update of several float matrices of one shape by Muon: a few kernels for all, instead of a few dozen for each."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,13 +8,8 @@ from torch import Tensor
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_, newton_schulz_workspace_bytes
 from memplan.muon.state_codecs.codecs import PlainCodec, Stretch, codec_bytes
 from memplan.muon.stores.rounding_noise import random_bits_
-from memplan.muon.updates.steps import MOMENTUM, rate_ratio
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from memplan.muon.updates.handles import Handle
-    from memplan.muon.updates.steps import MuonOptions, State
+from memplan.muon.updates.handles import Handle
+from memplan.muon.updates.steps import MOMENTUM, MuonOptions, State, rate_ratio
 
 
 def batch_step_bytes(handles: Sequence[Handle], options: MuonOptions) -> int:

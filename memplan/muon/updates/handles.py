@@ -4,8 +4,6 @@
 it, which together are an exact fp32 master weight. Quantised weights have theirs in ``quantised``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

@@ -8,20 +8,16 @@ Source:
     https://arxiv.org/abs/2403.03507
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memplan.muon.state_codecs.codecs import Codec
 from memplan.muon.stores.gradient_stores import Gradient, TensorGradient
+from memplan.muon.updates.handles import Handle
+from memplan.muon.updates.offload import Stager
 from memplan.muon.updates.steps import MOMENTUM, MuonOptions, State, accumulate_, orthogonalise_, rate_ratio
-
-if TYPE_CHECKING:
-    from memplan.muon.state_codecs.codecs import Codec
-    from memplan.muon.updates.handles import Handle
-    from memplan.muon.updates.offload import Stager
 
 PROJECTION = "projection"
 _POWER_ITERATIONS = 2

@@ -13,11 +13,9 @@ Source:
     https://arxiv.org/abs/2505.02222, section on infrastructure.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,8 +29,12 @@ from memplan.muon.sharded.divisions import (
     to_owners,
     world_size,
 )
+from memplan.muon.stores.rounding_noise import Phases
+from memplan.muon.updates.handles import Handle
 from memplan.muon.updates.offload import stager_of
 from memplan.muon.updates.steps import (
+    MuonOptions,
+    State,
     accumulate_,
     accumulate_bytes,
     apply_,
@@ -42,13 +44,6 @@ from memplan.muon.updates.steps import (
     orthogonalise_bytes,
     rate_ratio,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from memplan.muon.stores.rounding_noise import Phases
-    from memplan.muon.updates.handles import Handle
-    from memplan.muon.updates.steps import MuonOptions, State
 
 
 @dataclass(frozen=True, slots=True)

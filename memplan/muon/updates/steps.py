@@ -4,27 +4,23 @@ Each phase allocates what it needs at its start and works in place after that; w
 the sum of the ``..._bytes`` function beside it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memplan.muon.orthogonalisation.newton_schulz import Workspace, newton_schulz_, newton_schulz_workspace_bytes
+from memplan.muon.orthogonalisation.products import Products
+from memplan.muon.orthogonalisation.schedules import Schedule
 from memplan.muon.state_codecs.codecs import Codec, Stretch, padded
 from memplan.muon.stores.chunk_loops import starts
+from memplan.muon.stores.gradient_stores import Gradient
+from memplan.muon.stores.rounding_noise import Phases
+from memplan.muon.updates.handles import Handle
 from memplan.muon.updates.low_rank import accumulate_low_rank_
-
-if TYPE_CHECKING:
-    from memplan.muon.orthogonalisation.products import Products
-    from memplan.muon.orthogonalisation.schedules import Schedule
-    from memplan.muon.stores.gradient_stores import Gradient
-    from memplan.muon.stores.rounding_noise import Phases
-    from memplan.muon.updates.handles import Handle
-    from memplan.muon.updates.offload import Stager
+from memplan.muon.updates.offload import Stager
 
 AdjustRate = Literal["original", "match_rms_adamw", "none"]
 State = dict[str, Tensor]

@@ -12,8 +12,6 @@ compared by one number for each length. Numbers are rounded to ``FRACTIONS`` of 
 apart: sums of products with whole numbers are then exact in fp32, and no order of sums decides which point is nearest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

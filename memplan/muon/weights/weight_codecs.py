@@ -1,7 +1,5 @@
 """The weight formats by name, with the layouts of the catalog's entries of the same names."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import ClassVar
 

@@ -9,8 +9,6 @@ Source:
     https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (layouts)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,13 +1,13 @@
 """Trace one rank of data-parallel training: torch's own ``fully_shard`` around the reference model."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from memplan.model.model import Model
@@ -25,10 +25,6 @@ from memplan.trace.reference.decoder import ReferenceModel
 from memplan.trace.reference.parts import Tables
 from memplan.trace.reference.run_options import ReferenceOptions, Target
 from memplan.training.resolved import TrainingSetup
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class LogitsModel(ReferenceModel):

@@ -7,8 +7,6 @@ Source:
     ``_backward`` in hopper/flash_attn_interface.py of https://github.com/Dao-AILab/flash-attention (01afd16d).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ Source:
     https://github.com/karpathy/nanoGPT (3adf61e1).
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, nullcontext
 from typing import Any
 

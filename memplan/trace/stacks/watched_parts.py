@@ -1,7 +1,5 @@
 """A library's model, layer by layer, told to a recorder: what it holds, and where its backward is."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """What stands for generation in a trainer that learns from completions: rows of full length, and rewards without values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module

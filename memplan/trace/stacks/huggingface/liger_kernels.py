@@ -3,8 +3,6 @@
 A kernel that is not launched has done all that matters here. Where the code asks whether a tensor is on CUDA, ``meta`` is.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Where a model is in its step, and what its tensors are, told to a recorder."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

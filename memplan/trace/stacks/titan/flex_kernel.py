@@ -9,8 +9,6 @@ Source:
     ``logsumexp``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

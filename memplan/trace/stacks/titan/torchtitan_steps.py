@@ -1,7 +1,5 @@
 """Steps as torchtitan's trainers run them: without Python's collector of cycles, which they turn off."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 
