@@ -68,7 +68,10 @@ def evidence(
             "products": products_of(options.device, setup.config.compute_dtype),
         },
         "text": {"source": text.source, "python": platform.python_version(), "sha256": text.digest},
-        "bytes": _bytes(runs[0]),
+        "bytes": {
+            item.component: {"predicted_bytes": item.predicted_bytes, "measured_bytes": item.measured_bytes}
+            for item in runs[0].bytes
+        },
         "runs": [_run(run) for run in runs],
         "date": request.date,
         "machine": machine_class(options.device),
@@ -130,13 +133,6 @@ def _shapes(model: Model) -> dict[str, Any]:
     if isinstance(layer.attention, Attention):
         shapes["num_attention_heads"] = layer.attention.num_heads
     return shapes
-
-
-def _bytes(run: Run) -> dict[str, dict[str, int]]:
-    return {
-        item.component: {"predicted_bytes": item.predicted_bytes, "measured_bytes": item.measured_bytes}
-        for item in run.bytes
-    }
 
 
 def _run(run: Run) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
-from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
         f"~{_tokens_per_second(combination, plan.setup.config.parallel.data):,}",
         str(combination.batch)
         if plan.setup.config.gradient_accumulation_steps == 1
-        else _accumulated(combination, plan.setup),
+        else f"{combination.batch} x {plan.setup.config.gradient_accumulation_steps}",
         weights,
         f"{state.gradient or _own_gradient_dtype(row)}{released}",
         plan.setup.optimizer_names["hidden_matrix"] + (" on host" if state.offload == "cpu" else ""),
@@ -140,10 +139,6 @@ def _own_gradient_dtype(row: Settings) -> str:
     if setup.config.adapter is not None:
         return setup.adapter_dtype
     return weights.compute_dtype if weights.coded else weights.dtype
-
-
-def _accumulated(combination: Combination, setup: TrainingSetup) -> str:
-    return f"{combination.batch} x {setup.config.gradient_accumulation_steps}"
 
 
 def _tokens_per_second(combination: Combination, gpus: int) -> int:

@@ -120,7 +120,7 @@ def import_document(job: ImportedJob, model: KnownModel) -> Document:
         "kind": job.kind or None,
         "model": {"given": model.given, "name": model.name, "how": model.how or None, **shapes},
         "method": job.section("method"),
-        "training": _training(job),
+        "training": {key: value for key, value in job.section("training").items() if value is not None},
         "packing": job.value("packing"),
         "keys": {
             "used": [_used(job, key) for key in _used_keys(job)],
@@ -206,10 +206,6 @@ def _assumed(job: ImportedJob) -> list[dict[str, Any]]:
     if version is not None:
         rows.append({"key": "trainer", "value": version.value, "why": version.why, "change": "--trainer-version V"})
     return rows
-
-
-def _training(job: ImportedJob) -> dict[str, Any]:
-    return {key: value for key, value in job.section("training").items() if value is not None}
 
 
 def _blocks(job: ImportedJob, data: Mapping[str, Any], model: KnownModel) -> list[Block]:

@@ -141,12 +141,8 @@ def _told(inner: Any, number: int, instant: str, recorder: Recorder) -> Any:
             recorder.backward_reaches(first, "end of backward")
         output = inner(function, *args, **options)
         tensor = tensor_of(output)
-        if tensor is not None and _is_reentrant(inner):
+        if tensor is not None and bool(getattr(inner, "keywords", {}).get("use_reentrant", False)):
             recorder.backward_reaches(tensor, instant)
         return output
 
     return checkpointed
-
-
-def _is_reentrant(function: Any) -> bool:
-    return bool(getattr(function, "keywords", {}).get("use_reentrant", False))
