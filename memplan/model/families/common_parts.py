@@ -99,8 +99,11 @@ def layer_norm(config: ConfigValues) -> Norm:
     return Norm("layer", bias=True, epsilon=config.number("layer_norm_eps", "layer_norm_epsilon", default=1e-5))
 
 
-def attention(config: ConfigValues, common: Shape, rotated: int | None = None, **options: Any) -> Attention:
-    """Return attention of the common shape, all of each head rotated unless ``rotated`` is given."""
+def attention(
+    config: ConfigValues, common: Shape, rotated: int | None = None, *, bias: bool = False, **options: Any
+) -> Attention:
+    """Return attention of the common shape, all of each head rotated unless ``rotated`` is given; ``bias`` is of all projections."""
+    options = {"qkv_bias": bias, "output_bias": bias} | options
     if rotated is None:
         rotated = even_rotary(config, common.head_dim)
     return Attention(common.num_attention_heads, common.num_key_value_heads, common.head_dim, rotated, **options)

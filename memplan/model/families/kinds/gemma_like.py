@@ -26,8 +26,7 @@ def gemma(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/gemma/modeling_gemma.py``; https://arxiv.org/abs/2403.08295.
     """
     common = shape(config, head_dim=256)
-    bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=config.flag("attention_bias"))
     layer = Layer(heads, _gemma_mlp(config), rms_norm(config, unit_offset=True))
     return model(config, common, layer, tied=True, embedding_scale=common.hidden_size**0.5)
 
@@ -59,7 +58,7 @@ def gemma2(config: ConfigValues) -> ModelSpec:
     window = sliding_window(config, common.num_hidden_layers)
     capped = config.cap("attn_logit_softcapping", default=50.0)
     scale = _query_scale(config)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, logit_softcap=capped, scale=scale)
+    heads = attention(config, common, bias=bias, logit_softcap=capped, scale=scale)
     return model(
         config,
         common,
@@ -85,15 +84,7 @@ def gemma3_text(config: ConfigValues) -> ModelSpec:
     window = sliding_window(config, common.num_hidden_layers)
     capped = config.cap("attn_logit_softcapping", default=0.0)
     config.only("use_bidirectional_attention", False)
-    heads = attention(
-        config,
-        common,
-        qkv_bias=bias,
-        output_bias=bias,
-        query_key_norm=norm,
-        logit_softcap=capped,
-        scale=_query_scale(config),
-    )
+    heads = attention(config, common, bias=bias, query_key_norm=norm, logit_softcap=capped, scale=_query_scale(config))
     return model(
         config,
         common,

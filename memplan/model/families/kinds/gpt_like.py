@@ -46,7 +46,7 @@ def gpt2(config: ConfigValues) -> ModelSpec:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("reorder_and_upcast_attn", False)
     scale = None if config.flag("scale_attn_weights", default=True) else 1.0
-    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, scale=scale)
+    heads = attention(config, common, 0, bias=True, fused_qkv=True, scale=scale)
     mlp = plain_mlp(config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_new")
     return model(
         config,
@@ -99,7 +99,7 @@ def opt(config: ConfigValues) -> ModelSpec:
     config.only("_remove_final_layer_norm", False)
     config.only("layerdrop", 0.0)
     config.ignore("init_std")
-    heads = attention(config, common, 0, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, 0, bias=bias)
     mlp = plain_mlp(config, config.integer("ffn_dim"), "relu", bias=bias)
     spec = model(
         config,
@@ -219,7 +219,7 @@ def bloom(config: ConfigValues) -> ModelSpec:
     config.ignore(
         "offset_alibi", "attention_softmax_in_fp32", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv"
     )
-    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, alibi=True)
+    heads = attention(config, common, 0, bias=True, fused_qkv=True, alibi=True)
     mlp = Mlp(4 * common.hidden_size, "gelu-again", gated=False, bias=True)
     norm = layer_norm(config)
     return model(
@@ -252,7 +252,7 @@ def gpt_bigcode(config: ConfigValues) -> ModelSpec:
     config.expect("num_key_value_heads", common.num_key_value_heads)
     scale = None if config.flag("scale_attn_weights", default=True) else 1.0
     config.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-    heads = attention(config, common, 0, qkv_bias=True, output_bias=True, fused_qkv=True, scale=scale)
+    heads = attention(config, common, 0, bias=True, fused_qkv=True, scale=scale)
     mlp = plain_mlp(
         config, config.integer("n_inner", "intermediate_size", default=4 * common.hidden_size), "gelu_pytorch_tanh"
     )

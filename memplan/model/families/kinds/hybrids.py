@@ -49,8 +49,7 @@ def falcon_h1(config: ConfigValues) -> ModelSpec:
         adapted=False,
         epsilon=norm.epsilon,
     )
-    bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=config.flag("attention_bias"))
     layer = Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), norm, beside=beside)
     return model(
         config,
@@ -86,14 +85,7 @@ def granitemoehybrid(config: ConfigValues) -> ModelSpec:
     )
     turned = config.text("position_embedding_type", default="") == "rope"
     bias = config.flag("attention_bias")
-    heads = attention(
-        config,
-        common,
-        None if turned else 0,
-        qkv_bias=bias,
-        output_bias=bias,
-        scale=factor(config, "attention_multiplier"),
-    )
+    heads = attention(config, common, None if turned else 0, bias=bias, scale=factor(config, "attention_multiplier"))
     sparse = config.integer("num_local_experts", default=8, minimum=0) > 0
     part = _granite_mixture(config) if sparse else _granite_mlp(config)
     added = factor(config, "residual_multiplier")

@@ -37,8 +37,7 @@ def cohere(config: ConfigValues) -> ModelSpec:
     heads = attention(
         config,
         common,
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=bias,
         query_key_norm=norm if normed else None,
         query_key_norm_scope="each" if normed else "head",
     )
@@ -62,7 +61,7 @@ def cohere2(config: ConfigValues) -> ModelSpec:
     config.only("use_qk_norm", False)
     config.only("use_parallel_block", True)
     config.only("use_gated_activation", True)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=bias)
     turning = Layer(heads, gated_mlp(config), _cohere_norm(config), placement="parallel")
     still = replace(turning, attention=replace(heads, rotary_dim=0))
     windows = layer_windows(config.keys, common.num_hidden_layers)
@@ -77,7 +76,7 @@ def ernie4_5(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/ernie4_5/modeling_ernie4_5.py``.
     """
     common, bias = shape(config, key_value_heads=2, head_dim=128), config.flag("use_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=bias)
     layer = Layer(heads, gated_mlp(config, bias=bias), rms_norm(config, 1e-5))
     return model(config, common, layer, tied=True)
 
@@ -141,11 +140,9 @@ def llama4_text(config: ConfigValues) -> ModelSpec:
     config.ignore("no_rope_layer_interval", "attention_chunk_size", "floor_scale", "attn_scale", "for_llm_compressor")
     config.ignore("attn_temperature_tuning")  # released as 4 and as true, which mean the same
     config.only("router_jitter_noise", 0.0)
-    still = attention(config, common, 0, qkv_bias=bias, output_bias=bias, scales_query=tuned)
+    still = attention(config, common, 0, bias=bias, scales_query=tuned)
     lengths = Norm(weight=False, epsilon=norm.epsilon) if normed else None
-    turning = attention(
-        config, common, qkv_bias=bias, output_bias=bias, query_key_norm=lengths, norms_rotated=lengths is not None
-    )
+    turning = attention(config, common, bias=bias, query_key_norm=lengths, norms_rotated=lengths is not None)
     dense = Mlp(config.integer("intermediate_size_mlp", default=16_384), config.activation("hidden_act"))
     sparse, routed = experts(config, _llama4_mixture(config)), _llama4_sparse(config, count)
     layers = [
@@ -209,7 +206,7 @@ def gpt_neox(config: ConfigValues) -> ModelSpec:
     config.expect("num_key_value_heads", common.num_attention_heads)
     bias = config.flag("attention_bias", default=True)
     rotated = rotary_dim(config, common.head_dim, default=0.25)
-    heads = attention(config, common, rotated, qkv_bias=bias, output_bias=bias, fused_qkv=True)
+    heads = attention(config, common, rotated, bias=bias, fused_qkv=True)
     mlp = plain_mlp(config, config.integer("intermediate_size"), "gelu", "hidden_act")
     parallel = config.flag("use_parallel_residual", default=True)
     layer = Layer(heads, mlp, layer_norm(config), placement="parallel" if parallel else "pre", parallel_norms=2)
@@ -244,8 +241,7 @@ def phi(config: ConfigValues) -> ModelSpec:
         config,
         common,
         rotary_dim(config, common.head_dim, default=0.5),
-        qkv_bias=True,
-        output_bias=True,
+        bias=True,
         query_key_norm=layer_norm(config) if config.flag("qk_layernorm") else None,
     )
     mlp = plain_mlp(config, config.integer("intermediate_size"), "gelu_new", "hidden_act")
@@ -297,7 +293,7 @@ def falcon(config: ConfigValues) -> ModelSpec:
     grouped = config.flag("new_decoder_architecture")
     common = _with_groups(config, whole_heads(config), grouped)
     bias = config.flag("bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, fused_qkv=True)
+    heads = attention(config, common, bias=bias, fused_qkv=True)
     mlp = plain_mlp(
         config, config.integer("ffn_hidden_size", default=4 * common.hidden_size), "gelu", "activation", bias=bias
     )

@@ -82,8 +82,7 @@ def _gated_attention(config: ConfigValues, common: Shape) -> Attention:
         config,
         common,
         rotary_dim(config, common.head_dim, ROTATED),
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=bias,
         query_key_norm=rms_norm(config, unit_offset=True),
         output_gate=True,
     )

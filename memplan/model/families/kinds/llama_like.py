@@ -26,8 +26,7 @@ def llama(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/llama/modeling_llama.py``; https://arxiv.org/abs/2302.13971.
     """
     common = shape(config)
-    bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=config.flag("attention_bias"))
     return model(config, common, Layer(heads, gated_mlp(config, bias=config.flag("mlp_bias")), rms_norm(config)))
 
 
@@ -42,7 +41,7 @@ def internlm3(config: ConfigValues) -> ModelSpec:
     bias = config.flag("attention_bias", "qkv_bias")
     config.only("mlp_bias", bias)
     config.only("bias", bias)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=bias)
     return model(config, common, Layer(heads, gated_mlp(config, bias=bias), rms_norm(config, 1e-5)))
 
 
@@ -91,7 +90,7 @@ def qwen3(config: ConfigValues) -> ModelSpec:
     common = shape(config, head_dim=128)
     bias = config.flag("attention_bias")
     window = sliding_window(config, common.num_hidden_layers)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=rms_norm(config))
+    heads = attention(config, common, bias=bias, query_key_norm=rms_norm(config))
     return model(config, common, Layer(heads, gated_mlp(config), rms_norm(config)), **window)
 
 
@@ -119,8 +118,8 @@ def smollm3(config: ConfigValues) -> ModelSpec:
     bias = config.flag("attention_bias")
     mlp = gated_mlp(config, bias=config.flag("mlp_bias"))
     window = sliding_window(config, common.num_hidden_layers)
-    rotated = Layer(attention(config, common, qkv_bias=bias, output_bias=bias), mlp, rms_norm(config))
-    plain = Layer(attention(config, common, 0, qkv_bias=bias, output_bias=bias), mlp, rms_norm(config))
+    rotated = Layer(attention(config, common, bias=bias), mlp, rms_norm(config))
+    plain = Layer(attention(config, common, 0, bias=bias), mlp, rms_norm(config))
     layers = [rotated if rotates else plain for rotates in _rotating(config, common.num_hidden_layers)]
     return model(config, common, layers, tied=True, **window)
 
@@ -165,8 +164,7 @@ def olmo(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/olmo/modeling_olmo.py``; https://arxiv.org/abs/2402.00838.
     """
     common = shape(config)
-    bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, clip=config.cap("clip_qkv", 0.0))
+    heads = attention(config, common, bias=config.flag("attention_bias"), clip=config.cap("clip_qkv", 0.0))
     return model(config, common, Layer(heads, gated_mlp(config), Norm("layer", weight=False)))
 
 
@@ -177,12 +175,10 @@ def olmo2(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/olmo2/modeling_olmo2.py``; https://arxiv.org/abs/2501.00656.
     """
     common = shape(config)
-    bias = config.flag("attention_bias")
     heads = attention(
         config,
         common,
-        qkv_bias=bias,
-        output_bias=bias,
+        bias=config.flag("attention_bias"),
         query_key_norm=rms_norm(config, 1e-5),
         query_key_norm_scope="full",
     )
@@ -206,8 +202,7 @@ def arcee(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/arcee/modeling_arcee.py``.
     """
     common = shape(config)
-    bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=config.flag("attention_bias"))
     config.only("hidden_act", "relu2")
     mlp = Mlp(config.integer("intermediate_size"), "relu-squared", gated=False, bias=config.flag("mlp_bias"))
     return model(config, common, Layer(heads, mlp, rms_norm(config, 1e-5)))
@@ -220,8 +215,7 @@ def apertus(config: ConfigValues) -> ModelSpec:
     Source: ``transformers/models/apertus/modeling_apertus.py`` (v5.24.0).
     """
     common, norm = shape(config), rms_norm(config, 1e-5)
-    bias = config.flag("attention_bias")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=norm)
+    heads = attention(config, common, bias=config.flag("attention_bias"), query_key_norm=norm)
     config.only("hidden_act", "xielu")
     mlp = Mlp(config.integer("intermediate_size"), "xielu", gated=False)
     names = TensorNames(input_norm="attention_layernorm", post_attention_norm="feedforward_layernorm")
@@ -255,7 +249,7 @@ def granite(config: ConfigValues) -> ModelSpec:
     """
     common = shape(config)
     bias, scale = config.flag("attention_bias"), factor(config, "attention_multiplier")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, scale=scale)
+    heads = attention(config, common, bias=bias, scale=scale)
     mlp = gated_mlp(config, bias=config.flag("mlp_bias"))
     layer = Layer(heads, mlp, rms_norm(config), residual_scale=factor(config, "residual_multiplier"))
     return model(
@@ -280,7 +274,7 @@ def hunyuan_v1_dense(config: ConfigValues) -> ModelSpec:
     config.only("mlp_bias", False)
     config.only("num_experts", 1)
     config.ignore("attention_head_dim", "eod_token_id")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=norm, norms_rotated=True)
+    heads = attention(config, common, bias=bias, query_key_norm=norm, norms_rotated=True)
     names = TensorNames(query_norm="query_layernorm", key_norm="key_layernorm")
     return model(config, common, Layer(heads, gated_mlp(config), norm), names=names)
 
@@ -311,7 +305,7 @@ def starcoder2(config: ConfigValues) -> ModelSpec:
     common = shape(config, key_value_heads=2)
     window = sliding_window(config, common.num_hidden_layers)
     bias = config.flag("use_bias", default=True)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias)
+    heads = attention(config, common, bias=bias)
     activation = config.activation("hidden_act", default="gelu_pytorch_tanh")
     mlp = Mlp(config.integer("intermediate_size"), activation, gated=False, bias=bias)
     for key in ("residual_dropout", "embedding_dropout"):

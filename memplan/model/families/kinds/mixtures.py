@@ -102,7 +102,7 @@ def qwen3_moe(config: ConfigValues) -> ModelSpec:
     common = shape(config, key_value_heads=4)
     bias = config.flag("attention_bias")
     window = sliding_window(config, common.num_hidden_layers)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, query_key_norm=rms_norm(config))
+    heads = attention(config, common, bias=bias, query_key_norm=rms_norm(config))
     mixture = MixtureOfExperts(
         num_experts=config.integer("num_experts", "num_local_experts", default=128),
         experts_per_token=config.integer("num_experts_per_tok", default=8),
@@ -124,15 +124,7 @@ def olmoe(config: ConfigValues) -> ModelSpec:
     """
     common, norm = shape(config), rms_norm(config, 1e-5)
     bias, clip = config.flag("attention_bias"), config.cap("clip_qkv", 0.0)
-    heads = attention(
-        config,
-        common,
-        qkv_bias=bias,
-        output_bias=bias,
-        query_key_norm=norm,
-        query_key_norm_scope="full",
-        clip=clip,
-    )
+    heads = attention(config, common, bias=bias, query_key_norm=norm, query_key_norm_scope="full", clip=clip)
     mixture = MixtureOfExperts(
         num_experts=config.integer("num_experts", "num_local_experts", default=64),
         experts_per_token=config.integer("num_experts_per_tok", default=8),
@@ -151,7 +143,7 @@ def granitemoe(config: ConfigValues) -> ModelSpec:
     """
     common, bias = shape(config), config.flag("attention_bias")
     scale = factor(config, "attention_multiplier")
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, scale=scale)
+    heads = attention(config, common, bias=bias, scale=scale)
     mixture = MixtureOfExperts(
         num_experts=config.integer("num_local_experts", "num_experts", default=8),
         experts_per_token=config.integer("num_experts_per_tok", default=2),
@@ -181,7 +173,7 @@ def gpt_oss(config: ConfigValues) -> ModelSpec:
     common = shape(config, key_value_heads=8, head_dim=64)
     bias = config.flag("attention_bias", default=True)
     window = sliding_window(config, common.num_hidden_layers)
-    heads = attention(config, common, qkv_bias=bias, output_bias=bias, sinks=True)
+    heads = attention(config, common, bias=bias, sinks=True)
     config.activation("hidden_act")
     config.only("swiglu_limit", 7.0)
     config.only("swiglu_alpha", 1.702)
