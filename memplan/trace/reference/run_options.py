@@ -87,20 +87,8 @@ class Probe(Protocol):
         """Note that ``tensor`` is a copy of a weight in the compute dtype."""
 
 
-class NoProbe:
+class NoProbe(Probe):
     """Watches nothing."""
-
-    def backward_reaches(self, tensor: Tensor, instant: str) -> None:
-        """Do nothing."""
-
-    def section(self, name: str) -> None:
-        """Do nothing."""
-
-    def recomputing(self, begins: bool) -> None:
-        """Do nothing."""
-
-    def weight_copy(self, tensor: Tensor) -> None:
-        """Do nothing."""
 
 
 class Runtime:
