@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import count
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -191,51 +192,6 @@ _CHOICES = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
 _COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA = re.compile(r"unexpected extra arguments? \((.*)\)")
 _OPTION = re.compile(r"No such option: (\S+)")
-_WORDS_FOR = {
-    "-b": ("--batch", "--batch-per-gpu", "--bs", "--per-device-batch-size", "--per-device-train-batch-size"),
-    "-s": (
-        *("--block-size", "--cutoff-len", "--max-length", "--max-seq-len", "--max-seq-length", "--model-max-length"),
-        *("--seq", "--sequence-len"),
-    ),
-    "--as": ("--for", "--format", "--to", "--trainer"),
-    "--checkpointing full": ("--gc", "--grad-checkpointing", "--gradient-checkpointing"),
-    "--checkpointing none": ("--no-checkpointing", "--no-gradient-checkpointing"),
-    "--concurrency": ("--max-num-seqs", "--parallel"),
-    "--context": ("--context-length", "--ctx", "--ctx-size", "--max-model-len", "--n-ctx", "--num-ctx"),
-    "--cp": ("--context-parallel-size",),
-    "--ep": ("--expert-parallel-size", "--expert-model-parallel-size"),
-    "--gpu": ("--device", "--gpu-name", "--gpu-type", "--hardware"),
-    "--gpu-memory": ("--gpu-mem", "--memory", "--vram"),
-    "--gpus": ("--ddp", "--dp", "--ngpus", "--nproc-per-node", "--num-gpus", "--num-processes", "--world-size"),
-    "--host-memory": ("--cpu-memory", "--ram"),
-    "--kv-dtype": ("--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
-    "--layers": ("--n-layer", "--num-hidden-layers", "--num-layers"),
-    "--lora": ("--adapter", "--peft", "--use-lora", "--use-peft"),
-    "--lora-rank": ("--lora-r", "--r"),
-    "--method dpo": ("--dpo",),
-    "--method grpo": ("--grpo",),
-    "--method inference": ("--inference", "--serve"),
-    "--method sft": ("--sft",),
-    "--config muon": ("--muon",),
-    "--nodes": ("--nnodes", "--num-nodes"),
-    "--optimizer": ("--optim",),
-    "--pp": ("--pipeline-model-parallel-size", "--pipeline-parallel-size"),
-    "--qlora": ("--load-in-4bit", "--quantization"),
-    "--set compute_dtype=bf16": ("--bf16", "--precision"),
-    "--set compute_dtype=fp16": ("--dtype", "--fp16"),
-    "--set gradient_accumulation_steps=8": ("--accum", "--grad-accum", "--gradient-accumulation-steps"),
-    "--set kernels.attention=flash": ("--attn-implementation", "--flash-attention", "--flash-attn"),
-    "--set offload.optimizer_states=cpu": ("--cpu-offload", "--offload"),
-    "--lora --set weights.hidden_matrix=llm-int8": ("--load-in-8bit",),
-    "--set method.stage=dpo (and serving is memplan fit MODEL --method inference)": ("--method",),
-    "--tp": ("--tensor-model-parallel-size", "--tensor-parallel-size"),
-    "--with FILE": ("--deepspeed",),
-    "--zero": ("--ds-stage", "--stage", "--zero-stage"),
-    "--zero 3": ("--fsdp", "--zero3"),
-    "memplan fit MODEL --method inference": ("--concurrency", "--context", "--kv-dtype"),
-    "MODEL without an option": ("--hf", "--model", "--model-id", "--model-name", "--model-name-or-path"),
-}
-"""What memplan has -> options of other programs, and words for it, that people type."""
 
 
 def refuse_undecodable(arguments: Iterable[str]) -> None:
@@ -269,7 +225,10 @@ def usage_line(error: Exception, commands: Iterable[str]) -> str:
 def _word_for(option: str, context: Any) -> str:
     """Return what a command calls another program's option, or nothing where it has none for it."""
     own = {word for parameter in getattr(getattr(context, "command", None), "params", ()) for word in parameter.opts}
-    words = (ours for ours, theirs in _WORDS_FOR.items() if option in theirs)
+    from memplan.documents.loading import load_document
+
+    known = load_document(Path(__file__).with_name("foreign_options.yaml")).data
+    words = (ours for ours, theirs in known.items() if option in theirs)
     return next((ours for ours in words if not ours.startswith("-") or ours.split()[0] in own), "")
 
 
