@@ -5,13 +5,14 @@ torch decides by the type of a tensor's device whether autocast is for it, and `
 has its own, whose kernels cast and call on. Other device types keep torch's own.
 
 Source:
-    aten/src/ATen/autocast_mode.h (the lists) and autocast_mode.cpp, ``cached_cast`` (v2.13.0); torch/amp/autocast_mode.py.
+    aten/src/ATen/autocast_mode.h (``autocast_lists.yaml``) and autocast_mode.cpp, ``cached_cast`` (v2.13.0); torch/amp/autocast_mode.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,98 +20,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from memplan.documents.loading import load_document
+
 KEY = "AutocastPrivateUse1"
 OURS = ("cuda", "meta")
 """Device types whose autocast is the one in here."""
 
-LOWERED = [
-    "prelu",
-    "addmm",
-    "addmv",
-    "addr",
-    "matmul",
-    "einsum",
-    "mm",
-    "mv",
-    "linalg_vecdot",
-    "linear",
-    "addbmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "_scaled_dot_product_flash_attention",
-    "scaled_dot_product_attention",
-]
-"""``AT_FORALL_LOWER_PRECISION_FP``, without recurrent cells and transposed convolutions, which no decoder has."""
 
-RAISED = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "group_norm",
-    "cosine_similarity",
-    "nll_loss",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "binary_cross_entropy_with_logits",
-    "logsumexp",
-    "dist",
-    "cdist",
-]
-"""``AT_FORALL_FP32``, without losses and interpolations that no decoder has."""
-
-RAISED_BY_OPTION = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "sum",
-    "sum.dim_IntList",
-]
-"""``AT_FORALL_FP32_SET_OPT_DTYPE``: asked for results in fp32, where the caller asks for no dtype."""
-
-PROMOTED = [
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
-    "scatter_add",
-]
-"""``AT_FORALL_PROMOTE``: run in the widest dtype of their arguments."""
+def operator_lists() -> dict[str, list[str]]:
+    """Return the operators of CUDA's autocast by what it does with their arguments."""
+    lists: dict[str, list[str]] = load_document(Path(__file__).with_name("autocast_lists.yaml")).data
+    return lists
 
 
 class _Region:
@@ -258,16 +178,16 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _kernels() -> list[Any]:
-    """Register the kernels of the lists above, and let all other operators pass."""
+    """Register the kernels of the lists, and let all other operators pass."""
     others = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     others.fallback(torch.library.fallthrough_kernel, KEY)  # type: ignore[no-untyped-call]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    lists = ((LOWERED, _lowered), (RAISED, _raised), (RAISED_BY_OPTION, _by_option), (PROMOTED, _promoted))
-    for names, prepared in lists:
+    rules = {"lowered": _lowered, "raised": _raised, "raised-by-option": _by_option, "promoted": _promoted}
+    for kind, names in operator_lists().items():
         for name in names:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, _kernel(operator, prepared), KEY)  # type: ignore[no-untyped-call]
+            library.impl(name, _kernel(operator, rules[kind]), KEY)  # type: ignore[no-untyped-call]
     return [others, library]
 
 

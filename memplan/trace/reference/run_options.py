@@ -87,8 +87,13 @@ class Probe(Protocol):
         """Note that ``tensor`` is a copy of a weight in the compute dtype."""
 
 
-class NoProbe(Probe):
+class NoProbe:
     """Watches nothing."""
+
+    def section(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    backward_reaches = recomputing = weight_copy = section
 
 
 class Runtime:
