@@ -1,7 +1,5 @@
 """Transformers' models, built from the keys of a ``config.json`` and set up as a job asks, with PEFT's adapters as each stack puts them."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping

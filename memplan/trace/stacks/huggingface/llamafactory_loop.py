@@ -1,7 +1,5 @@
 """LLaMA-Factory's model on Trainer's loop: its own gradient checkpointing, which makes each layer's input need a gradient."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable

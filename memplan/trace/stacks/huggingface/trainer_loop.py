@@ -1,7 +1,5 @@
 """The loop of transformers' Trainer: its own ``train()``, on a device that is said to be CUDA's."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator
