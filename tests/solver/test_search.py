@@ -282,7 +282,8 @@ def test_weights_whose_every_record_ended_far_behind_rank_after_all_others_of_th
 
 
 @pytest.mark.parametrize(
-    ("record", "first"), [("train-q6-muon-ternary", True), ("train-iq3-muon-int4", False), ("no-record", False), (None, False)]
+    ("record", "first"),
+    [("train-q6-muon-ternary", True), ("train-iq3-muon-int4", False), ("no-record", False), (None, False)],
 )
 def test_what_a_record_says_learns_ranks_before_others_of_its_status(record, first, catalog):
     evidence = Evidence(catalog, adapters=False)
