@@ -10,7 +10,15 @@ from memplan.step.kernels.layer_arguments import layer_arguments, position_quant
 from memplan.step.model_on_tape import ModelOnTape, model_on_tape
 from memplan.step.playing.peak_layers import last_places
 from memplan.step.playing.section import Section
-from memplan.step.step_inputs import ID_BYTES, LABEL_BYTES, MASK_BYTES, StepInputs, joined_ids, tables_of_graph
+from memplan.step.step_inputs import (
+    ID_BYTES,
+    LABEL_BYTES,
+    MASK_BYTES,
+    StepInputs,
+    evaluated_rows,
+    joined_ids,
+    tables_of_graph,
+)
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 from memplan.step.tensors.tensor_states import reference_setup
@@ -51,9 +59,9 @@ def forward_only_instants(inputs: StepInputs, taped: ModelOnTape, around: Form) 
 
 def evaluation(inputs: StepInputs, taped: ModelOnTape, around: Form) -> Iterator[Instant]:
     """Yield the moments of a forward that evaluates, of a reference model's where logits are whole, and of metrics."""
-    around += joined_ids(inputs.setup, forward=True)
+    around += joined_ids(inputs.setup, forward=True) + evaluated_rows(inputs.setup)
     taped = evaluated_model(inputs, taped)
-    yield from forward_alone(inputs, taped, around, EVALUATION)
+    yield from forward_alone(inputs, taped, around, EVALUATION, forward_arguments(inputs))
     if named := _named_logits(inputs, taped, graph=False):
         yield from _reference_forward(inputs, taped, around + named, EVALUATION)
     for form in _metrics(inputs, taped, around, graph=False):

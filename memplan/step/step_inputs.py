@@ -184,6 +184,30 @@ def _is_converted(setup: TrainingSetup, entry: TensorStates) -> bool:
 
 
 # -------------------------------------------------------------------- what is there throughout
+def collated_bytes(setup: TrainingSetup, micro_steps: int = 1) -> int:
+    """Return what a collator makes of a token, in so many micro-batches where the loop fetches those of a step together."""
+    batch = sum(part.element_bytes * (micro_steps if part.kept else 1) for part in setup.stack.batch)
+    if setup.config.joined_rows:
+        batch += ROW_NUMBER_BYTES * micro_steps
+    if setup.scores:
+        batch = batch * 2 // 3  # no labels
+    if setup.config.method.stage == "kto":
+        batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
+    return batch
+
+
+def evaluated_rows(setup: TrainingSetup) -> Form:
+    """Return the rows that an evaluation reads, beside those of the last step, which the loop still has names for.
+
+    Source:
+        ``batch_samples`` and ``inputs`` in ``_run_epoch``, which calls ``evaluate``, in transformers/trainer.py (5.24.0); ``batch`` in
+        ``fit``, which calls ``validate``, in litgpt/finetune/lora.py (0.5.13).
+    """
+    if setup.stack.evaluates_in_place and not setup.evaluates_apart:
+        return ZERO
+    return single_form(Part.ACTIVATIONS, Quantity.TOKENS, collated_bytes(setup))
+
+
 def buffers(inputs: StepInputs) -> Form:
     """Return token ids, targets, positions and rotary tables."""
     spec, setup = inputs.spec, inputs.setup
@@ -192,14 +216,8 @@ def buffers(inputs: StepInputs) -> Form:
     scale = LOSS_SCALE_BYTES if setup.scales_loss else 0
     micro_steps = setup.config.gradient_accumulation_steps
     together = config.parallel.together if (config := setup.config).parallel.pipeline > 1 else 0
-    batch = sum(part.element_bytes * (together or (micro_steps if part.kept else 1)) for part in setup.stack.batch)
-    batch *= (ranks := config.parallel.context)
-    if setup.config.joined_rows:
-        batch += ROW_NUMBER_BYTES * micro_steps
-    if setup.scores:
-        batch = batch * 2 // 3  # no labels
-    if setup.config.method.stage == "kto":
-        batch *= 2  # mismatched answers besides, ``KL_input_ids`` and the like (trl/trainer/kto_trainer.py, 1.16.0)
+    ranks = setup.config.parallel.context
+    batch = ranks * (together * collated_bytes(setup) if together else collated_bytes(setup, micro_steps))
     form = generated_rows(setup) if setup.answer_length else single_form(Part.ACTIVATIONS, Quantity.TOKENS, batch)
     form += constant_form(
         Part.ACTIVATIONS, _expert_offset_bytes(spec, apart=code.experts_apart) + _table_bytes(inputs.states) + scale

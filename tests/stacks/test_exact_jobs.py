@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,18 @@ GPT_2 = """{"card": "8.0", "reentrant": false, "model": {"model_type": "gpt2", "
 def test_gpt_2_of_transformers_4_44_cuts_logits_and_keeps_a_mask_in_each_layer():
     plan = planned(StackJob.read(GPT_2), catalog_at(""))
     assert plan.requested_bytes == pytest.approx(694_831_678, abs=4096)  # as its own code was traced
+
+
+EVALUATED = """{"card": "8.0", "reentrant": false, "model": {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1376,
+"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 1024, "tie_word_embeddings": false,
+"rms_norm_eps": 1e-06, "max_position_embeddings": 4096}, "training": {"description": "", "stack": "transformers", "compute_dtype": "bf16",
+"weights": {"default": "bf16"}, "optimizer": {"default": "adamw-bf16"}, "activation_checkpointing": "full", "evaluation": true,
+"evaluation_batch_size": 8, "gradient_accumulation_steps": 3, "micro_batch_size": 2, "sequence_length": 512}}"""
+
+
+@pytest.mark.parametrize(("rows", "traced"), [(8, 109_413_802), (None, 71_394_746)])
+def test_rows_that_are_evaluated_lie_beside_those_of_the_last_step(rows, traced):
+    job = json.loads(EVALUATED)
+    job["training"]["evaluation_batch_size"] = rows
+    plan = planned(StackJob.read(json.dumps(job)), catalog_at(""))
+    assert dict(plan.instants)["evaluation"] == pytest.approx(traced, abs=512)  # as Trainer 5.24's own code was traced

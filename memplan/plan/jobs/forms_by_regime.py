@@ -23,7 +23,7 @@ from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.step_inputs import StepInputs
-from memplan.step.tapes.linear_forms import Coefficients, Part, Pieces, constant_form, fixed_form, quantities
+from memplan.step.tapes.linear_forms import Coefficients, Pieces, fixed_form, quantities
 from memplan.step.tapes.moments import Instant, dominant
 from memplan.training.adapters import adapter_tensors
 from memplan.training.resolved import TrainingSetup
@@ -116,12 +116,8 @@ class FormsByRegime:
         assert rows is not None
         own = self._forms(regime_of(self.own, self.setup, rows, length))
         values = self.values(rows, length)
-        one, two = (forms.buffers.total_bytes(self.values(rows, length)) for rows in (1, 2))
-        more = own.buffers.total_bytes(values) - (2 * one - two)  # beside the rows of a micro-batch
         evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
-        fixed = [
-            replace(one, form=fixed_form(one.form, values) + constant_form(Part.ACTIVATIONS, more)) for one in evaluated
-        ]
+        fixed = [replace(one, form=fixed_form(one.form, values)) for one in evaluated]
         return (*(instant for instant in forms.candidates if instant.name != EVALUATION), *fixed)
 
     def _forms(self, regime: Regime) -> StepForms:

@@ -23,7 +23,7 @@ from memplan.step.layers.attention_kernels import RANDOM_STATE_BYTES
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION
 from memplan.step.playing.section import SavedTensor
-from memplan.step.step_inputs import StepInputs, buffers
+from memplan.step.step_inputs import StepInputs, buffers, evaluated_rows
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Mode
@@ -232,6 +232,7 @@ class CompiledModel:
         Args:
             resident: Logits that the loop of evaluation still has a name for.
         """
+        resident += evaluated_rows(self.inputs.setup)
         wide = self.rows(6 * self.width + 4 * self.inner) + constant_form(Part.TEMPORARIES, 2 * self.width * self.inner)
         yield Instant(EVALUATION, "feed-forward part", resident + wide)
         yield Instant(EVALUATION, "logits", resident + self.logits + self.head_copy + self.rows(6 * self.width))

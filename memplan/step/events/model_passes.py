@@ -22,7 +22,7 @@ from memplan.step.no_grad_instants import evaluated_model, names_embedded, refer
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.playing.section_events import SectionEvents, forward_events, section_events
 from memplan.step.states.parallel_shards import numbered
-from memplan.step.step_inputs import StepInputs
+from memplan.step.step_inputs import StepInputs, evaluated_rows
 from memplan.step.tapes.event_recorder import CUBLAS_AND_LT, NO_STORAGE
 from memplan.step.tapes.linear_forms import Quantity
 from memplan.step.tapes.taped_operations import Mode, Weight
@@ -317,20 +317,21 @@ class ModelPasses:
     def _evaluate(self, batches: int) -> None:
         """Write forwards that evaluate, whose loss is over all logits at once."""
         self.stream.begin("evaluation")
-        own, self._sections = self._sections, SectionPlayer(self.stream, self._evaluated_values)
-        evaluated = evaluated_model(self.inputs, self.taped)
+        values, evaluated = self._evaluated_values, evaluated_model(self.inputs, self.taped)
+        rows = self.stream.allocate_all(filter(None, [evaluated_rows(self.inputs.setup).total_bytes(values)]))
+        own, self._sections = self._sections, SectionPlayer(self.stream, values)
         if self._compares:
             self._compare(self._without_gradients(evaluated))
         else:
             self._without_gradients(evaluated, self.around.evaluated(batches))
         self._sections = own
+        self.stream.free_all(rows)
 
     def _without_gradients(self, taped: ModelOnTape, batches: Iterable[int] = (0,)) -> list[int]:
         """Write forwards that save nothing; return the whole logits of answers that a loss's function has names for."""
         layers = [forward_events(taped.layer_of(n)) for n, run in enumerate(taped.runs) for _ in range(run.count)]
         head, named = forward_events(evaluated_head(taped.settings, taped.weights)), NO_STORAGE
-        own = 0 if names_embedded(self.inputs) else None
-        logits: list[int] = []
+        own, logits = 0 if names_embedded(self.inputs) else None, list[int]()
         for _ in batches:
             arguments = ModelArguments(self.stream, self.inputs, taped, self._sections.values)
             given = [("", forward_events(taped.embedding)), *[("", layer) for layer in layers]]

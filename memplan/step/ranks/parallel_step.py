@@ -45,7 +45,7 @@ from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, named_labels, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
 from memplan.step.states.model_states import ModelStates
-from memplan.step.step_inputs import buffers, own_rows
+from memplan.step.step_inputs import buffers, evaluated_rows, own_rows
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import Instant, Played
 from memplan.step.tapes.taped_operations import Mode
@@ -76,7 +76,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
         around = constant_form(Part.GRADIENTS, retained) + resident
         if step.flat:
             candidates += (with_gathered("evaluation", "gather of the root", around, step.first.copied_bytes),)
-        around += resident  # a loop of evaluation names its last logits too
+        around += resident + evaluated_rows(setup)  # a loop of evaluation names its last logits too
         candidates += tuple(instant_with(instant, of_rest(step)) for instant in evaluated(step, around))
     return StepForms(
         candidates,
