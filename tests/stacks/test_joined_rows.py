@@ -2,7 +2,7 @@
 
 Each record was traced by ``stack_trace`` (what ``memplan trace --stack trl`` runs) of TRL 1.16.0 on transformers 5.24.0, with ``packing`` in
 ``SFTConfig``: TRL's own collator joined two sequences of each row, and transformers made their mask. No record was left out for how it
-agrees but those of jobs that are refused: selective checkpointing, soft caps, and evaluation, which are off by more.
+agrees but those of jobs that are refused: selective checkpointing and soft caps, which are off by more.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def test_all_recorded_jobs_of_joined_rows_are_planned_as_trls_own_code_ran(numbe
         ({"kernels": {"attention": "efficient"}}, "use auto or eager"),
         ({"kernels": {"loss": "fp32"}}, "use fused-head"),
         ({"activation_checkpointing": "selective"}, "use full or none"),
-        ({"evaluation": True}, "set evaluation=false"),
         ({"method": {"stage": "dpo"}}, "joined_rows: rows joined to one are not modelled"),
         ({"compile": "layers"}, "compile"),
         (
@@ -89,6 +88,15 @@ def test_all_recorded_jobs_of_joined_rows_are_planned_as_trls_own_code_ran(numbe
 def test_joined_rows_are_refused_where_they_were_not_traced(keys, said):
     with pytest.raises(CannotAnswerError, match=said):
         planned(changed(0, **keys), catalog_at(""))
+
+
+@pytest.mark.parametrize(
+    ("number", "rows", "traced"),
+    [(0, None, 171_804_045), (0, 3, 310_381_997), (1, None, 461_805_038), (9, 3, 481_206_031)],
+)
+def test_joined_rows_are_evaluated_as_trls_own_code_ran(number, rows, traced):
+    plan = planned(changed(number, evaluation=True, evaluation_batch_size=rows), catalog_at(""))
+    assert dict(plan.instants)["evaluation"] == pytest.approx(traced, rel=1e-4)
 
 
 def test_joined_rows_of_soft_caps_are_refused():

@@ -60,8 +60,6 @@ def _unjoined(spec: ModelSpec, setup: TrainingSetup) -> Iterator[tuple[str, str,
         yield "parallel", "a model, or rows, that GPUs share", "use parallel.data and zero_stage"
     if config.parallel.engine == "deepspeed":
         yield "parallel.engine", "deepspeed", "use torch or fsdp1"
-    if config.evaluation:
-        yield "evaluation", "true", "set evaluation=false"
     if config.compile != "none":
         yield "compile", config.compile, "leave it out"
     if steps_through_scores(spec, setup):
