@@ -217,6 +217,9 @@ class Stack:
     images: Literal["none", "model", "positions", "embedded"] = "none"
     # Weight formats besides floats that its libraries hold weights in; none is all that products read as a decoded copy.
     quantised_formats: tuple[str, ...] | None = None
+    quantised_optimizer: str = (
+        ""  # What steps adapters over quantised weights, whatever class is asked for; empty for that
+    )
     # Weight formats of shipped configs, and optimizers -> what it has in their place.
     own_formats: Mapping[str, str] = field(default_factory=dict)
     # What ``fully_shard`` gathers together besides each layer: the ``root`` with embedding, norm and head, or, where

@@ -195,6 +195,17 @@ def test_litgpt_evaluates_as_many_rows_as_it_trains_on():
         rows("litgpt", evaluation_batch_size=8)
 
 
+def test_litgpt_steps_adapters_over_codes_by_bitsandbytes_paged_adamw():
+    def optimizer(*settings):
+        return find_setup("qlora", Overrides(stack="litgpt", settings=settings), CATALOG).optimizer_names[
+            "hidden_matrix"
+        ]
+
+    assert optimizer() == optimizer("optimizer.default=adamw-paged-bnb") == "adamw-paged-bnb"
+    with pytest.raises(InvalidFileError, match="by adamw-paged-bnb alone, and not by adamw-bf16"):
+        optimizer("optimizer.default=adamw-bf16")
+
+
 @pytest.mark.parametrize("until", ["forward", "backward", "step", "next", None])
 def test_a_config_says_until_when_a_loop_has_a_name_for_outputs(until):
     config = TrainingConfig("mine", stack="plain-loop", outputs_until=until)

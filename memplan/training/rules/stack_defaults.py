@@ -139,6 +139,8 @@ def optimizer_name(config: TrainingConfig, catalog: Catalog, role: Role) -> str:
     if config.parallel.engine == "deepspeed" and config.parallel.zero_stage:
         trained = "fp32"  # what it steps is a flat copy
     default = "adamw-fp32" if trained == "fp32" else "adamw-bf16"
+    if stack.quantised_optimizer and beside_codes(config, format_name(config, "hidden_matrix")):
+        default = stack.quantised_optimizer
     keys = (role, "hidden_matrix", "default") if role == "expert_matrix" else (role, "default")
     given = next((config.optimizer[key] for key in keys if key in config.optimizer), default)
     name = catalog.optimizers.name_of(given)

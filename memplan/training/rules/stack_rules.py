@@ -106,6 +106,14 @@ def _evaluation_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple
         yield ("evaluation_batch_size",), f"{stack.name} evaluates as many rows as it trains on; leave it out"
 
 
+def _optimizer_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
+    """Yield why a stack steps adapters over quantised weights by no other class than its own."""
+    own = stack.quantised_optimizer
+    if own and beside_codes(config, hidden) and (others := {*config.optimizer.values()} - {own}):
+        text = f"{stack.name} steps adapters over {hidden} by {own} alone, and not by {', '.join(sorted(others))}; leave it out"
+        yield ("optimizer",), text
+
+
 CODED_HEADS = ("coded-head", "stable-embedding")
 """What is done to weights beside codes where heads are quantised too."""
 
@@ -197,6 +205,7 @@ def never_run(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tup
     yield from _checkpointing_problems(config, stack)
     yield from _outputs_problems(config, stack)
     yield from _evaluation_problems(config, stack)
+    yield from _optimizer_problems(config, stack, hidden)
     alone = stack.sharded_units == "own-root" and not (config.parallel.zero_stage and config.parallel.data > 1)
     if (stack.autocast == "never" or alone) and hidden == "fp32" and config.compute_dtype != "fp32":
         narrow = config.compute_dtype
