@@ -1,6 +1,6 @@
 """The parameter tensors that adapters add to a model."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -256,7 +256,7 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
     """Return a model's tensors in the roles that the stack's libraries see, which quantise and adapt modules by class.
 
     The gate of shared experts is a linear layer like others to PEFT and bitsandbytes. Biases of what is not quantised go
-    with the norms where embedding, head and norms are cast to fp32; a quantised projection casts its own to the compute
+    with the norms where embedding, head and norms are cast to fp32, but that of a head which is cast back; a quantised projection casts its own to the compute
     dtype, and keeps it so (``Linear4bit.forward``, bitsandbytes 0.50.2): one that no row passes through never does.
     """
     if setup.stack.kbit_floats == "fp32-but-ends":
@@ -276,17 +276,18 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
         table = replace(table, name=table.name or "embedding.weight")  # merged tensors have no names
         norm = [ParameterTensor(name, table.shape[1:], "norm") for name in stable_names((table,))[1:]]
         return (*(tensor for tensor in inventory if not tensor.used), table, *norm, *rest)
-    stems = (
-        {t.name.removesuffix(".weight") for t in inventory if t.role in ("norm", "head")} if setup.kbit_floats else ()
-    )
-    return tuple(
-        replace(t, role="norm")
-        if t.role == "bias" and (t.name.removesuffix(".bias") in stems or (stems and not t.used))
-        else replace(t, role="hidden_matrix")
-        if t.role == "router" and t.used and t.shape[0] == 1
-        else t
-        for t in inventory
-    )
+    cast = setup.kbit_floats
+    stems = {t.name.removesuffix(".weight"): t.role for t in inventory if t.role in ("norm", "head")} if cast else {}
+    return tuple(replace(t, role=_role_beside_codes(t, stems, setup)) for t in inventory)
+
+
+def _role_beside_codes(tensor: ParameterTensor, stems: Mapping[str, Role], setup: TrainingSetup) -> Role:
+    """Return a tensor's role, given those of norms and heads by module where they are cast beside codes."""
+    stem = stems.get(tensor.name.removesuffix(".bias"))
+    if tensor.role == "bias" and (stem or (stems and not tensor.used)):
+        # whole modules are cast back: peft_module_casting_to_bf16 in trl/experimental/utils.py (1.16.0)
+        return "head" if stem == "head" and setup.stack.kbit_floats == "fp32-norms" else "norm"
+    return "hidden_matrix" if tensor.role == "router" and tensor.used and tensor.shape[0] == 1 else tensor.role
 
 
 def _cast_by_name(tensor: ParameterTensor, linear: Container[str], rest: Role) -> ParameterTensor:

@@ -234,6 +234,13 @@ def test_odds_of_quantised_models_stand_on_norms_in_fp32_and_embeddings_in_bf16(
     assert part(paired, "weights") - part(alone, "weights") == 2 * (norms + adapters)
 
 
+@pytest.mark.parametrize(("stage", "head", "norm"), [("cpo", "bf16", "fp32"), ("sft", "bf16", "bf16")])
+def test_a_head_that_is_cast_back_takes_its_bias_with_it(stage, head, norm):
+    states = memplan.plan("phi-2", gpu="h100", config="qlora", stack="trl", set={"method.stage": stage}).memory.states
+    formats = {entry.tensor.name: entry.format_name for entry in states.tensors}
+    assert (formats["lm_head.bias"], formats["model.final_layernorm.bias"]) == (head, norm)
+
+
 @pytest.mark.parametrize(
     ("config", "keys", "said"),
     [
