@@ -222,6 +222,13 @@ def _accumulate(job: ImportedJob, world: int) -> None:
     rows = rows and int(rows) * _whole(job.value("training.parallel.micro_batches"))
     if total and rows and (stated is None or stated.rank == DEFAULTED):
         each = int(rows) * world
+        if job.value("let.exact_batches") and int(total) % each:
+            near = max(round(int(total) / each), 1) * each
+            text = f"{total} sequences a step are no multiple of {rows} of a micro-batch x {world} data parallel GPUs"
+            job.reading.problems.append(
+                f"{results['let.global_batch_size'].source}: {text} = {each}; the nearest that is: {near}"
+            )
+            return
         steps = max(int(total) // each if job.value("let.whole_batches") else -(-int(total) // each), 1)
         results["training.gradient_accumulation_steps"] = Result(
             steps, STATED, "", "", f"{total} sequences a step, {rows} a micro-batch, on {world} data parallel GPUs"

@@ -14,7 +14,7 @@ from memplan.importer.sources.conditions import LARGEST, as_number, holds, is_on
 from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
 from memplan.importer.sources.module_patterns import PATTERN_KINDS, parameter_pattern, selected_linears
 
-COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank", "parallel.replicate", "method.rollout.generations")  # fmt: skip
+COUNTS = ("micro_batch_size", "sequence_length", "gradient_accumulation_steps", "adapter.rank", "parallel.replicate", "method.rollout.generations", "let.global_batch_size", "let.layers_per_virtual_stage")  # fmt: skip
 """Results of which there is at least one."""
 FEW = 6
 """Values that a message lists; of more it names the nearest."""
@@ -235,6 +235,11 @@ class _Step:
         numbers = [1 if value is None else value for value in values]
         if operation == "quotient":
             divisor = prod(numbers[1:])
+            if "exact" in self.rule and numbers[0] % divisor:
+                self._problem(
+                    self.seen[0], f"a divisor of {numbers[0] / prod(numbers[1:-1]):g} {self.rule['exact']}", numbers[-1]
+                )
+                return
             total = -(-numbers[0] // divisor) if self.rule.get("up") else numbers[0] // divisor
         elif operation == "multiple":
             if numbers[0] % numbers[1] == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import memplan
-from memplan.errors import InvalidFileError
+from memplan.errors import InvalidFileError, MemplanError
 from memplan.step.grids.grid import Grid
 
 SMALL = (
@@ -46,6 +46,8 @@ COUNTED = {
     ),
     "--use-precision-aware-optimizer --exp-avg-dtype bf16": (8, {0: (205893632, 411787264, 25736704, 77210112)}),
     f"{NARROW} --fp8-format e4m3 --fp8-recipe blockwise": (8, {0: (205893632, 411787264, 51473408, 51473408)}),
+    "--optimizer-cpu-offload": (8, {0: (205893632, 411787264, 51473408, 0)}),
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": (8, {0: (205893632, 411787264, 0, 0)}),
     f"{NARROW} --fp8-format hybrid --fp8-recipe delayed": (8, {0: (205893632, 411787264, 25736704, 51473408)}),
 }
 """Flags -> GPUs, and of some ranks bytes of weights, gradients, copies and moments."""
@@ -96,6 +98,21 @@ def test_stages_alternate_only_where_experts_are_divided_as_the_rest_is(tmp_path
     assert memplan.plan_grid(script_of(tmp_path, 8, flags), gpu="h100").plan.grid.alternating
     with pytest.raises(InvalidFileError, match="tensor x context = 2, and expert tensor x expert = 4"):
         memplan.plan_grid(script_of(tmp_path, 8, f"{flags} {EXPERTS} --expert-model-parallel-size 4"), gpu="h100")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--optimizer lion", "an optimizer that Megatron-LM does not have"),
+        ("--global-batch-size 7", "7 sequences a step are no multiple of 1 of a micro-batch x 8 .* = 8; .* that is: 8"),
+        ("--global-batch-size 0", "global_batch_size: expected a whole number, at least 1, got 0"),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "expected a divisor of 2 layers of a stage, got 3"),
+        ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", "takes one of"),
+    ],
+)  # fmt: skip
+def test_flags_at_which_megatron_stops_are_refused(tmp_path, flags, words):
+    with pytest.raises(MemplanError, match=words):
+        memplan.plan_grid(script_of(tmp_path, 8, flags), gpu="h100")
 
 
 @pytest.mark.parametrize("alternating", [False, True])

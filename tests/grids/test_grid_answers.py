@@ -157,6 +157,10 @@ def test_what_an_optimizer_keeps_by_its_precision():
     assert kept(**{"parallel.precision_aware": True, "optimizer": "adamw-bf16"}) == (2, 4, 2, 4)
     assert kept(weights="fp32", master_weights="none") == (4, 4, 0, 8)
     assert kept(weights="fp16", compute_dtype="fp16") == (2, 2, 4, 8)
+    assert kept(**{"offload.optimizer_states": "cpu"}) == (2, 4, 4, 0)
+    assert kept(**{"offload.optimizer_states": "cpu", "parallel.precision_aware": True}) == (2, 4, 0, 0)
+    assert kept(**{"optimizer": "sgd", "parallel.zero_stage": 0}) == (2, 4, 4, 4)
+    assert kept(**{"optimizer": "sgd-momentum", "offload.optimizer_states": "cpu"}) == (2, 4, 4, 0)
 
 
 RUN = """MODEL_ARGS:

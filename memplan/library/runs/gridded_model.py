@@ -1,5 +1,6 @@
 """A model over a grid of GPUs: from keywords to what each rank keeps and takes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Unpack
@@ -14,7 +15,7 @@ from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import JobInputs, JobOptions, ModelGiven, job_inputs
 from memplan.library.lookup.config_lookup import read_config
-from memplan.model.inventory import ROLES
+from memplan.library.runs.grid_precision import precision_of
 from memplan.model.spec import ModelSpec
 from memplan.plan.allowances import engine_workspace_bytes
 from memplan.plan.grids.grid_plan import GridPlan, outside_of
@@ -22,13 +23,12 @@ from memplan.report.document import Document
 from memplan.step.grids.grid import Grid, grid_of
 from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes
 from memplan.step.grids.megatron_peaks import StepInterval, step_intervals
-from memplan.step.grids.megatron_states import MegatronPrecision, MegatronSettings, megatron_states
+from memplan.step.grids.megatron_states import MegatronSettings, StageStates, megatron_states
 from memplan.step.grids.megatron_tensors import MegatronBuild
 from memplan.step.grids.pipeline_stages import StageSplit, chunks_of, chunks_of_layout
 from memplan.training.parallelism import divides_model
 from memplan.training.resolution.config_problems import config_problems
-from memplan.training.resolved import FLOAT_BYTES
-from memplan.units import parse_bytes
+from memplan.units import format_bytes, parse_bytes
 
 STACK = "megatron"
 """The stack whose grids are planned, and that of a grid where none is named."""
@@ -152,7 +152,8 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpac
     usable = device.usable_bytes(parse_bytes(config.reserve))
     plan = GridPlan(known, device, grid, stages, steps, usable, outside, unplanned)
     _check_rank(rank, grid.world)
-    return Gridded(plan, config, rank, (*_notes(config, routed=routed), *known.notes), inputs.catalog)
+    notes = (*_notes(config, routed=routed), *_host_note(stages), *known.notes)
+    return Gridded(plan, config, rank, notes, inputs.catalog)
 
 
 def _check_sequences(config: TrainingConfig, grid: Grid, mixture: str) -> None:
@@ -186,7 +187,7 @@ def _refuse(config: TrainingConfig) -> None:
         raise CannotAnswerError(f"stack: a model divided under {config.stack} is not modelled; it is under {STACK}")
     said = {
         "adapter": config.adapter,
-        "offload": config.offload != Offload(),
+        "offload": replace(config.offload, optimizer_states="none") != Offload(),
         "parallel.engine": config.parallel.engine != "torch",
         "gradients.lifetime": config.gradients.lifetime != "step",
         f"method.stage: {config.method.stage}": config.method.stage != "sft",
@@ -227,7 +228,7 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
         parallel.transformer_impl, parallel.vocabulary_multiple, told.predicted_tokens, told.grouped_experts
     )
     overlaps, size, buckets = parallel.overlap_gradients, told.bucket_elements or 0, told.buckets or 0
-    return MegatronSettings(split, build, _precision(config, catalog), overlaps, told.padded_buckets, size, buckets)
+    return MegatronSettings(split, build, precision_of(config, catalog), overlaps, told.padded_buckets, size, buckets)
 
 
 def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
@@ -266,58 +267,6 @@ def _kernels(config: TrainingConfig, batch: MegatronBatch) -> MegatronKernels:
     )
 
 
-def _precision(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
-    """Return the bytes of what Megatron-LM keeps of an element."""
-    names = set(config.weights.values()) or {"bf16"}
-    if len(names) > 1 or not names <= {"bf16", "fp16", "fp32"}:
-        raise CannotAnswerError(
-            f"weights: Megatron-LM keeps all of them in one of bf16, fp16 and fp32, not in {', '.join(sorted(names))}"
-        )
-    weights = names.pop()
-    gradients = config.gradients.dtype or ("fp32" if weights == "bf16" else weights)
-    if gradients not in ("fp32", weights):
-        raise CannotAnswerError(f"gradients.dtype: Megatron-LM sums gradients in {weights} or fp32, not in {gradients}")
-    narrow = weights != "fp32"
-    if config.master_weights != ("fp32" if narrow else "none"):
-        retained = (
-            "fp32 copies of them: set master_weights: fp32" if narrow else "no copies of them: set master_weights: none"
-        )
-        raise CannotAnswerError(f"master_weights: beside {weights} weights Megatron-LM's optimizer keeps {retained}")
-    states = _state_bytes(config, catalog)
-    aware = config.parallel.precision_aware
-    if (aware or states != 8) and config.parallel.zero_stage != 1:
-        raise CannotAnswerError(
-            "parallel.precision_aware: it takes Megatron-LM's distributed optimizer; set parallel.zero_stage: 1"
-        )
-    if states != 8 and not aware:
-        raise CannotAnswerError(
-            "optimizer: states in other dtypes than fp32 take Megatron-LM's precision-aware optimizer; set parallel.precision_aware: true"
-        )
-    halves = aware and weights == "bf16" and not config.parallel.megatron.whole_copies
-    master = 0 if not narrow else 2 if halves else 4
-    return MegatronPrecision(FLOAT_BYTES[weights], FLOAT_BYTES[gradients], master, states)
-
-
-def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
-    """Return the bytes of both moments of an element, of which one may be wide."""
-    names = {
-        catalog.optimizers.name_of(config.optimizer.get(role, config.optimizer.get("default", "adamw-fp32")))
-        for role in ROLES
-    }
-    sizes = set()
-    for name in sorted(names):
-        entry = catalog.optimizers[name]
-        moments = [slot for slot in entry.slots if slot.layout == "elementwise"]
-        if entry.implementation != "torch.optim.AdamW" or any(slot.block_elements != 1 for slot in moments):
-            raise CannotAnswerError(
-                f"optimizer: {name} under Megatron-LM is not modelled; its Adam is: adamw-fp32 or adamw-bf16"
-            )
-        sizes.add(sum(slot.block_bytes for slot in moments))
-    if len(sizes) > 1:
-        raise CannotAnswerError("optimizer: several optimizers are not modelled under Megatron-LM")
-    return min(sizes.pop() + 2 * config.parallel.megatron.wide_moment, 8)
-
-
 def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
     """Return what is taken for granted."""
     parallel = config.parallel
@@ -347,3 +296,11 @@ def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
     if routed:
         notes.append("every expert is given as many tokens; experts' rows were read in source, not traced")
     return tuple(notes)
+
+
+def _host_note(stages: Sequence[StageStates]) -> tuple[str, ...]:
+    """Return what the fullest rank keeps in host memory, in words; nothing where it keeps nothing there."""
+    most = max(stage.fullest.host for stage in stages)
+    if not most:
+        return ()
+    return (f"fp32 copies, gradients and states are updated in host memory, {format_bytes(most)} of a rank at most",)

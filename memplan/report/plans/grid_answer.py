@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +149,7 @@ def _lines(plan: GridPlan, number: int) -> dict[str, int]:
     states, outside = plan.rank(number), plan.outside
     step = plan.steps[plan.grid.place_of(number)[0]].expected
     return {
-        **asdict(states),
+        **states.components,
         "step": step,
         "library_workspaces": outside.workspaces,
         "allocator_reserve": plan.reserved_of(states.total + step + outside.workspaces),
@@ -227,7 +226,7 @@ def _stage(plan: GridPlan, stage: StageStates) -> dict[str, Any]:
         "first_rank": plan.grid.rank_at(stage.index, 0),
         "last_rank": plan.grid.rank_at(stage.index, len(stage.places) - 1),
         "fullest_rank": plan.fullest_of(stage),
-        "components": _named(asdict(stage.fullest)),
+        "components": _named(stage.fullest.components),
         "persistent_bytes": stage.fullest.total,
         "least_persistent_bytes": min(states.total for states in stage.states),
         **{f"{name}_bytes": None if plan.unplanned else size for name, size in _step_sizes(plan.steps[stage.index])},

@@ -10,6 +10,7 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import lcm
 from operator import add
 
@@ -31,10 +32,16 @@ class RankStates:
     master_weights: int  # What the optimizer keeps of weights besides them
     optimizer_states: int  # Moments
     buffers: int = 0  # What is neither: numbers that steer the choice of experts
+    host: int = 0  # What of the optimizer is in host memory
+
+    @property
+    def components(self) -> dict[str, int]:
+        """What of it is on the GPU, by name."""
+        return {name: size for name, size in asdict(self).items() if name != "host"}
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it that is on the GPU."""
         return self.weights + self.gradients + self.master_weights + self.optimizer_states + self.buffers
 
 
@@ -84,6 +91,7 @@ class MegatronPrecision:
     # are fp32.
     master_bytes: int = 4
     state_bytes: int = 8  # Both moments of Adam together
+    host_bytes: int = 0  # Copies, gradients and moments in host memory (``--optimizer-cpu-offload``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +166,12 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
     weights = (resident if grid.zero_stage else parameters) * precision.weight_bytes
     states = tuple(
         RankStates(
-            weights, resident * precision.gradient_bytes, n * precision.master_bytes, n * precision.state_bytes, biases
+            weights,
+            resident * precision.gradient_bytes,
+            n * precision.master_bytes,
+            n * precision.state_bytes,
+            biases,
+            n * precision.host_bytes,
         )
         for n in sorted(set(updated))
     )
