@@ -130,7 +130,13 @@ class UnitEvents:
 
     # ---------------------------------------------------------------- weights
     def take(self, tensors: UnitTensors) -> None:
-        """Gather a unit that is not there yet, and copy it out of its buffers."""
+        """Gather a unit that is not there yet, and copy it out of its buffers; a head that a loss gathers comes whole, where operators compute."""
+        # ``DTensor.full_tensor`` in torch/distributed/tensor/_api.py (v2.13.0)
+        if tensors is self.tail and self.step.head_by_hand:
+            self.stream.of("communication")
+            tensors.whole = tensors.whole or self.stream.allocate_all(tensors.unit.tensor_bytes)
+            self.stream.of("temporaries")
+            return
         self.gather(tensors)
         self.copy_out(tensors)
 
