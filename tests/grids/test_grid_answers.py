@@ -87,6 +87,7 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "24", "--tp", "8", "--cp", "3", "-s", "1000"), 2, "1,000 tokens cannot be divided among 2 x 3 context parallel parts; the nearest that can: 996"),
         (("--gpus", "8", "--tp", "8", "--sequence-parallel", "-s", "1001"), 2, "8 tensor parallel ranks that share the sequence; the nearest that can: 1,000"),
         (("--gpus", "8", "--tp", "2", "--set", "parallel.schedule=gpipe"), 2, "Megatron-LM has no such setting"),
+        (("--gpus", "8", "--pp", "2", "--schedule", "interleaved"), 2, "Megatron-LM has no such setting"),
     ],
     ids=str,
 )  # fmt: skip
@@ -123,6 +124,13 @@ def test_flags_that_keep_more_leave_a_step_unsaid(cli, tmp_path, flags, reason):
     ran = cli("fit", "llama-8b", "--gpu", "h100", "--gpus", "64", "--config", str(file), "--json")
     assert (ran.exit_code, ran.data["expected_bytes"]) == (3, None)
     assert reason in ran.data["answer"]
+
+
+def test_micro_batches_of_a_step_are_those_that_pass_a_pipeline(cli):
+    job = ("fit", "llama-8b", "--gpus", "8x h100", "--pp", "4", "--json")
+    said = cli(*job, "--micro-batches", "6", "--schedule", "1f1b").data
+    assert said["stages"] == cli(*job, "--set", "gradient_accumulation_steps=6").data["stages"]
+    assert said["stages"] != cli(*job).data["stages"]
 
 
 def test_machines_make_the_number_of_gpus(cli):

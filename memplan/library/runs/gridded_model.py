@@ -193,8 +193,9 @@ def _refuse(config: TrainingConfig) -> None:
         f"method.stage: {config.method.stage}": config.method.stage != "sft",
         "weight_average": config.weight_average != "none",
     }
-    for name in ("schedule", "micro_batches", "stage", "first_stage_less_layers", "last_stage_less_layers"):
-        if getattr(config.parallel, name) != getattr(Parallel(), name):
+    own = Parallel(pipeline=config.parallel.pipeline, virtual=_laid_out(config.parallel).virtual)
+    for name in ("schedule", "stage", "first_stage_less_layers", "last_stage_less_layers"):
+        if getattr(config.parallel, name) not in (getattr(own, name), own.order if name == "schedule" else None):
             text = (
                 "Megatron-LM has no such setting: it runs 1F1B, interleaved with --vp; torchtitan's pipelines have it"
             )
@@ -231,6 +232,11 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
     return MegatronSettings(split, build, precision_of(config, catalog), overlaps, told.padded_buckets, size, buckets)
 
 
+def _micro_batches(config: TrainingConfig) -> int:
+    """Return the micro-batches of a step, which Megatron-LM's schedules run together."""
+    return config.gradient_accumulation_steps * (config.parallel.micro_batches or 1)
+
+
 def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
     """Return what a step is given; a loss of another kind than Megatron-LM's own may have no logits in fp32."""
     modules = {name.strip("[]'\"") for name in config.parallel.recompute_modules} - {""}
@@ -241,7 +247,7 @@ def _batch(config: TrainingConfig, settings: MegatronSettings) -> MegatronBatch:
     return MegatronBatch(
         config.micro_batch_size,
         config.sequence_length,
-        config.gradient_accumulation_steps,
+        _micro_batches(config),
         config.activation_checkpointing == "full",
         frozenset(modules) if config.activation_checkpointing == "selective" else frozenset(),
         settings.precision.weight_bytes,
@@ -282,9 +288,10 @@ def _notes(config: TrainingConfig, *, routed: bool) -> tuple[str, ...]:
         notes.append("gradients are one buffer, as without --overlap-grad-reduce")
     if parallel.megatron.unplanned:
         return tuple(notes)
+    count = _micro_batches(config)
     notes.append(
         f"activations are those of {config.micro_batch_size:,} x {config.sequence_length:,} tokens, "
-        f"{config.gradient_accumulation_steps:,} micro-batch{'es' * (config.gradient_accumulation_steps > 1)} a step, recompute {config.activation_checkpointing or 'none'}, "
+        f"{count:,} micro-batch{'es' * (count > 1)} a step, recompute {config.activation_checkpointing or 'none'}, "
         f"{f'dropout {config.dropout:g}' if config.dropout else 'no dropout'}"
     )
     fused = parallel.transformer_impl == "transformer_engine" and config.kernels.attention != "math"
