@@ -125,6 +125,35 @@ def test_stage_3_keeps_what_its_own_engine_keeps(catalog, row):
     }
 
 
+FROZEN = {
+    "card": "9.0", "reentrant": False,
+    "model": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+        "num_hidden_layers": 2, "vocab_size": 50304, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    },
+    "training": {
+        "description": "", "stack": "transformers", "weights": {"default": "bf16"}, "compute_dtype": "bf16", "optimizer": {"default": "adamw-fp32"},
+        "activation_checkpointing": "full", "adapter": {"kind": "lora", "rank": 16, "dtype": "bf16"}, "clip_gradients": False,
+        "micro_batch_size": 1, "sequence_length": 64, "kernels": {"attention": "eager"},
+        "parallel": {"data": 2, "zero_stage": 3, "engine": "deepspeed", "deepspeed": {
+            "max_live_parameters": 300000, "max_reuse_distance": 0, "overlap_comm": False, "persistence_threshold": "auto",
+            "prefetch_bucket_size": 0, "reduce_bucket_size": 20000000, "sub_group_size": 50000,
+        }},
+    },
+}  # fmt: skip
+TRACED = 1_299_533_409
+"""Requested bytes of its second layer's backward, as deepspeed 0.19.8 has it inside Trainer."""
+
+
+def test_checkpointing_holds_no_frozen_weights_that_stage_3_has_let_go_of(catalog):
+    pytest.importorskip("torch")
+    from tests.survey.stacks.drawn_stack_jobs import StackJob
+    from tests.survey.stacks.judged_stack_jobs import planned
+
+    plan = planned(StackJob.read(json.dumps(FROZEN)), catalog)
+    assert dict(plan.instants)["layer 2 backward"] == pytest.approx(TRACED, rel=1e-5)
+
+
 def test_stage_3_gathers_no_more_than_it_is_told():
     changed = {**ZERO, "parallel.zero_stage": 3}
     few = {**changed, "parallel.deepspeed.max_live_parameters": 100_000_000, "parallel.deepspeed.max_reuse_distance": 0}

@@ -157,8 +157,13 @@ class GatheredParameters:
                 self._let_go(name)
 
     def hold(self, names: Sequence[str]) -> None:
-        """Let checkpointing hold parameters as they are gathered now, whatever becomes of them."""
-        self._held.update(dict.fromkeys((name for name in names if name in self._there), 0))
+        """Let checkpointing hold parameters as they are gathered now, whatever becomes of them; frozen ones it saves as they are.
+
+        Source:
+            ``pack_hook`` of ``_recomputation_hook`` in torch/utils/checkpoint.py (v2.13.0), which detaches what needs a gradient.
+        """
+        trained = (name for name in names if name in self._there and name not in self._frozen)
+        self._held.update(dict.fromkeys(trained, 0))
 
     def unhold(self, names: Sequence[str]) -> None:
         """Let go of what checkpointing holds."""
