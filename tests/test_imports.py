@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import memplan
+from tests.sources import nodes
 
 ROOT = Path(memplan.__file__).parent
 FLOORS = [
@@ -57,24 +58,18 @@ def part_of(path: Path) -> str:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
 def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """Return the modules that a file imports anywhere, even inside functions, each with its line."""
     return tuple(_imports(path))
 
 
 def _imports(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
-            yield node.module or "", node.lineno
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+    for node in nodes(path, ast.Import):
+        yield from ((alias.name, node.lineno) for alias in node.names)
+    for node in nodes(path, ast.ImportFrom):
+        assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+        yield node.module or "", node.lineno
+        yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def parts_imported(path: Path) -> Iterator[tuple[str, int]]:
@@ -149,9 +144,7 @@ def test_a_file_has_few_lines():
 
 def test_a_function_has_few_lines_and_parameters():
     for path in FILES:
-        for node in ast.walk(tree(path)):
-            if not isinstance(node, ast.FunctionDef):
-                continue
+        for node in nodes(path, ast.FunctionDef):
             assert node.end_lineno - node.lineno < LINES_IN_A_FUNCTION, f"{path}:{node.lineno}: {node.name}"
             arguments = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             several = [name for name in arguments if name not in ("self", "cls")]
@@ -172,8 +165,8 @@ def test_torch_and_transformers_live_in_the_side_folders():
 
 
 def test_no_private_name_of_another_part_is_imported():
-    for path, node in ((file, node) for file in FILES for node in ast.walk(tree(file))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memplan."):
+    for path, node in ((file, node) for file in FILES for node in nodes(file, ast.ImportFrom)):
+        if (node.module or "").startswith("memplan."):
             private = [
                 alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")
             ]
@@ -182,25 +175,24 @@ def test_no_private_name_of_another_part_is_imported():
 
 def test_values_are_named_for_what_they_are():
     for path in FILES:
-        classes = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+        classes = nodes(path, ast.ClassDef)
         fields = {one.target for cls in classes for one in cls.body if isinstance(one, ast.AnnAssign)}  # keys of files
-        for node in ast.walk(tree(path)):
-            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields
-            name = node.arg if isinstance(node, ast.arg) else node.id if stored else ""
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                name = node.attr
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                name = node.name.strip("_").lower()
-            assert name not in NO_NAMES, f"{path}:{node.lineno}: {name}"
+        named = [(one, one.arg) for one in nodes(path, ast.arg)]
+        named += [
+            (one, one.id) for one in nodes(path, ast.Name) if isinstance(one.ctx, ast.Store) and one not in fields
+        ]
+        named += [(one, one.attr) for one in nodes(path, ast.Attribute) if isinstance(one.ctx, ast.Store)]
+        named += [(one, one.name.strip("_").lower()) for one in (*classes, *nodes(path, ast.FunctionDef))]
+        assert [f"{path}:{node.lineno}: {name}" for node, name in named if name in NO_NAMES] == []
 
 
 def test_arguments_that_a_docstring_describes_are_there():
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in (*nodes(path, ast.ClassDef), *nodes(path, ast.FunctionDef)):
             if isinstance(node, ast.ClassDef):
                 makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
             else:
-                makers = [node] if isinstance(node, ast.FunctionDef) else []
+                makers = [node]
             if makers and (
                 listed := re.search(r"^Args:\n((?: .*\n?|\n)*)", ast.get_docstring(node) or "", re.MULTILINE)
             ):

@@ -17,6 +17,7 @@ import memplan
 from memplan.documents import opening
 from memplan.documents.opening import files_in, mapped, opened, path_kind, read_bytes, read_text, usable_path
 from memplan.errors import InvalidFileError
+from tests.sources import nodes
 
 PACKAGE = Path(memplan.__file__).parent
 
@@ -48,16 +49,13 @@ WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "devnull"}
 
 def reading_calls(path: Path):
     """Yield the name of every call that opens a file for reading, other than through memplan.documents.opening."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     ours = {
         name.asname or name.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "memplan.documents.opening"
+        for node in nodes(path, ast.ImportFrom)
+        if node.module == "memplan.documents.opening"
         for name in node.names
     }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
+    for node in nodes(path, ast.Call):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         name = name if name != "load" else ast.unparse(node.func)
         if name in READING | LOADERS and not (isinstance(node.func, ast.Name) and name in ours) and not writes(node):

@@ -19,6 +19,7 @@ import memplan
 from memplan.documents import writing
 from memplan.documents.writing import append_file, make_folder, write_answer, write_file, write_remark
 from memplan.errors import InvalidFileError
+from tests.sources import nodes
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -322,8 +323,8 @@ def test_nothing_is_written_but_by_the_writer():
     root = Path(memplan.__file__).parent
     found: dict[str, list[int]] = {}
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and writes(node):
+        for node in nodes(path, ast.Call):
+            if writes(node):
                 found.setdefault(path.relative_to(root).as_posix(), []).append(node.lineno)
     assert {name: lines for name, lines in found.items() if name not in REASONS} == {}
     assert REASONS.keys() - found.keys() == set(), "a reason that is needed no more"
