@@ -162,7 +162,7 @@ def shown_value(value: object, longest: int = 80) -> str:
         return f"a{'n' * kind.lower().startswith(tuple('aeiou'))} {printable(kind)}"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)  # a name is compared with each of the catalog's
 def normalised_name(name: str) -> str:
     """Return ``name`` without case and separators: ``Llama-3.1-8B`` is ``llama318b``."""
     return name.lower().translate(_SEPARATORS)

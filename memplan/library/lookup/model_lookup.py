@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ def named_model(resolved: ResolvedName, catalog: Catalog) -> Model:
     return replace(model, notes=(*resolved.notes, *model.notes), quantization=weights)
 
 
+@lru_cache(maxsize=1024)
 def catalog_model(name: str, catalog: Catalog) -> Model:
-    """Return a model of the catalog by its exact name."""
+    """Return a model of the catalog by its exact name; those of the shipped one are all read once."""
     entry = catalog.models.entries[name]
     spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
     return Model(spec, inventory_of(spec), f"catalog:{name}")

@@ -103,11 +103,11 @@ def _families(catalog: Catalog) -> _Families:
 def _guess(given: tuple[str, ...], known: _Known) -> tuple[str, ...] | None:
     """Return the known name that words seem to mean, or None: of a family's words none may stand beside it but its own."""
     _, longest_first, families = known
-    for name in longest_first:
-        rest = _left_over(given, name)
-        if rest is not None and all(_ENDING.fullmatch(word) for word in rest):
+    begun = [(name, rest) for name in longest_first if (rest := _left_over(given, name)) is not None]
+    for name, rest in begun:
+        if all(_ENDING.fullmatch(word) for word in rest):
             return name
-    name = next((name for name in longest_first if _at(given, name) is not None), ())
+    name = next((name for name in longest_first if name[0] in given and _at(given, name) is not None), ())
     start = _at(given, name) or 0
     before, after = given[:start], given[start + len(name) :]
     if (
@@ -116,12 +116,10 @@ def _guess(given: tuple[str, ...], known: _Known) -> tuple[str, ...] | None:
         and not any(_is_other(w, families.words - set(name)) for w in after)
     ):
         return name
-    for name in filter(_is_sized, longest_first):
-        rest = _left_over(given, name)
+    for name, rest in begun:
         version = _VERSION if name[0] in families.versioned else _NUMBER
-        if rest is not None and not any(
-            _is_other(word, families.words - set(name)) or version.match(word) for word in rest
-        ):
+        others = families.words - set(name)
+        if _is_sized(name) and not any(_is_other(word, others) or version.match(word) for word in rest):
             return name
     return None
 
