@@ -28,11 +28,19 @@ from memplan.training.resolution.resolve_config import resolve
 from memplan.training.resolved import TrainingSetup
 from tests.jobs import shipped_catalog
 
+if os.environ.get("PYTHONDONTWRITEBYTECODE") != "mutants":  # else processes of tests compile the package each
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores: threads of torch's would wait for each other
 
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is printed now")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave benchmarks out, which import much, where none is asked for."""
+    return True if collection_path.name == "benchmarks" and "not benchmark" in config.option.markexpr else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -118,6 +126,49 @@ def played_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runs, "__getitem__", run)
         patch.setattr(Simulation, "_played", once)
+        yield
+
+
+def _of_files(value: object) -> bool:
+    """Whether a question has standard input in it, or the name of something that lies there: what it says may change."""
+    if isinstance(value, str | os.PathLike):
+        return str(value) == "-" or os.path.lexists(value)
+    return isinstance(value, list | tuple | set | dict) and any(map(_of_files, value))
+
+
+@pytest.fixture(scope="session")
+def answers() -> OrderedDict[str, object]:
+    """The last answers to questions of modules that ask with ``answered_once``."""
+    return OrderedDict()
+
+
+@pytest.fixture(scope="module")
+def answered_once(answers) -> Iterator[None]:
+    """Answer once what several tests ask; answers are values, and are written anew each time."""
+    import memplan
+    from memplan.library.answers import planned_job
+
+    def asked_once(function):
+        def ask(*args, catalog=None, progress=None, **options):
+            passed = {"progress": progress} if progress is not None else {}
+            own = catalog is not None and (catalog.extra is not None or catalog.root != shipped_catalog().root)
+            if own or _of_files([*args, *options.values()]):
+                return function(*args, catalog=catalog, **passed, **options)
+            machine = os.environ.get("PATH"), os.environ.get("HF_HUB_CACHE")
+            question = repr((function.__name__, args, sorted(options.items()), machine))
+            if question not in answers:
+                answers[question] = function(*args, catalog=catalog, **passed, **options)
+                if len(answers) > 100:
+                    answers.popitem(last=False)
+            answers.move_to_end(question)
+            return answers[question]
+
+        return ask
+
+    names = ("compare", "fit", "frontier", "largest", "plan", "suggest", "suggest_configs", "where")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in [*((memplan, name) for name in names), (planned_job, "plan_at_a_glance")]:
+            patch.setattr(module, name, asked_once(getattr(module, name)))
         yield
 
 

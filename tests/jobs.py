@@ -1,27 +1,34 @@
-"""Models small enough to trace and to train, and the shipped catalog, loaded once."""
+"""Models small enough to trace and to train, the shipped catalog, loaded once, and how files and answers are read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.catalog import Catalog
+from memplan.library.lookup import open_catalog
 from memplan.model.model import Model
 from memplan.model.spec import Attention, LatentAttention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, Norm
 
 
-@cache
 def shipped_catalog() -> Catalog:
-    return Catalog(data_directory())
+    """Return the catalog that the library opens, so that what it has read is read once."""
+    return open_catalog(None)
 
 
 def yaml_data(path: Path) -> Any:
     """What a file says, read in C where that is there: ``safe_load`` takes ten times as long, in every worker."""
     return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def follow_schema(value: Any, schema: Any) -> None:
+    """Hold a value against a JSON Schema, of which tests/report/test_schemas.py tells that it is one."""
+    import jsonschema
+
+    jsonschema.Draft202012Validator(schema).validate(value)
 
 
 def llama(vocab: int, hidden: int, layers: int, heads: int, groups: int, inner: int, width: int) -> Model:

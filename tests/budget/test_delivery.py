@@ -99,11 +99,16 @@ def test_every_step_is_a_script_that_takes_inputs_from_its_environment():
 
 
 @pytest.mark.parametrize(
-    ("budget", "code", "verdict"),
-    [("fine.yaml", 0, "within"), ("four.yaml", 1, "over"), ("typo.yaml", 2, "invalid"), ("unknown.yaml", 3, "cannot")],
+    ("budget", "code", "verdict", "summary"),
+    [
+        ("fine.yaml", 0, "within", "false"),
+        ("four.yaml", 1, "over", "true"),
+        ("typo.yaml", 2, "invalid", "true"),
+        ("unknown.yaml", 3, "cannot", "true"),
+    ],
 )
-def test_the_check_step_passes_on_the_exit_code_and_says_why(runner, budget, code, verdict):
-    ran = runner.step(1, budget=budget)
+def test_the_check_step_passes_on_the_exit_code_and_says_why(runner, budget, code, verdict, summary):
+    ran = runner.step(1, budget=budget, summary=summary)
     assert ran.returncode == code, ran.stderr
     outputs = runner.outputs()
     assert outputs["verdict"] == verdict
@@ -113,12 +118,9 @@ def test_the_check_step_passes_on_the_exit_code_and_says_why(runner, budget, cod
         return
     assert ("::error file=" in ran.stdout) == (code != 0)
     assert json.loads(Path(outputs["json"]).read_text())["exit_code"] == code
-    assert Path(outputs["markdown"]).read_text() == runner.summary.read_text()
-
-
-def test_the_summary_is_left_out_when_it_is_not_wanted(runner):
-    runner.step(1, budget="fine.yaml", summary="false")
-    assert runner.summary.read_text() == ""
+    text = Path(outputs["markdown"]).read_text()
+    assert text.startswith("<!-- memplan:check -->")
+    assert runner.summary.read_text() == (text if summary == "true" else "")
 
 
 def test_a_baseline_may_be_given(runner):

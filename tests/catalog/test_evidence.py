@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import jsonschema
 import pytest
 
 from memplan.catalog.catalog import data_directory
@@ -15,6 +14,7 @@ from memplan.report.json_schemas import schema_of
 from memplan.report.training_records import evidence_line, evidence_lines, evidence_path, read_evidence
 from memplan.training.learning import BEARS, learning
 from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import follow_schema
 
 FOLDER = data_directory() / "configs" / "evidence"
 RECORDS = sorted(FOLDER.glob("train-*.json"))
@@ -50,7 +50,7 @@ BOUNDS = {
 
 @records
 def test_records_follow_their_schema(path):
-    jsonschema.validate(read_evidence(path), schema_of("evidence"))
+    follow_schema(read_evidence(path), schema_of("evidence"))
 
 
 @records
@@ -163,7 +163,7 @@ def test_the_evidence_of_a_config_is_a_record_of_that_config(catalog):
 @pytest.mark.parametrize("path", LITERATURE, ids=lambda path: path.stem)
 def test_published_evidence_has_claims_and_where_they_stand(path):
     record = json.loads(path.read_text(encoding="utf-8"))
-    jsonschema.validate(record, schema_of("literature"))
+    follow_schema(record, schema_of("literature"))
     assert all(claim["url"].startswith("https://arxiv.org/abs/") for claim in record["claims"])
 
 

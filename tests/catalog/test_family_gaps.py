@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.catalog import data_directory
 from memplan.catalog.shipped_tables import TABLES, FamilyGap, StackGaps
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import load_document
@@ -14,8 +14,9 @@ from memplan.model.families import families
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 DOCUMENT = load_document(data_directory() / TABLES["gaps"])
 
 

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
+from memplan.catalog.catalog import data_directory
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
 from memplan.catalog.stack_versions import with_stack
@@ -21,8 +21,9 @@ from memplan.model.inventory import ROLES
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 NAMES = list(CATALOG.stacks)
 KNOWN = (
     "bundled", "plain-loop", "transformers", "trl", "axolotl", "llama-factory", "unsloth", "torchtune", "torchtitan",

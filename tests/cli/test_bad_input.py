@@ -577,7 +577,7 @@ def test_standard_input_that_is_no_text_is_refused(refused):
     assert "not UTF-8 text" in refused("fit", "gpt2", *GPU, "--config", "-", stdin=b"\xff\xfe")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

@@ -9,6 +9,8 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import simulated
 
+pytestmark = pytest.mark.usefixtures("answered_once")
+
 ASK = ("fit", "pythia-160m", "--config", "bf16-adamw")
 
 

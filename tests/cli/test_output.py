@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("answered_once")
+
 ANSWERS = {
     "fit": ("fit", "gpt2", "--gpu", "t4"),
     "plan": ("fit", "llama-8b", "--gpu", "rtx4090", "--config", "bf16-adamw"),
@@ -50,11 +52,14 @@ def test_every_number_of_the_json_stands_uncut_in_the_table(cli, environment, fo
         assert f"{number:,} B" in out
 
 
-def test_every_gpu_of_max_has_its_bound_and_model_uncut(cli, monkeypatch):
+def test_every_gpu_of_max_has_its_bound_and_model_uncut(cli, catalog, monkeypatch):
     for key, value in NARROW.items():
         monkeypatch.setenv(key, value)
     lines = cli("max", "--config", "tier3", "--all").out.splitlines()
-    for row in cli("max", "--config", "tier3", "--json").data["rows"]:
+    rows = cli("max", "--config", "tier3", "--json").data["rows"]
+    assert {row["gpu"] for row in rows} == set(catalog.gpus)
+    for row in rows:
+        assert row["largest_fitting_parameters"] <= row["max_parameters"]
         found = [line for line in lines if row["gpu"] in line.replace(",", " ").replace("|", " ").split()]
         assert any((row["largest_fitting_model"] or "none") in line for line in found)
 

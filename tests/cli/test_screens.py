@@ -11,6 +11,8 @@ import pytest
 from memplan.cli.output import _shows_blocks
 from memplan.report.canvas import Canvas
 
+pytestmark = pytest.mark.usefixtures("answered_once")
+
 JOBS = [
     ("llama-8b", "rtx4090", "qlora"),
     ("llama-8b", "rtx4090", "bf16-adamw"),

@@ -8,6 +8,8 @@ import pytest
 
 import memplan
 
+pytestmark = pytest.mark.usefixtures("answered_once")
+
 JOBS = [
     ("llama-8b", "rtx4090", "bf16-adamw"),
     ("llama-8b", "rtx4090", "mixed-adamw"),

@@ -20,6 +20,7 @@ TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for
 TEXT = TEXTS[README.name]
 ALL = "\n".join(TEXTS.values())
 README_LINES = 200
+pytestmark = pytest.mark.usefixtures("answered_once")
 PYTHON_PAGES = ("docs/library.md", "docs/muon.md")
 """Whose examples are code, with tests of their own."""
 LONG = (
@@ -27,6 +28,7 @@ LONG = (
     "memplan lab largest ",
     "memplan validate --",
     "memplan where ",
+    "memplan max --config tier3",
     "memplan max llama-8b --for ",
 )
 """Commands that train or simulate for seconds: .ci/run runs them with the tests of many jobs."""

@@ -370,7 +370,7 @@ UNCOUNTED = {
 }
 
 
-@pytest.mark.parametrize("libraries", [("cuDNN", "cuFFT"), ("cuSOLVER", "nn.Bilinear"), ("no library",)])
+@pytest.mark.parametrize("libraries", [("cuDNN", "cuFFT", "cuSOLVER", "nn.Bilinear"), ("no library",)])
 def test_libraries_that_take_workspaces_of_their_own_are_named(tmp_path, libraries):
     script = tmp_path / "script.py"
     losses = " + ".join(f"{UNCOUNTED[library]}.sum()" for library in libraries)

@@ -65,19 +65,18 @@ def test_config_has_only_keys_that_the_family_reads():
         assert "model_type" not in entry["config"], name
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "published" in entry])
-def test_published_count_agrees_or_says_why_not(name):
-    entry = ENTRIES[name]
-    published, expected = entry["published"], entry["expected_parameters"]
-    assert set(published) == {"parameters", "exact", "note"}
-    assert published["note"]
-    if not published["exact"]:
-        assert abs(published["parameters"] - expected) <= expected * 2 // 100
-    elif published["parameters"] != expected:
-        assert any(
-            word in published["note"]
-            for word in ("second copy", "packed", "vision tower", "prediction module", "no parameters")
-        )
+def test_published_counts_agree_or_say_why_not():
+    for name, entry in ENTRIES.items():
+        if (published := entry.get("published")) is None:
+            continue
+        expected = entry["expected_parameters"]
+        assert set(published) == {"parameters", "exact", "note"}, name
+        assert published["note"], name
+        if not published["exact"]:
+            assert abs(published["parameters"] - expected) <= expected * 2 // 100, name
+        elif published["parameters"] != expected:
+            reasons = ("second copy", "packed", "vision tower", "prediction module", "no parameters")
+            assert any(word in published["note"] for word in reasons), name
 
 
 def test_names_and_aliases_are_unique_without_case_and_separators():
@@ -94,9 +93,9 @@ def test_no_model_stands_twice():
     assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", name) for name in ids)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if "released" in entry])
-def test_a_release_is_a_month(name):
-    assert re.fullmatch(r"20[12]\d-[01]\d", ENTRIES[name]["released"])
+def test_a_release_is_a_month():
+    released = {name: entry["released"] for name, entry in ENTRIES.items() if "released" in entry}
+    assert {name: month for name, month in released.items() if not re.fullmatch(r"20[12]\d-[01]\d", month)} == {}
 
 
 def test_there_are_at_least_150_models():

@@ -8,16 +8,16 @@ from random import Random
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
 from memplan.library.lookup import Overrides, catalog_model, find_setup
 from memplan.model.inventory import ROLES
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
+from tests.jobs import shipped_catalog
 
 from .arguments import NUMBERS, SET_VALUES
 
-SHIPPED = Catalog(data_directory())
+SHIPPED = shipped_catalog()
 CARDS = tuple(sorted(SHIPPED.gpus))
 CONFIGS = tuple(sorted(SHIPPED.configs))
 STACKS = tuple(sorted(SHIPPED.stacks))

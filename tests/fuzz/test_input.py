@@ -29,7 +29,7 @@ from .running import called, check, outcome, peak_bytes
 from .seeds import CONFIG, GPU, TRAINERS, Seed, safetensors, seeds
 from .surroundings import answered, bomb, cleared, put_instead, request, variables, with_trainer_keys
 
-FILE_CASES, LINE_CASES, SETTING_CASES, OTHER_CASES = 400, 120, 300, 30
+FILE_CASES, LINE_CASES, SETTING_CASES, OTHER_CASES = 250, 100, 200, 30
 LONG_RUN = int(os.environ.get("MEMPLAN_FUZZ_CASES", "20000"))
 SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", "0"))
 WORDS_OF_A_COMMAND = "command.sh"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jsonschema
 import pytest
 
 import memplan
 from memplan.report.json_schemas import schema_of
+from tests.jobs import follow_schema
 
 LLAMA = ("fit", "llama-70b", "--gpus", "64x h100", "--tp", "8", "--pp", "4")
 
@@ -40,7 +40,7 @@ def test_every_verdict_has_its_exit_code(cli, length, words, verdict, code):
 
 def test_json_follows_its_schema_and_adds_up(cli):
     data = cli(*LLAMA, "--zero", "1", "--rank", "all", "--json").data
-    jsonschema.validate(data, schema_of("grid"))
+    follow_schema(data, schema_of("grid"))
     for stage in data["stages"]:
         assert sum(line["bytes"] for line in stage["components"]) == stage["persistent_bytes"]
     assert data["persistent_bytes"] == max(stage["persistent_bytes"] for stage in data["stages"])

@@ -21,6 +21,8 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import suggestions
 from memplan.step.kernels.card_support import emulated_dtype, on_card
 
+pytestmark = pytest.mark.usefixtures("answered_once")
+
 ROOT = data_directory()
 HARDWARE = hardware_tables(ROOT)
 CARDS = {

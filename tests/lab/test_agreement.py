@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.model.families import with_towers
+from tests.jobs import shipped_catalog
 from tests.survey.agreement import compare, cut_model, grid
 from tests.survey.drawn_models import NOT_BUNDLED
 
 pytestmark = pytest.mark.thorough
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 GRID = list(grid(CATALOG))
 
 TOLERANCE = 0.001

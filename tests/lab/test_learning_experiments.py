@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from jsonschema import Draft202012Validator  # noqa: E402
 
-from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
+from memplan.catalog.catalog import data_directory  # noqa: E402
 from memplan.errors import UnknownNameError  # noqa: E402
 from memplan.lab.learning.dynamic_range import absmax_bits, measurements, watched_steps  # noqa: E402
 from memplan.lab.learning.gradient_dtype import GRADIENTS, casting  # noqa: E402
@@ -26,10 +26,11 @@ from memplan.lab.training.loop import (  # noqa: E402
 )
 from memplan.model.inventory import parameter_count  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
+from tests.jobs import shipped_catalog  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 FOLDER = data_directory() / "configs" / "evidence"
 SMALL = Size(1, 64, 2, 64, 256, batch=2, length=16, steps=2)
 NAMES = ("dynamic-range", "momentum-bits", "weight-bits", "gradient-dtype", "matched-8bit")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import jsonschema
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,6 +22,7 @@ from memplan.report.document import Table  # noqa: E402
 from memplan.report.experiments import read_record, record_document, record_text, reporter_of  # noqa: E402
 from memplan.report.figures import save_figure  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
+from tests.jobs import follow_schema  # noqa: E402
 
 FOLDER = data_directory() / "configs" / "evidence"
 NAMES = ("orthogonality", "precision", "variance")
@@ -94,7 +94,7 @@ def test_the_record_of_precisions_has_the_printed_errors_at_4096():
 @named
 def test_records_follow_their_schema_and_have_findings_and_a_picture(name, tmp_path):
     record = shipped(name)
-    jsonschema.validate(record, schema_of("experiment"))
+    follow_schema(record, schema_of("experiment"))
     assert record["experiment"] == name
     assert f"configs/evidence/lab-{name}.json" in record["command"]
     text = (FOLDER / f"lab-{name}.json").read_text(encoding="utf-8")
@@ -212,7 +212,7 @@ def test_a_run_gives_the_same_figures_twice_and_a_record_that_can_be_read(name):
     outcome = small(name)
     assert figures(outcome) == figures(small(name))
     record = json.loads(record_text(record_of(outcome, "memplan lab", "2026-11-20", "cpu")))
-    jsonschema.validate(record, schema_of("experiment"))
+    follow_schema(record, schema_of("experiment"))
     assert record_document(record).blocks
 
 

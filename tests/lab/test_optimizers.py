@@ -16,7 +16,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.catalog.entries import Form, StateSlot  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig  # noqa: E402
@@ -30,10 +29,11 @@ from memplan.plan.planner import CompiledPlan  # noqa: E402
 from memplan.step.states.update_algorithms import RULES  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
+from tests.jobs import shipped_catalog  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
-ENTRIES = Catalog(data_directory()).optimizers.entries
+ENTRIES = shipped_catalog().optimizers.entries
 OPTIMIZERS = tuple(
     name for name, entry in ENTRIES.items() if entry.implementation != STACKED
 )  # which nanochat alone runs

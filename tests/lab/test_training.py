@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
 from memplan.lab.training.loop import (  # noqa: E402
     LossScale,
@@ -26,10 +25,11 @@ from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
 from memplan.library.lookup import Overrides, find_setup  # noqa: E402
 from memplan.model.readers.given_shapes import model_from_shapes  # noqa: E402
 from memplan.muon.weights.quantised import QuantisedWeight  # noqa: E402
+from tests.jobs import shipped_catalog  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "intermediate": 96, "vocab": 256}
 WIDE = TINY | {"layers": 1, "hidden": 256, "intermediate": 256}
 """Rows of 256 numbers, as formats with blocks of 256 need."""

@@ -1,6 +1,5 @@
 """Serving a model: what the cache takes by hand, what a request adds, and how far it goes."""
 
-import jsonschema
 import pytest
 
 from memplan.errors import CannotAnswerError, InvalidFileError
@@ -8,6 +7,7 @@ from memplan.library.lookup import Shapes, find_model
 from memplan.library.runs.served_model import InferenceOptions, refuse_method, serve
 from memplan.report.json_schemas import schema_of
 from memplan.units import format_bytes
+from tests.jobs import follow_schema
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_released_format_is_taken_from_the_name(served):
 def test_json_follows_its_schema(cli):
     ran = cli("fit", "qwen3-8b", "--method", "inference", "--gpu", "rtx4090", "--concurrency", 4, "--json")
     assert ran.exit_code == 0
-    jsonschema.validate(ran.data, schema_of("inference"))
+    follow_schema(ran.data, schema_of("inference"))
 
 
 def test_the_last_line_is_the_verdict(cli):

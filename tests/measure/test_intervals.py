@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.measure.records.measurement_records import record_files
+from tests.jobs import shipped_catalog
 from tests.survey.intervals import judged, summary
 
 RECORDS = Path(__file__).parents[1] / "records"
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 MEDIAN_WIDTH = 0.056
 """1.4 % of it are the contexts measured on cards of that compute capability."""
 MEASURED_BEFORE = {"cuda-mixtral-8x7b-v0.1-2layers-8192tokens-bf16-adamw-b2-s512.json"}

@@ -39,7 +39,7 @@ def measured(task: Task, folder: Path) -> list[Measurement]:
 @pytest.mark.parametrize(
     ("config", "ranks", "keys"),
     [
-        ("muon", 2, {}),
+        pytest.param("muon", 2, {}, marks=pytest.mark.slow),
         pytest.param("bf16-adamw", 2, {}, marks=pytest.mark.slow),
         pytest.param("fp32-adamw", 2, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param("mixed-adamw", 2, {"activation_checkpointing": "full"}, marks=pytest.mark.slow),

@@ -120,7 +120,7 @@ def _prepare(folder: str) -> None:
     """Find modules in the copy, and import packages of others."""
     sys.path.insert(0, folder)
     sys.dont_write_bytecode = True
-    os.environ.update(PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    os.environ.update(PYTHONPATH=folder, PYTHONDONTWRITEBYTECODE="mutants", OMP_NUM_THREADS="1")
     for package in ("pydantic", "pytest", "typer", "yaml"):
         importlib.import_module(package)
     loaded = [name for name in sys.modules if name.partition(".")[0] in ("memplan", "tests")]

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, TrainingConfig
 from memplan.errors import CannotAnswerError, MemplanError
@@ -18,8 +17,9 @@ from memplan.plan.suggested.suggestions import with_suggestions
 from memplan.report.plans.explain_answer import explain_document
 from memplan.report.plans.plan_answer import plan_document
 from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 MODELS = (
     "gpt2", "qwen2.5-0.5b", "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b", "phi-1.5", "phi-3-mini", "pythia-160m", "falcon-7b",
     "olmo-1b", "olmo-2-7b", "smollm3-3b", "stablelm-2-1.6b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen1.5-moe-a2.7b",

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Gradients
 from memplan.model.inventory import ParameterTensor, parameter_count
@@ -16,8 +15,9 @@ from memplan.step.states.muon_scratch import decoding_sizes
 from memplan.step.tensors.tensor_states import tensor_states
 from memplan.step.tensors.update_kernels import slot_bytes
 from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 
 
 # ------------------------------------------------------------------ states

@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import MemplanError
 from memplan.library.lookup import catalog_model, custom_gpu
 from memplan.model.inventory import parameter_count
@@ -18,8 +17,9 @@ from memplan.plan.planner import CompiledPlan
 from memplan.plan.sizes.largest_model import fewest_devices, first_that_fits, largest_models, max_parameters
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.stack_models import as_trained
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 MODELS = [(name, catalog_model(name, CATALOG)) for name in CATALOG.models]
 GPUS = ["rtx3050", "rtx4090", "l40s", "a100-sxm-80gb", "mi300x"]
 CONFIGS = ["tier1", "tier3", "bf16-adamw", "qlora"]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import memplan
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.training.own_settings import OwnSetting, is_settable, own_settings
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 SAMPLE = replace(
     CATALOG.stack("bundled"),
     keys={"micro_batch_size": "per_device_train_batch_size", "weights.hidden_matrix": "load_in_4bit"},

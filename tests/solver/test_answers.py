@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 
-import jsonschema
 import pytest
 
 import memplan
+from tests.jobs import follow_schema
+
+pytestmark = pytest.mark.usefixtures("answered_once")
 
 FRONTIER = ("frontier", "llama-8b", "--gpu", "h100", "--config", "bf16-adamw-8bit")
 
@@ -24,8 +26,7 @@ FRONTIER = ("frontier", "llama-8b", "--gpu", "h100", "--config", "bf16-adamw-8bi
 )
 def test_json_follows_its_schema(cli, name, arguments):
     schema = cli("schema", name).data
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(cli(*arguments, "--json").data, schema)
+    follow_schema(cli(*arguments, "--json").data, schema)
 
 
 # ------------------------------------------------------------------ frontier

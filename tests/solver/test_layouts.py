@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from memplan.solver.layouts import layout_search
 from memplan.solver.layouts.degrees import LayoutSpace, layouts
 from memplan.solver.layouts.layout_search import NOTABLE
 from memplan.solver.search.cluster import Cluster
+from tests.jobs import follow_schema
 
 SMALL = memplan.Shapes(
     layers=2, hidden=512, intermediate=1024, heads=8, kv_heads=4, head_dim=64, vocab=1000, tied=False
@@ -76,7 +76,7 @@ def test_each_row_saved_and_planned_again_has_the_same_bytes(searched, device, c
 
 def test_json_is_what_its_schema_says_and_names_stack_degrees_and_traffic(searched):
     document = searched[0].document()
-    jsonschema.validate(document.data, schema_of("layouts"))
+    follow_schema(document.data, schema_of("layouts"))
     row = document.data["rows"][0]
     assert row["layout"]["data"] * row["layout"]["tensor"] == 16
     assert row["sent"]["inside_bytes"] + row["sent"]["between_bytes"] > 0
@@ -178,7 +178,7 @@ def test_no_way_to_share_a_job_undercuts_what_pooled_memory_allows(catalog):
 def test_ranks_whose_shards_are_smaller_have_rows_of_their_own(cli):
     ask = ("fit", "llama-8b", "--gpu", "h100", "--gpus", "12", "--config", "mixed-adamw", "--rank")
     data = cli(*ask, "all", "--json").data
-    jsonschema.validate(data, schema_of("ranks"))
+    follow_schema(data, schema_of("ranks"))
     fullest, last = data["rows"]
     assert (fullest["ranks"], last["ranks"], last["first"]) == (11, 1, 11)
     whole = cli(*ask[:-1], "--json").data

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import jsonschema
 import pytest
 import yaml
 
@@ -15,28 +14,13 @@ from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.search.best_first import Search
 from memplan.solver.search.suggested_settings import Request, space_of, under_layout
+from tests.jobs import follow_schema
 
 ON_4090 = ("suggest", "llama-8b", "--gpu", "rtx4090")
 BYTES = ("components", "instants", "peak", "persistent_bytes", "host", "verdict", "training")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def searched_once():
-    """Search once for what several tests ask; answers are values, and are written anew each time."""
-    known: dict[str, object] = {}
-    real = memplan.suggest
-
-    def once(model=None, **options):
-        if options.get("config") is not None:  # which may be a file that has changed
-            return real(model, **options)
-        question = repr((model, {key: value for key, value in options.items() if key != "catalog"}))
-        if question not in known:
-            known[question] = real(model, **options)
-        return known[question]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memplan, "suggest", once)
-        yield
+pytestmark = pytest.mark.usefixtures("answered_once")
 
 
 @pytest.fixture
@@ -84,8 +68,7 @@ def test_the_json_of_one_answer_is_a_config(cli, write, rows):
 
 def test_answers_follow_the_schema(cli):
     schema = cli("schema", "suggest").data
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(cli(*ON_4090, "--experimental", "--json").data, schema)
+    follow_schema(cli(*ON_4090, "--experimental", "--json").data, schema)
 
 
 def test_coded_weights_whose_gradients_are_released_layer_by_layer_are_searched(cli):

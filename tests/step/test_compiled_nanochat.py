@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.training_config import TrainingConfig
 from memplan.documents.loading import Document
 from memplan.documents.schemas import validate
@@ -15,8 +14,9 @@ from memplan.model.readers.given_shapes import model_from_flags
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 CARDS = {"9.0": "h100-sxm-80gb", "8.0": "a100-sxm-80gb", "7.0": "v100-sxm2-16gb"}
 
 # Drawn by ``python -m tests.survey.stacks --stack nanochat --seed 1128 --jobs 12``, and traced with a checkout of nanochat on PYTHONPATH.

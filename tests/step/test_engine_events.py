@@ -24,6 +24,7 @@ def plan_under(stage, config="bf16-adamw", *, ranks=4, zero=None, **keys):
     return plan_of(config, parallel, **ADAPTER | keys if config == "lora" else FP32 | keys)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("size", [200_000, 5_000_000, "auto"])
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

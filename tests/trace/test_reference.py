@@ -6,7 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Adapter  # noqa: E402
 from memplan.model.families import with_towers  # noqa: E402
@@ -14,9 +13,10 @@ from memplan.model.parameter_tensors import inventory_of  # noqa: E402
 from memplan.trace.jobs.reference_job import Session  # noqa: E402
 from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
 from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
+from tests.jobs import shipped_catalog  # noqa: E402
 from tests.survey.drawn_models import NOT_BUNDLED  # noqa: E402
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}
 ALL = sorted(
     name for name, entry in CATALOG.models.entries.items() if entry.architecture not in (*NOT_BUNDLED, *with_towers())

@@ -13,7 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
 from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
 from memplan.catalog.training_config import Gradients, Offload, TrainingConfig  # noqa: E402
 from memplan.model.model import Model  # noqa: E402
@@ -28,8 +27,9 @@ from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK  # noq
 from memplan.trace.jobs import bundled_optimizer as bundled  # noqa: E402
 from memplan.trace.tracer import trace_training  # noqa: E402
 from memplan.training.resolution.resolve_config import resolve  # noqa: E402
+from tests.jobs import shipped_catalog  # noqa: E402
 
-CATALOG = Catalog(data_directory())
+CATALOG = shipped_catalog()
 ALL = "every module"
 WIDTH, INNER, VOCAB = 1280, 3848, 5003
 CODED = {"embedding": "q8-0", "head": "q8-0", "router": "bf16", "norm": "fp32"}
