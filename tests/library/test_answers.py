@@ -163,10 +163,18 @@ def test_a_key_of_adapters_is_for_configs_that_have_them():
         memplan.fit("gpt2", set={"adapter.rnk": 8}, **ON)
 
 
-def test_the_largest_value_tells_of_each_run_that_is_simulated_and_never_that_all_are_done():
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda progress: memplan.largest("gpt2", of="sequence", gpu="rtx3060", config="lora", progress=progress),
+        lambda progress: memplan.suggest(
+            "gpt2", gpu="rtx3060", config="lora", keep=["kernels"], most=1, progress=progress
+        ),
+    ],
+    ids=["largest", "suggest"],
+)
+def test_a_search_tells_of_each_part_and_never_that_all_are_done(asked):
     told = []
-    memplan.largest(
-        "gpt2", of="sequence", gpu="rtx3060", config="lora", progress=lambda done, parts: told.append((done, parts))
-    )
+    asked(lambda done, parts: told.append((done, parts)))
     assert [done for done, _ in told[:2]] == [1, 2]
     assert all(done < parts for done, parts in told)

@@ -8,7 +8,7 @@ import memplan
 from memplan.cli.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import PARALLEL, DeviceOptions, ModelOptions, OutputOptions, VerdictOptions, option
-from memplan.cli.output import emit
+from memplan.cli.output import Waiting, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.escaping import json_text
 from memplan.documents.frozen_values import dataclass
@@ -106,7 +106,10 @@ def _suggestions(
         search.host_memory,
         search.experimental,
     )
-    return memplan.suggest(model, **requested)
+    waiting = Waiting("suggest")
+    answer = memplan.suggest(model, progress=waiting, **requested)
+    waiting.end()
+    return answer
 
 
 def _rewrite(file: str, write: bool, options: JobOptions, verdict: VerdictOptions, output: OutputOptions) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
@@ -110,11 +111,17 @@ class Suggested(Answer):
 
 
 @checked
-def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Suggested:
+def suggest(
+    model: ModelGiven = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[SearchOptions],
+) -> Suggested:
     """Return the best settings that fit a model on a GPU, ranked, each as a plan whose config can be saved.
 
     Args:
         model: As :func:`memplan.plan` takes it.
+        progress: Is told how many parts of the search are done, and of how many: two for each layout, and one for each answer.
         options: Keywords of :class:`memplan.SearchOptions`, and of :class:`memplan.JobOptions`.
 
     Raises:
@@ -154,8 +161,14 @@ def suggest(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Sugge
         cluster=requested_cluster(device, inputs.catalog, options),
         parallels=parallels(base.parallel, inputs.gpus, fixed=divided, coded=_shards_codes(known, setup, inputs)),
     )
-    search = suggestions(known, request, device, inputs.catalog)
-    return Suggested(replace(search, rows=_shown(search.rows, strict=request.strict)), inputs.catalog)
+    done, parts = count(1), 2 * max(1, len(request.parallels)) + request.most
+
+    def note() -> None:
+        if progress is not None:
+            progress(min(next(done), parts - 1), parts)
+
+    search = suggestions(known, request, device, inputs.catalog, note)
+    return Suggested(replace(search, rows=_shown(search.rows, note, strict=request.strict)), inputs.catalog)
 
 
 def _shards_codes(model: Model, setup: TrainingSetup, inputs: JobInputs) -> bool:
@@ -194,13 +207,17 @@ def requested_cluster(device: Device, catalog: Catalog, options: SearchOptions) 
     return cluster_of(gpu, catalog.tables.networks, options.get("gpus_per_node"), options.get("network") or "")
 
 
-def _shown(rows: Sequence[Settings], *, strict: bool) -> tuple[Settings, ...]:
+def _shown(rows: Sequence[Settings], note: Callable[[], None], *, strict: bool) -> tuple[Settings, ...]:
     """Return the answers of a search, which plans with the allocator's share, as ``memplan.plan`` plans them.
 
     One that fits by its share alone goes where another remains; those that are TIGHT come behind those that FIT.
+    ``note`` is called after each.
     """
     right = ("fits",) if strict else ("fits", "tight")
-    played = [replace(row, plan=simulated(row.plan)) for row in rows]
+    played = []
+    for row in rows:
+        played.append(replace(row, plan=simulated(row.plan)))
+        note()
     fitting = [row for verdict in right for row in played if row.plan.verdict == verdict]
     return tuple(fitting) or tuple(rows)
 

@@ -1,7 +1,8 @@
 """Suggested settings: the space that a request leaves open is searched, and each answer planned in full."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from memplan.catalog.catalog import Catalog
 from memplan.catalog.config_keys.parallel_keys import Parallel
@@ -22,6 +23,8 @@ from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolution.resolve_config import resolve
 from memplan.training.rules.stack_defaults import default_allocator
 from memplan.units import format_bytes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +90,27 @@ def space_of(request: Request, catalog: Catalog) -> Space:
     return with_fixed_axes(space, request.keep, catalog)
 
 
-def suggestions(model: Model, request: Request, device: Device, catalog: Catalog) -> Suggestions:
+def suggestions(
+    model: Model, request: Request, device: Device, catalog: Catalog, note: Callable[[], None] = lambda: None
+) -> Suggestions:
     """Return the best settings for a model on a device, or the nearest miss.
 
     Adapters stay on weights of the kind that the base config has them on, in 16 bits or more or quantised; on the other
     kind only where nothing else fits, and then that is among what an answer gives up.
+
+    Args:
+        note: Is called when a layout's combinations are listed, and again when they are searched.
 
     Raises:
         CannotAnswerError: What is fixed leaves nothing to search.
     """
     space = _on_device(space_of(request, catalog), device, catalog)
     meant = as_meant(space)
-    result = _searched(model, request, meant, device, catalog)
+    result = _searched(model, request, meant, device, catalog, note)
     if result.rows or meant is space:
         return result
     return _searched(
-        model, request, space, device, catalog, "weights of the kind that was asked for: with them nothing fits"
+        model, request, space, device, catalog, note, "weights of the kind that was asked for: with them nothing fits"
     )
 
 
@@ -119,11 +127,18 @@ def _on_device(space: Space, device: Device, catalog: Catalog) -> Space:
 
 
 def _searched(
-    model: Model, request: Request, space: Space, device: Device, catalog: Catalog, lost: str = ""
+    model: Model,
+    request: Request,
+    space: Space,
+    device: Device,
+    catalog: Catalog,
+    note: Callable[[], None],
+    lost: str = "",
 ) -> Suggestions:
     """Return the best settings of a space, or the nearest miss.
 
     Args:
+        note: As :func:`suggestions` takes it.
         lost: What every answer gives up, or nothing.
     """
     length = space.base.sequence_length
@@ -135,10 +150,11 @@ def _searched(
     space = open_spaces[0]
 
     def searches(experimental: bool) -> list[Search]:
-        return [Search(model, one, device, length, catalog, experimental=experimental) for one in open_spaces]
+        own = (Search(model, one, device, length, catalog, experimental=experimental) for one in open_spaces)
+        return list(_noted(own, note))
 
     own = searches(request.experimental)
-    outcome = joint_outcome([search.run() for search in own])
+    outcome = joint_outcome(list(_noted((search.run() for search in own), note)))
     if not outcome.front and not request.strict:
         outcome = joint_outcome([search.run(tight=True) for search in own])
     if outcome.front:
@@ -155,6 +171,13 @@ def _searched(
     miss = nearest_miss(own)
     outcome = replace(outcome, compiled=sum(search.sizes.compiled for search in own))
     return Suggestions(model, device, space, outcome, (), miss, fits)
+
+
+def _noted(items: Iterable[T], note: Callable[[], None]) -> Iterator[T]:
+    """Yield items, and call ``note`` after each."""
+    for item in items:
+        yield item
+        note()
 
 
 def _settings(
