@@ -34,9 +34,9 @@ class Standing:
 
     @property
     def rank(self) -> int:
-        """The status as an ordinal; within it what is recorded to learn comes first, and what ends far behind last."""
-        place = 2 if self.far_behind else int(not self.recorded)
-        return 3 * STATUSES.index(self.status) + place
+        """The status as an ordinal; of experimental ones what is recorded to learn comes first, and what ends far behind last."""
+        ordinal = STATUSES.index(self.status)
+        return 3 * ordinal + (2 if self.far_behind else int(ordinal >= UNKNOWN and not self.recorded))
 
     @property
     def status(self) -> Status:
