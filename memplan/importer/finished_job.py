@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from memplan.errors import printable
@@ -14,6 +15,7 @@ from memplan.importer.quantised_names import frozen_format, weights_by_name
 from memplan.importer.reading import DEFAULTED, MODEL, OVERRIDDEN, STATED, Reading, Refusal, Result, need_of
 from memplan.importer.sources.given_keys import MISSING
 from memplan.importer.trainer_detection import is_program_of
+from memplan.units import nearest_divisor
 
 DEGREES = ("tensor", "pipeline", "context")
 FEW = 3
@@ -195,13 +197,18 @@ def _shards(job: ImportedJob) -> str:
 def _share_out(job: ImportedJob, gpus: int) -> None:
     """Set the data parallel degree that is left of so many GPUs, and accumulation that follows from it."""
     results = job.reading.results
-    taken = 1
-    for name in DEGREES:
-        taken *= _whole(job.value(f"training.parallel.{name}"))
-    replicas = _whole(job.value("training.parallel.replicate"))
-    data = max(gpus // taken, 1)
-    if taken * replicas > gpus or gpus % (taken * replicas):
-        text = f"the file shares the job out over a multiple of {taken * replicas} GPUs, not over {gpus}"
+    given = job.reading.inputs.get("degrees", {})
+    degrees = {
+        name: _whole(given.get(name, job.value(f"training.parallel.{name}"))) for name in (*DEGREES, "replicate")
+    }
+    parts = prod(degrees.values())
+    data = max(gpus * degrees["replicate"] // parts, 1)
+    problem = "" if job.reading.inputs.get("gpus") or not given else _undivided(gpus, degrees, given.get("data"))
+    if problem:
+        job.reading.problems.append(f"{problem}; --gpus says another number")
+        return
+    if gpus % parts:
+        text = f"the file shares the job out over a multiple of {parts} GPUs, not over {gpus}"
         if job.reading.inputs.get("gpus"):
             job.reading.problems.append(f"--gpus {gpus}: {text}")
         else:
@@ -211,6 +218,18 @@ def _share_out(job: ImportedJob, gpus: int) -> None:
     if stated is None or stated.rank == DEFAULTED:
         results["training.parallel.data"] = Result(data, STATED, "gpus", "", f"{gpus} GPUs")
     _accumulate(job, data)
+
+
+def _undivided(gpus: int, degrees: Mapping[str, int], data: Any) -> str:
+    """Return why GPUs that a file starts cannot be shared out by degrees that are given over its own; nothing if they can."""
+    parts = prod(degrees.values())
+    if gpus % parts:
+        words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        near = nearest_divisor(gpus, parts)
+        return f"parallel: the file's {gpus:,} GPUs are no multiple of {words} = {parts:,}; the nearest that divides them: {near}"
+    left = gpus * degrees["replicate"] // parts
+    other = isinstance(data, int) and data != left
+    return f"parallel.data: the file's {gpus:,} GPUs leave {left} for data parallelism, not {data}" if other else ""
 
 
 def _accumulate(job: ImportedJob, world: int) -> None:

@@ -39,6 +39,7 @@ class Question:
     version: str = ""  # Its version where the user names it
     text: str | None = None  # What the first file is to hold, where that is not yet written
     files: NamedFiles = field(default_factory=NamedFiles)  # Where files that are named may lie
+    degrees: Mapping[str, int] = field(default_factory=dict)  # Keys of ``parallel`` that are given over the file's
 
 
 @dataclass(slots=True)
@@ -150,13 +151,14 @@ def _inputs(keys: GivenKeys, question: Question, version: str, environment: Mapp
     """Return what rules ask for that is no key, as far as it is known."""
     inputs: dict[str, Any] = {
         "gpus": question.gpus,
+        "degrees": question.degrees,
         "version": version,
         "form": keys.form,
         "checkpoint": checkpoint_dtype(keys, question.files),
         "program": " ".join(keys.words),
     }
     inputs |= {f"environment.{name}": value for name, value in environment.items()}
-    return {name: value for name, value in inputs.items() if value not in (None, "")}
+    return {name: value for name, value in inputs.items() if value not in (None, "", {})}
 
 
 def _note_version(reading: Reading, version: str, betraying: str, main: Owned) -> None:

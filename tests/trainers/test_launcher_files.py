@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import memplan
-from memplan.errors import CannotAnswerError
+from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.report.document import render
 
 from .test_import_files import EXAMPLES, TRL, written
@@ -57,6 +59,43 @@ def test_fsdps_first_version_is_that_of_an_older_axolotl(tmp_path, keys):
     refused = memplan.import_file(file, gpus=4, trainer_version="0.21").to_dict()["keys"]["not_modelled"]
     assert "FSDP1, which axolotl 0.19 was the last to take" in refused[0]["why"]
     assert refused[0]["line"] == 9
+
+
+MEGATRON = """torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --num-layers 4 \\
+  --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 --vocab-size 1000 --bf16 \\
+  --micro-batch-size 1 --global-batch-size 32 --use-distributed-optimizer
+"""
+
+
+@pytest.mark.parametrize(
+    ("degrees", "gpus", "expected"),
+    [
+        ({"tensor": 4}, None, (8, 2, 16)),
+        ({"pipeline": 2}, None, (8, 2, 16)),
+        ({"tensor": 1, "data": 8}, None, (8, 8, 4)),
+        ({"tensor": 4}, 16, (16, 4, 8)),
+        (
+            {"pipeline": 3},
+            None,
+            "8 GPUs are no multiple of tensor 2 x pipeline 3 = 6; the nearest that divides them: 4;",
+        ),
+        ({"tensor": 16}, None, "no multiple of tensor 16 = 16; the nearest that divides them: 8; --gpus says another"),
+        (
+            {"data": 2},
+            None,
+            "parallel.data: the file's 8 GPUs leave 4 for data parallelism, not 2; --gpus says another",
+        ),
+    ],
+)
+def test_degrees_of_the_command_line_share_out_the_gpus_that_a_launcher_starts(tmp_path, degrees, gpus, expected):
+    file = written(tmp_path, MEGATRON, "script.sh")
+    options = {"gpu": "h100", "config": str(file), "set": {f"parallel.{key}": value for key, value in degrees.items()}}
+    if isinstance(expected, str):
+        with pytest.raises(InvalidFileError, match=re.escape(expected)):
+            memplan.plan_grid(str(file), gpus=gpus, **options)
+        return
+    answer = memplan.plan_grid(str(file), gpus=gpus, **options)
+    assert (answer.plan.grid.world, answer.plan.grid.data, answer.config.gradient_accumulation_steps) == expected
 
 
 def test_the_trainers_file_heads_the_answer_whatever_goes_with_it(tmp_path):

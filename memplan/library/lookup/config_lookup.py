@@ -208,11 +208,11 @@ def _config(
         raise InvalidFileError([*error.problems, *_further_problems(wanted, error, catalog)]) from None
 
 
-def _command_line_keys(overrides: Overrides) -> list[str]:
-    """Return the dotted keys of a training config that the command line says."""
+def _command_line_keys(overrides: Overrides) -> dict[str, Any]:
+    """Return the dotted keys of a training config that the command line says, with their values."""
     sizes = {"micro_batch_size": overrides.batch, "sequence_length": overrides.length}
-    keys = [key for key, size in sizes.items() if size is not None]
-    return [*keys, *(".".join(path) for path, _ in _settings(overrides.settings))]
+    keys = {key: size for key, size in sizes.items() if size is not None}
+    return keys | {".".join(path): value for path, value in _settings(overrides.settings)}
 
 
 def without_preset(document: Document) -> Document:

@@ -126,9 +126,18 @@ def refuse_no_model(text: str) -> None:
 
 
 def trainer_job(
-    text: str, beside: Sequence[str] = (), gpus: int | None = None, content: str | None = None
+    text: str,
+    beside: Sequence[str] = (),
+    gpus: int | None = None,
+    content: str | None = None,
+    degrees: Mapping[str, int] | None = None,
 ) -> ImportedJob:
-    """Return what a trainer's file says, with files that go with it; ``content`` is what it is to hold.
+    """Return what a trainer's file says, with files that go with it.
+
+    Args:
+        gpus: GPUs that share the job, or None for as many as the file starts.
+        content: What the file is to hold, where that is not yet written.
+        degrees: Keys of ``parallel`` that are given over the file's, and share out the same GPUs.
 
     Raises:
         InvalidFileError: It is no trainer's file, or no training job.
@@ -138,7 +147,7 @@ def trainer_job(
     from memplan.importer.imported_job import Question
 
     paths = [usable_path(text), *map(usable_path, beside)]
-    job = finish(import_files(paths, Question(trainer_mappings(), gpus, text=content)))
+    job = finish(import_files(paths, Question(trainer_mappings(), gpus, text=content, degrees=degrees or {})))
     if job.role == "not_training":
         raise InvalidFileError([f"{text}: {job.other}"])
     return job
@@ -183,7 +192,7 @@ def training_document(
     gpus: int | None,
     catalog: Catalog,
     content: str | None = None,
-    given: Collection[str] = (),
+    given: Mapping[str, Any] | None = None,
     model: Model | None = None,
 ) -> Document:
     """Return the training config that a trainer's file stands for, as memplan's own files have it, with the lines that said it.
@@ -191,12 +200,15 @@ def training_document(
     Args:
         gpus: GPUs that share the job, or None.
         content: What the file is to hold, where that is not yet written.
-        given: Keys of a training config that are said besides, so that the file need not say them.
+        given: Keys of a training config that are said besides, so that the file need not say them, with their values.
 
     Raises:
         CannotAnswerError: Something of it is not modelled, or missing.
     """
-    job = trainer_job(text, beside, gpus, content)
+    given = given or {}
+    heads = ((key.partition("."), value) for key, value in given.items())
+    degrees = {name: value for (head, _, name), value in heads if head == "parallel"}
+    job = trainer_job(text, beside, gpus, content, degrees)
     if model is not None and not model.has_experts:
         job.leave_experts_out()
     _warn_of_unknown(job)

@@ -83,7 +83,8 @@ class _File:
     def _planned(self, content: str) -> Plan:
         catalog = catalog_of(self.options.get("catalog"))
         beside = tuple(map(str, self.options.get("beside") or ()))
-        given = [key for key in ("micro_batch_size", "sequence_length") if self.options.get(key) is not None]
+        sizes = {key: self.options.get(key) for key in ("micro_batch_size", "sequence_length")}
+        given = {key: size for key, size in sizes.items() if size is not None}
         gpus = self.options.get("gpus")
         job = trainer_job(self.path, beside, gpus, content)
         model = find_model(self.path, Shapes(), catalog) if job.refused_for_experts else None
