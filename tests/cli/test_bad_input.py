@@ -131,6 +131,11 @@ def test_a_usage_error_names_the_nearest_thing_that_is_understood(refused, argum
         (("emit", "llama-8b", "--trainer", "trl"), "here it is --as (see"),
         (("emit", "llama-8b", "--format", "axolotl"), "here it is --as (see"),
         (("fit", "llama-8b", "--nproc_per_node", "8"), "here it is --gpus (see"),
+        (
+            ("fit", "llama-8b", "--global-batch", "64"),
+            "--global-batch; here it is --micro-batches N, or --set gradient_",
+        ),
+        (("where", "llama-8b", "--global_batch_size", "64"), "here it is --set gradient_accumulation_steps=8 (see"),
         (("fit", "llama-8b", "--ctx-size", "8192"), "here it is --context (see"),
         (("max", "llama-8b", "--context", "8192"), "here it is memplan fit MODEL --method inference (see"),
         (("where", "llama-8b", "--method", "dpo"), "here it is --set method.stage=dpo ("),
