@@ -876,7 +876,7 @@ RULE_KEYS = {
         "multiple",
     ),
     *("quotient", "smallest", "sum", "join", "as", "match", "names", "need", "refuse", "up", "least", "change"),
-    *("if_null", "overrides", "program"),
+    *("if_null", "overrides", "program", "exact"),
 }
 
 
