@@ -321,7 +321,7 @@ def _runs(spec: ModelSpec, rules: StackModels) -> tuple[LayerRun, ...]:
     """Return the runs of layers, apart where some make masks of a window."""
     runs = tuple([_built_run(run, rules) for run in spec.runs])
     apart = rules.by_groups or rules.windows != "released" or spec.architecture in rules.window_masks
-    if not spec.full_layers or not apart:
+    if not spec.window or not apart:
         return runs
     layers = [run.layer for run in runs for _ in range(run.count)]
     return layer_runs(

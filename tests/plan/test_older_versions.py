@@ -231,6 +231,19 @@ def test_windowed_layers_of_gemma_2_made_masks_of_their_own_up_to_4_51():
     assert older["layer 1 backward"] - newer["layer 1 backward"] == pytest.approx(square, rel=1e-2)
 
 
+def test_a_gemma_2_of_windowed_layers_alone_makes_their_masks(tmp_path):
+    length, config = 1024, {"model_type": "gemma2", "num_hidden_layers": 1, "hidden_size": 128, "vocab_size": 512}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
+    needs = []
+    for kind in ("sliding_attention", "full_attention"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": [kind]}))
+        plan = memplan.plan(
+            str(tmp_path), stack="torchtune", gpu="a100-80gb", micro_batch_size=1, sequence_length=length
+        )
+        needs.append(dict(plan.instants)["forward"])
+    assert needs[0] - needs[1] == 2 * 4 * length**2  # ones and the window, in fp32
+
+
 def test_falcon_gave_torchs_attention_no_mask_up_to_4_57():
     job = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": "full"}}
     older, newer = (instants_of(at, "falcon-7b", **job)["head backward"] for at in ("plain-loop@4.57", "plain-loop"))
