@@ -82,3 +82,14 @@ def test_a_model_whose_result_has_no_place_for_routers_logits_is_refused(catalog
     with pytest.raises(CannotAnswerError, match="router_logits"):
         instants(catalog, model)
     assert instants(catalog, model, method={"balances": False})
+
+
+def test_a_mixture_names_what_its_router_returns_until_it_ends(catalog):
+    small = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 32}
+    small |= {"intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    small |= {"norm_topk_prob": False, "max_position_embeddings": 2048}
+    wide = {"weights": {"default": "fp32"}, "optimizer": {"default": "adamw-fp32"}, "compute_dtype": "fp32"}
+    job = {**wide, "stack": "plain-loop", "sequence_length": 256, "activation_checkpointing": "full"}
+    forward = instants(catalog, {**MODEL, **small}, **job)["forward"]
+    traced = 8_956_292  # ``Qwen3MoeSparseMoeBlock.forward`` of transformers 5.24.0
+    assert abs(forward - traced) < 2 * 256 * 8 * 4  # less than a router's fp32 logits

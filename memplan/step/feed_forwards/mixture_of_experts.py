@@ -16,21 +16,22 @@ from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, VIEW, 
 
 def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
     """Return what routed and shared experts add to the residual stream."""
-    names, tape = builder.settings.names, builder.tape
+    names, tape, code = builder.settings.names, builder.tape, builder.settings.code
     with tape.alive(x):
-        if builder.settings.code.shared_first and part.shared_intermediate_size:
+        if code.shared_first and part.shared_intermediate_size:
             return _after_shared(builder, x, part, prefix)
-        weights, chosen = _routed(builder, x, part, inside(prefix, names.router))
-        with tape.alive(weights, chosen):
+        weights, chosen, logits = _routed(builder, x, part, inside(prefix, names.router))
+        named = (weights, chosen, logits) if code.grouped_uncast else ()  # until transformers' blocks end
+        with tape.alive(weights, chosen, *named):
             given = linear(builder, x, inside(prefix, LATENT[0]), part.latent_size) if part.latent_size else x
             out = routed_experts(builder, given, weights, chosen, part, inside(prefix, names.experts))
             if part.latent_size:
                 out = linear(builder, out, inside(prefix, LATENT[1]), builder.settings.hidden_size)
             if not part.shared_intermediate_size:
                 return out
-            builder.named_values += [out] if builder.settings.code.names_routed else []
-            with tape.alive(out):
-                return builder.add(out, shared(builder, x, part, prefix))
+        builder.named_values += [out] if code.names_routed else []
+        with tape.alive(out, *(() if code.names_routed else named)):
+            return builder.add(out, shared(builder, x, part, prefix))
 
 
 def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> Value:
@@ -38,8 +39,8 @@ def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: st
     names, tape = builder.settings.names, builder.tape
     shared = mlp(builder, x, Mlp(part.shared_intermediate_size, part.activation), inside(prefix, names.shared_experts))
     with tape.alive(shared):
-        weights, chosen = _routed(builder, x, part, inside(prefix, names.router))
-        with tape.alive(weights, chosen):
+        weights, chosen, logits = _routed(builder, x, part, inside(prefix, names.router))
+        with tape.alive(weights, chosen, *([logits] if builder.settings.code.grouped_uncast else [])):
             out = routed_experts(builder, x, weights, chosen, part, inside(prefix, names.experts))
             with tape.alive(out):
                 return builder.add(out, _gated_shared(builder, x, shared, part, prefix))
@@ -66,8 +67,8 @@ def _gated_shared(builder: Builder, x: Value, shared: Value, part: MixtureOfExpe
         return tape.apply("mul", ways, builder.fresh(shared), saves, traits=Traits(workspace=full))
 
 
-def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value]:
-    """Return scores and numbers of the chosen experts, the scores in fp32 or the compute dtype."""
+def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tuple[Value, Value, Value]:
+    """Return scores and numbers of the chosen experts, the scores in fp32 or the compute dtype, and what all are formed of."""
     tape, used = builder.tape, part.experts_per_token
     indices = tape.value(TOKENS, used, 8)
     logits = _router_logits(builder, x, part, name)
@@ -79,7 +80,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
                 with tape.alive(top):
                     share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
                     tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch))
-                    return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices
+                    return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices, logits
         narrow = part.score_correction and builder.settings.under_autocast and builder.settings.code.grouped_uncast
         narrow = narrow or (part.scores_as_routed and not builder.settings.autocast)
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
@@ -88,7 +89,8 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
             share = builder.cast(share, 4) if part.scores_as_routed and builder.settings.under_autocast else share
         if part.score_scale != 1.0:
             share = builder.pointwise("scale", share)
-        return share if part.fp32_scores or part.scores_as_routed else builder.cast(share, builder.compute), indices
+        own = part.fp32_scores or part.scores_as_routed
+        return share if own else builder.cast(share, builder.compute), indices, logits
 
 
 def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> Value:
