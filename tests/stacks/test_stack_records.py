@@ -48,7 +48,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl.fsdp1-adapters.shards": {11},
     "transformers.fsdp1-as-stored.shards": {19, 27, 28, 31},
     "transformers.vision-deepspeed.shards": {6, 11, 23, 24, 28},
-    "transformers.deepspeed-offload.shards": {30},
     "transformers.no-reshard.shards": {12},
     "transformers.offload.shards": {3},
     "transformers.fsdp1-offload.shards": {4, 25, 31},
