@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from memplan.importer.python.python_literals import LENGTHS, TOKENIZER
 from memplan.importer.python.python_settings import FROM_FILES, PARSED
 from memplan.importer.python.python_words import VARIABLES
 from memplan.importer.sources.conditions import is_on
-from memplan.importer.sources.given_keys import MISSING, GivenKeys
+from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
 
 CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "PPOConfig", "GKDConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip
 """Classes of arguments, those of TRL's trainers first."""
@@ -103,7 +104,7 @@ OWN_PARTS: Mapping[str, str] = {
 }
 """Keyword of a trainer -> what it would have to be without it (transformers/trainer.py, 5.24.0)."""
 SCORED, SCORES = ("GRPOTrainer", "RLOOTrainer"), "ForSequenceClassification_from_pretrained"
-"""Trainers of completions, whose ``reward_funcs`` may name or be a model (trl/trainer/grpo_trainer.py, 1.16.0, line 558)."""
+"""Trainers of completions, whose ``reward_funcs`` may name or be a model (trl/trainer/grpo_trainer.py, 1.16.0, line 551)."""
 KERNELS = ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_cudnn_sdp")
 """Functions of ``torch.backends.cuda`` that switch kernels of attention off."""
 CAST = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
@@ -305,11 +306,9 @@ def _parts_given(result: _Taken, called: str) -> Iterator[str]:
     whole = called in ("SFTTrainer", *PLAIN) and "ForSequenceClassification" not in str(result.data.get("model_class"))
     if whole and evaluates and collected and given.get("preprocess_logits_for_metrics") is None:
         yield "an evaluation of losses alone: metrics or predictions collect the logits of all rows on the GPU, as many as there are"
-    scored = given.get("reward_funcs")
-    names = [
-        name for name in (scored if isinstance(scored, list) else [scored]) if isinstance(name, str) and "/" in name
-    ]
-    if called in SCORED and (names or any(one.endswith(SCORES) for one in keys.words)):
+    if called in SCORED and (
+        _names_a_model(given.get("reward_funcs")) or any(one.endswith(SCORES) for one in keys.words)
+    ):
         yield "rewards that functions compute: the program has a reward model beside the policy"
     if _given(keys, "get_peft_model").get("autocast_adapter_dtype") is False:
         yield "adapters in fp32, which PEFT makes of them: autocast_adapter_dtype is false"
@@ -319,6 +318,17 @@ def _parts_given(result: _Taken, called: str) -> Iterator[str]:
     off = [name for name in KERNELS if _given(keys, f"cuda_{name}").get("0") is False]
     if off and not chosen.startswith(("flash", "eager", "flex")):
         yield f"attention by the kernel that torch chooses: {off[0]} switches one off; attn_implementation is read"
+
+
+def _names_a_model(scored: Any) -> bool:
+    """Tell whether rewards that a program hands its trainer are, or have among them, a string: each is a model's name."""
+    if not isinstance(scored, Expression):
+        return any(isinstance(one, str) for one in (scored if isinstance(scored, list) else [scored]))
+    try:
+        node = ast.parse(scored, mode="eval").body
+    except SyntaxError:  # cut
+        return "/" in scored
+    return any(isinstance(one, ast.Constant) for one in getattr(node, "elts", ())) or "/" in scored
 
 
 def _given(keys: GivenKeys, called: str) -> Mapping[str, Any]:
