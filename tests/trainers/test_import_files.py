@@ -520,6 +520,16 @@ def test_trainers_that_are_not_read_are_refused_by_name(tmp_path, text):
     assert "recognised" in answer.data["answer"]
 
 
+@pytest.mark.parametrize("more", ["--zero_stage 2", "--zero_stage 3", "--zero_stage 0 --add_eot_token --eot_token x"])
+def test_deepspeed_chat_is_refused_by_name(more):
+    given = (
+        f"deepspeed main.py --data_path Dahoas/rm-static {MODEL} --per_device_train_batch_size 16 {more} --deepspeed"
+    )
+    answer = memplan.import_file(given.split()).document()
+    assert (answer.exit_code, answer.data["needs"], answer.data["keys"]["unknown"]) == (3, [], [])
+    assert "DeepSpeed-Chat's own loop is not modelled" in answer.data["answer"]
+
+
 def test_misspelt_keys_have_their_line_and_the_nearest_key(tmp_path):
     text = (EXAMPLES / "axolotl.yaml").read_text().replace("gradient_checkpointing", "gradient_checkpoint")
     (one,) = memplan.import_file(written(tmp_path, text)).to_dict()["keys"]["unknown"]
