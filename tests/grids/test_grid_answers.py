@@ -84,6 +84,8 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "8", "--tp", "2", "--config", "qlora"), 3, "tensor parallelism is not modelled"),
         (("--gpus", "8", "--tp", "2", "--set", "optimizer=muon-int4"), 3, "optimizer: muon-int4 under Megatron-LM"),
         (("--gpus", "8", "--tp", "2", "--set", "parallel.precision_aware=true"), 3, "set parallel.zero_stage: 1"),
+        (("--gpus", "8", "--tp", "2", "--set", "parallel.precision_aware=true", "--set", "optimizer=sgd"), 3, "takes Adam alone; leave it out"),
+        (("--gpus", "8", "--tp", "2", "--zero", "1", "--set", "optimizer=sgd"), 3, "takes SGD in host memory alone"),
         (("--gpus", "24", "--tp", "8", "--cp", "3", "-s", "1000"), 2, "1,000 tokens cannot be divided among 2 x 3 context parallel parts; the nearest that can: 996"),
         (("--gpus", "8", "--tp", "8", "--sequence-parallel", "-s", "1001"), 2, "8 tensor parallel ranks that share the sequence; the nearest that can: 1,000"),
         (("--gpus", "8", "--tp", "2", "--set", "parallel.schedule=gpipe"), 2, "Megatron-LM has no such setting"),
@@ -169,6 +171,18 @@ def test_what_an_optimizer_keeps_by_its_precision():
     assert kept(**{"offload.optimizer_states": "cpu", "parallel.precision_aware": True}) == (2, 4, 0, 0)
     assert kept(**{"optimizer": "sgd", "parallel.zero_stage": 0}) == (2, 4, 4, 4)
     assert kept(**{"optimizer": "sgd-momentum", "offload.optimizer_states": "cpu"}) == (2, 4, 4, 0)
+
+
+@pytest.mark.parametrize(("optimizer", "size"), [("adamw-fp32", 16), ("sgd-momentum", 12), ("sgd", 8)])
+def test_sgd_without_momentum_keeps_nothing_in_host_memory(optimizer, size):
+    settings = {
+        "parallel.tensor": 2,
+        "parallel.zero_stage": 1,
+        "offload.optimizer_states": "cpu",
+        "optimizer": optimizer,
+    }
+    states = memplan.plan_grid("gpt2", gpu="h100", gpus=2, set=settings).plan.fullest
+    assert round(states.fullest.host / states.parameters, 2) == size
 
 
 RUN = """MODEL_ARGS:

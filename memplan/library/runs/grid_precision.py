@@ -11,7 +11,8 @@ ADAM, SGD = "torch.optim.AdamW", "torch.optim.SGD"
 """Implementations of those of memplan's optimizers that Megatron-LM has."""
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4
 """Both moments of its Adam in fp32, and the momentum of Transformer Engine's ``FusedSGD``, which is there without momentum too
-(``get_momentums`` in transformer_engine/pytorch/optimizers/fused_sgd.py, 2.20.2)."""
+(``get_momentums`` in transformer_engine/pytorch/optimizers/fused_sgd.py, 2.20.2), unlike that of torch's SGD, which steps in host
+memory (``CPUSGD`` in core/optimizer/__init__.py, 0.16.1)."""
 
 
 def precision_of(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
@@ -52,7 +53,7 @@ def precision_of(config: TrainingConfig, catalog: Catalog) -> MegatronPrecision:
 
 def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
     """Return the bytes of the states of an element: both moments, of which one may be wide, or a momentum."""
-    roles, aware = config.optimizer, config.parallel.precision_aware
+    roles, aware, on_gpu = config.optimizer, config.parallel.precision_aware, config.offload.optimizer_states != "cpu"
     names = {catalog.optimizers.name_of(roles.get(role, roles.get("default", "adamw-fp32"))) for role in ROLES}
     kinds: set[tuple[str, int]] = set()
     for name in sorted(names):
@@ -62,16 +63,19 @@ def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
             raise CannotAnswerError(
                 f"optimizer: {name} under Megatron-LM is not modelled; adamw-fp32, adamw-bf16 and sgd-momentum are"
             )
-        momentum = entry.implementation == SGD
-        kinds.add((entry.implementation, MOMENTUM_BYTES if momentum else sum(slot.block_bytes for slot in moments)))
+        momentum = MOMENTUM_BYTES if moments or on_gpu else 0
+        size = momentum if entry.implementation == SGD else sum(slot.block_bytes for slot in moments)
+        kinds.add((entry.implementation, size))
     if len(kinds) > 1:
         raise CannotAnswerError("optimizer: several optimizers are not modelled under Megatron-LM")
     implementation, size = kinds.pop()
     sharded, plain = config.parallel.zero_stage == 1, implementation == SGD or size == ADAM_BYTES
-    if implementation == SGD and sharded and (aware or config.offload.optimizer_states != "cpu"):
-        # ``DistributedOptimizer.__init__`` and ``OptimizerConfig.__post_init__`` (core/optimizer, 0.16.1)
+    # ``OptimizerConfig.__post_init__`` and ``DistributedOptimizer.__init__`` (core/optimizer, 0.16.1)
+    if implementation == SGD and aware:
+        raise CannotAnswerError("parallel.precision_aware: it takes Adam alone; leave it out")
+    if implementation == SGD and sharded and on_gpu:
         raise CannotAnswerError(
-            "optimizer: Megatron-LM's distributed optimizer takes Adam alone; set parallel.zero_stage: 0"
+            "optimizer: Megatron-LM's distributed optimizer takes SGD in host memory alone; set parallel.zero_stage: 0, or offload.optimizer_states: cpu"
         )
     if (aware or not plain) and not sharded:
         raise CannotAnswerError(
