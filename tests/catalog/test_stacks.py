@@ -7,6 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+import memplan
 from memplan.catalog.catalog import data_directory
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.kernel_profiles import KernelProfile, Kernels
@@ -203,8 +204,12 @@ def test_litgpt_steps_adapters_over_codes_by_bitsandbytes_paged_adamw():
         ]
 
     assert optimizer() == optimizer("optimizer.default=adamw-paged-bnb") == "adamw-paged-bnb"
-    with pytest.raises(InvalidFileError, match="by adamw-paged-bnb alone, and not by adamw-bf16"):
-        optimizer("optimizer.default=adamw-bf16")
+    for format_name in ("nf4", "nf4-double-quant"):
+        with pytest.raises(InvalidFileError, match="by adamw-paged-bnb alone, and not by adamw-bf16"):
+            optimizer("optimizer.default=adamw-bf16", f"weights.hidden_matrix={format_name}")
+    settings = {"weights.hidden_matrix": "nf4-torchao", "optimizer": "adamw-bf16"}
+    with pytest.raises(CannotAnswerError, match="use one of nf4, nf4-dq there"):
+        memplan.plan("llama-8b", gpu="h100", config="qlora", stack="litgpt", set=settings)
 
 
 @pytest.mark.parametrize("until", ["forward", "backward", "step", "next", None])

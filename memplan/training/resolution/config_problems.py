@@ -157,7 +157,8 @@ def config_problems(config: TrainingConfig, catalog: Catalog) -> Iterator[tuple[
         yield from _narrow_weights(whole, stack)
         yield from _layer_problems(whole, stack)
         yield from method_problems(whole, stack)
-        yield from never_run(whole, stack, format_name(config, "hidden_matrix"))
+        hidden = format_name(config, "hidden_matrix")
+        yield from never_run(whole, stack, catalog.formats.name_of(hidden) if hidden in catalog.formats else hidden)
     yield from parallel_problems(config.parallel)
     if config.gradients.dtype is not None and config.gradients.dtype not in catalog.gradients:
         yield ("gradients", "dtype"), _unknown(catalog.gradients, config.gradients.dtype)

@@ -108,8 +108,8 @@ def _evaluation_problems(config: TrainingConfig, stack: Stack) -> Iterator[tuple
 
 def _optimizer_problems(config: TrainingConfig, stack: Stack, hidden: str) -> Iterator[tuple[Path, str]]:
     """Yield why a stack steps adapters over quantised weights by no other class than its own."""
-    own = stack.quantised_optimizer
-    if own and beside_codes(config, hidden) and (others := {*config.optimizer.values()} - {own}):
+    own, coded = stack.quantised_optimizer, config.adapter is not None and hidden in (stack.quantised_formats or ())
+    if own and coded and (others := {*config.optimizer.values()} - {own}):
         text = f"{stack.name} steps adapters over {hidden} by {own} alone, and not by {', '.join(sorted(others))}; leave it out"
         yield ("optimizer",), text
 
