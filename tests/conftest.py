@@ -30,7 +30,6 @@ from tests.jobs import shipped_catalog
 
 if os.environ.get("PYTHONDONTWRITEBYTECODE") != "mutants":  # else processes of tests compile the package each
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
 os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores: threads of torch's would wait for each other
 
 
@@ -136,6 +135,19 @@ def _of_files(value: object) -> bool:
     return isinstance(value, list | tuple | set | dict) and any(map(_of_files, value))
 
 
+SURROUNDINGS = (
+    "PATH",
+    "HOME",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "HF_HOME",
+    "XDG_CACHE_HOME",
+    "HF_ENDPOINT",
+    "MEMPLAN_CATALOG",
+)
+"""Variables of the environment that answers depend on."""
+
+
 @pytest.fixture(scope="session")
 def answers() -> OrderedDict[str, object]:
     """The last answers to questions of modules that ask with ``answered_once``."""
@@ -154,7 +166,7 @@ def answered_once(answers) -> Iterator[None]:
             own = catalog is not None and (catalog.extra is not None or catalog.root != shipped_catalog().root)
             if own or _of_files([*args, *options.values()]):
                 return function(*args, catalog=catalog, **passed, **options)
-            machine = os.environ.get("PATH"), os.environ.get("HF_HUB_CACHE")
+            machine = [os.environ.get(name) for name in SURROUNDINGS]
             question = repr((function.__name__, args, sorted(options.items()), machine))
             if question not in answers:
                 answers[question] = function(*args, catalog=catalog, **passed, **options)

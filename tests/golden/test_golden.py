@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("answered_once")
-
 EXPECTED = Path(__file__).with_name("expected")
 
 CASES = {
