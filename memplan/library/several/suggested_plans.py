@@ -141,14 +141,22 @@ def suggest(
         raise InvalidFileError(problems)
     known = inputs.model()
     device = inputs.device()
+    request = _request(known, device, inputs, options)
+    note = _noting(progress, 2 * max(1, len(request.parallels)) + request.most)
+    search = suggestions(known, request, device, inputs.catalog, note)
+    return Suggested(replace(search, rows=_shown(search.rows, note, strict=request.strict)), inputs.catalog)
+
+
+def _request(model: Model, device: Device, inputs: JobInputs, options: SearchOptions) -> Request:
+    """Return what is searched for: the keys that are set stay, and the others are open."""
     fixed = keys_set(inputs)
     divided = any(path[0] == "parallel" for path in fixed)
-    setup = inputs.setup(known, gpus=inputs.gpus if divided else 1)
+    setup = inputs.setup(model, gpus=inputs.gpus if divided else 1)
     _refuse_unsearched(setup)
     base = setup.config
     own = 1 if inputs.config is None else base.micro_batch_size * base.gradient_accumulation_steps * base.parallel.data
     host = options.get("host_memory")
-    request = Request(
+    return Request(
         base=base,
         keep=tuple(dict.fromkeys((*(options.get("keep") or ()), *axes_of(fixed)))),
         min_batch=options.get("min_batch") or 1,
@@ -159,16 +167,14 @@ def suggest(
         most=options.get("most") or 5,
         host_bytes=None if host is None else parse_bytes(host),
         cluster=requested_cluster(device, inputs.catalog, options),
-        parallels=parallels(base.parallel, inputs.gpus, fixed=divided, coded=_shards_codes(known, setup, inputs)),
+        parallels=parallels(base.parallel, inputs.gpus, fixed=divided, coded=_shards_codes(model, setup, inputs)),
     )
-    done, parts = count(1), 2 * max(1, len(request.parallels)) + request.most
 
-    def note() -> None:
-        if progress is not None:
-            progress(min(next(done), parts - 1), parts)
 
-    search = suggestions(known, request, device, inputs.catalog, note)
-    return Suggested(replace(search, rows=_shown(search.rows, note, strict=request.strict)), inputs.catalog)
+def _noting(progress: Callable[[int, int], None] | None, parts: int) -> Callable[[], None]:
+    """Return what tells of each part that is done, of so many, and never that all are."""
+    done = count(1)
+    return lambda: progress(min(next(done), parts - 1), parts) if progress is not None else None
 
 
 def _shards_codes(model: Model, setup: TrainingSetup, inputs: JobInputs) -> bool:
