@@ -227,7 +227,7 @@ ROWS = {
     "transformers.latest": "Trainer, Llama 4, LFM2 and Gemma 4 12B",
     "transformers.5-24": "Trainer on transformers 5.24, Gemma 4 and GPT-J",
     "transformers.optimizers": "Trainer 5.24, other optimizers",
-    "transformers.earlier": "Trainer, OPT, GPT-Neo, GPT-J, BLOOM, StarCoder, OLMoE",
+    "transformers.earlier": "Trainer, OPT, GPT-Neo and J, BLOOM, StarCoder, OLMoE",
     "plain-loop": "a plain loop on transformers 5.23 and peft 0.21",
     "plain-loop.latent": "the same, DeepSeek V2, V3 and GLM-4.7 Flash",
     "plain-loop.4-57": "a plain loop on transformers 4.57",

@@ -83,7 +83,7 @@ def best_few(front: Sequence[Combination], most: int) -> list[Combination]:
     equal = [item for item in front if item.group[0] == status]
     least_risk = min(equal, key=lambda item: (item.group[1], *item.group[2:]))
     finest = min(equal, key=lambda item: item.group[3])
-    alone = [item for item in equal if not item.group[5]] or [front[0]]
+    alone = [item for item in equal if not item.group[5]] or [item for item in front if not item.group[5]] or front
     places = (front[0], alone[0], least_risk, finest, min(alone, key=lambda item: item.group[3]))
     wanted = [item for item in front if item in places][:most]
     others = [item for item in front if item not in wanted][: most - len(wanted)]
