@@ -228,14 +228,20 @@ def _told_of(
     """Return what simulates a plan and tells of each that is done, of so many parts, which it never says are all done."""
     if played is None or progress is None:
         return played
-    done = count(1)
+    note = noting(progress, parts)
 
     def telling(plan: MemoryPlan, **options: bool) -> MemoryPlan:
         result = played(plan, **options)
-        progress(min(next(done), parts - 1), parts)
+        note()
         return result
 
     return telling
+
+
+def noting(progress: Callable[[int, int], None] | None, parts: int) -> Callable[[], None]:
+    """Return what tells of each part that is done, of about so many, and never that all are."""
+    done = count(1)
+    return lambda: None if progress is None else progress(min(next(done), parts - 1), parts)
 
 
 # ------------------------------------------------------------------ where

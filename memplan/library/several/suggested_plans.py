@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, Unpack
 
 from memplan.catalog.catalog import Catalog
@@ -24,6 +23,7 @@ from memplan.library.job_options import (
     settings_of,
 )
 from memplan.library.lookup import parallels
+from memplan.library.several.capacity import noting
 from memplan.model.model import Model
 from memplan.plan.memory_plan import Device, Verdict
 from memplan.plan.planner import CompiledPlan
@@ -142,7 +142,7 @@ def suggest(
     known = inputs.model()
     device = inputs.device()
     request = _request(known, device, inputs, options)
-    note = _noting(progress, 2 * max(1, len(request.parallels)) + request.most)
+    note = noting(progress, 2 * max(1, len(request.parallels)) + request.most)
     search = suggestions(known, request, device, inputs.catalog, note)
     return Suggested(replace(search, rows=_shown(search.rows, note, strict=request.strict)), inputs.catalog)
 
@@ -169,12 +169,6 @@ def _request(model: Model, device: Device, inputs: JobInputs, options: SearchOpt
         cluster=requested_cluster(device, inputs.catalog, options),
         parallels=parallels(base.parallel, inputs.gpus, fixed=divided, coded=_shards_codes(model, setup, inputs)),
     )
-
-
-def _noting(progress: Callable[[int, int], None] | None, parts: int) -> Callable[[], None]:
-    """Return what tells of each part that is done, of so many, and never that all are."""
-    done = count(1)
-    return lambda: progress(min(next(done), parts - 1), parts) if progress is not None else None
 
 
 def _shards_codes(model: Model, setup: TrainingSetup, inputs: JobInputs) -> bool:

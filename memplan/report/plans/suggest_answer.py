@@ -165,9 +165,9 @@ def _notes(answer: Suggestions) -> tuple[str, ...]:
             if offloaded
             else []
         ),
-        "needs: at most; for one that would hold more than is usable with memory to spare, the least that it is known to run in.",
-        "Order: fits at the upper end, the worst status of the parts, of experimental ones those of which a record says that "
-        "just they learn, estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
+        "needs: the upper end; where the allocator would cache more than is usable, the least that the run is known to survive in.",
+        "Order: fits at the upper end, the worst status of the parts (experimental combinations with a training record of their "
+        "own before others), estimated time in steps of 10 %, risk. Only the Pareto front of these is shown.",
         *notes_on_models([*(row.plan for row in answer.rows), *([answer.miss.plan] if answer.miss else [])]),
         NOT_SEARCHED.format(
             gpus=ONE_GPU if gpus == 1 else PARALLEL_EXCLUDED, adapters="" if base.adapter else NO_ADAPTERS

@@ -30,11 +30,11 @@ class Standing:
     gradients: int
     optimizer: int
     far_behind: bool = False  # Every record of a shipped config with such weights ended far behind fp32
-    recorded: bool = False  # A record of training or of the literature says that just this combination learns
+    recorded: bool = False  # A record of training, or the literature, says that exactly this combination learns
 
     @property
     def rank(self) -> int:
-        """The status as an ordinal; of experimental ones what is recorded to learn comes first, and what ends far behind last."""
+        """The status as an ordinal; within experimental, combinations that were trained come first, weights far behind last."""
         ordinal = STATUSES.index(self.status)
         return 3 * ordinal + (2 if self.far_behind else int(ordinal >= UNKNOWN and not self.recorded))
 

@@ -73,7 +73,9 @@ def thinned(front: Sequence[Combination]) -> list[Combination]:
 
 
 def best_few(front: Sequence[Combination], most: int) -> list[Combination]:
-    """Return the first of a ranked front, with places for the least risk, the finest weights, and both without host memory.
+    """Return the first of a ranked front, with places for the least risk and the finest weights.
+
+    The fastest and the finest that need no host memory have places too.
 
     Otherwise combinations that are alike and a little faster would crowd these out.
     """
