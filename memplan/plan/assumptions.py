@@ -109,8 +109,21 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
             f"step, filled with zeros, and with the scratch of clipping and the update {format_bytes(plan.apart_bytes)} are reserved "
             "beyond the peak"
         )
-    yield "a steady-state step: optimizer states exist, every sequence has the full length"
+    yield f"a steady-state step: optimizer states exist, {_rows(plan)}"
     yield _allocator(plan)
+
+
+def _rows(plan: MemoryPlan) -> str:
+    """Return how long the rows of a micro-batch are."""
+    setup = plan.setup
+    several = plan.micro_batch_size * setup.rows_per_sample > 1
+    if setup.config.padded_rows and several:
+        return "rows are padded to the longest, of full length, for which attention is given a mask"
+    full = "every sequence has the full length"
+    masks = setup.stack.model_code == "transformers" and not setup.config.joined_rows
+    if several and masks and not setup.runs_flash_attn and setup.profile.attention != "eager":
+        return f"{full}: rows of several lengths are padded, for which attention is given a mask (padded_rows: true)"
+    return full
 
 
 def _allocator(plan: MemoryPlan) -> str:

@@ -55,6 +55,7 @@ from memplan.step.no_grad_instants import forward_only_instants
 from memplan.step.offloaded_inputs import Waiting, waiting_inputs
 from memplan.step.playing.peak_layers import Place, ends, last_places
 from memplan.step.playing.section import SavedTensor
+from memplan.step.regimes import setup_in
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import clipping_bytes, emptied_names, step_temporaries
 from memplan.step.step_inputs import StepInputs, buffers, joined_ids, retained_arguments, rows_to_come, tables_of_graph
@@ -100,6 +101,7 @@ def step_on_tape(
         CannotAnswerError: A part of the model whose activations are not modelled.
     """
     refuse_unread_code(model, setup)
+    setup = setup_in(setup, padded=regime.padded)
     optimizer = step_temporaries(setup, states.tensors)
     clipping = clipping_bytes(states.tensors)
     inputs = StepInputs(model.spec, setup, states, regime, states.gradient_bytes, optimizer, clipping)

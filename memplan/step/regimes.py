@@ -1,5 +1,7 @@
 """What of batch and length decides which operations of a step run at all."""
 
+from dataclasses import replace
+
 from memplan.model.gated_delta_net import CHUNK_TOKENS
 from memplan.model.model import Model
 from memplan.model.spec import ModelSpec
@@ -27,9 +29,18 @@ def forwarded_rows(setup: TrainingSetup, batch: int, length: int) -> tuple[int, 
     return (1, batch * length) if setup.config.joined_rows else (batch, length)
 
 
+def setup_in(setup: TrainingSetup, *, padded: bool) -> TrainingSetup:
+    """Return a setup as it is for rows with padding or without: a micro-batch of one row has none."""
+    if not setup.config.padded_rows or padded:
+        return setup
+    return replace(setup, config=replace(setup.config, padded_rows=False))
+
+
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
     """Return which operations run for a micro-batch of ``batch`` and ``length`` tokens; what changes nothing is left at its default."""
     batch, length = forwarded_rows(setup, batch, length)
+    padded = setup.config.padded_rows and batch > 1
+    setup = setup_in(setup, padded=padded)
     tokens, spec, profile = batch * length, model.spec, setup.profile
     masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"
     sums = layer_sums(spec, tokens) if layers else ()
@@ -47,6 +58,7 @@ def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Re
         and answered_tokens(batch, length, setup.answer_length) > TILE_TOKENS,
         stretches=pieces_of(profile.loss, batch, length),
         empty_stretch=profile.loss == "fp32-stretches" and length % STRETCH_TOKENS == 1 < length,
+        padded=padded,
         masked=masked,
         pads_mask=masked and length % MASK_COLUMNS > 0,
         wide_tables=setup.stack.rotary_tables.dtype == "fp32-unless-whole"

@@ -326,8 +326,9 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
     if setup.config.freeze == ALL_TRAIN:
         del data["freeze"]
-    if not setup.config.joined_rows:
-        del data["joined_rows"]
+    for key in ("joined_rows", "padded_rows"):
+        if not data[key]:
+            del data[key]
     own = ("rollout", "chosen_nll", "labels", "balances")  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None

@@ -128,6 +128,8 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
         yield "offload.activations", config.offload.activations
     if config.joined_rows:
         yield "joined_rows", True
+    if config.padded_rows:
+        yield "padded_rows", True
     if config.reentrant_checkpointing is not None:
         yield "reentrant_checkpointing", config.reentrant_checkpointing
     if config.kernels.attention is not None:

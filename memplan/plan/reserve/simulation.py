@@ -18,7 +18,7 @@ from memplan.step.events.model_passes import WrittenModel, libraries_of
 from memplan.step.events.ranks.step_of_rank import step_player
 from memplan.step.events.step_events import STEPS
 from memplan.step.model_on_tape import model_on_tape
-from memplan.step.regimes import regime_of
+from memplan.step.regimes import regime_of, setup_in
 from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, is_replicated, is_sharded, runs_engine
 from memplan.step.step_inputs import StepInputs
@@ -112,6 +112,7 @@ def events_of(plan: MemoryPlan, steps: int = STEPS) -> RunEvents:
     setup, states = plan.setup, plan.states
     length = ceil_div(plan.sequence_length, setup.config.parallel.context)
     regime = regime_of(plan.own, setup, plan.micro_batch_size, length)
+    setup = setup_in(setup, padded=regime.padded)
     optimizer = step_temporaries(setup, states.tensors)
     inputs = StepInputs(plan.own.spec, setup, states, regime, states.gradient_bytes, optimizer, 0)
     library_bytes = plan.allowances.library_bytes // HANDLES

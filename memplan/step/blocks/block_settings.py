@@ -36,6 +36,7 @@ class Regime:
     # are needed; 0 where there are no hooks.
     copied_widths: tuple[int, int] = (0, 0)
     all_words: bool = False  # Pieces of logits are of the whole vocabulary
+    padded: bool = False  # Rows are padded to the longest of several
     masked: bool = False  # Scaled-dot-product attention is given a mask, and not only told that it is causal
     pads_mask: bool = False  # Rows of that mask are no multiple of what its kernel reads at once
     wide_tables: bool = False  # Rotary tables are in fp32, whatever the residual stream is in

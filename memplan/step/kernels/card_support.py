@@ -262,16 +262,12 @@ def _steps_alone(setup: TrainingSetup, model: Model) -> tuple[AttentionKernel, s
 
 
 def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
-    """Return the kernel of attention within a window, which takes a mask; None where there is no window to see to."""
+    """Return the kernel of attention within a window, or of rows with padding, which takes a mask; None where there is none to see to."""
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
-    code = family_code(setup.stack, model.spec.architecture)
-    if (
-        not model.spec.window
-        or not (code.added_mask or code.masks_layers)
-        or setup.attention_choice != TORCH_CHOOSES
-        or unknown
-    ):
-        return None
+    code, padded = family_code(setup.stack, model.spec.architecture), setup.config.padded_rows
+    masks = (code.added_mask or code.masks_layers) and (model.spec.window or padded)
+    if not masks or setup.attention_choice != TORCH_CHOOSES or unknown:
+        return "efficient" if masks and padded and unknown else None  # flash takes no mask
     calls = [replace(call, masked=True, grouped=False) for call in _narrow_calls(setup, model)]
     kernels = [kernel_on(call, gpu, setup.hardware) for call in calls]
     if code.masks_jointly and len(set(kernels)) > 1:

@@ -37,12 +37,12 @@ def attends_jointly(spec: ModelSpec, setup: TrainingSetup) -> bool:
 
 
 def masks_every_layer(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether attention of layers without a window is given a mask too: for tokens of an image, or of several rows in one.
+    """Tell whether attention of layers without a window is given a mask too: for tokens of an image, of several rows in one, or for padding.
 
     Source:
-        ``create_causal_mask`` in transformers/masking_utils.py (5.24.0): ``packed_sequence_mask``.
+        ``create_causal_mask`` in transformers/masking_utils.py (5.24.0): ``packed_sequence_mask``, ``padding_mask``.
     """
-    return setup.config.joined_rows or attends_jointly(spec, setup)
+    return setup.config.masks_rows or attends_jointly(spec, setup)
 
 
 def is_pooled(spec: ModelSpec, setup: TrainingSetup) -> bool:

@@ -30,11 +30,11 @@ def layer_arguments(spec: ModelSpec, setup: TrainingSetup, *, masked: bool, reta
     code = family_code(setup.stack, spec.architecture)
     requested = setup.profile.attention != "eager" and not setup.runs_flash_attn
     idle = code.idle_mask and not spec.window and not retained and requested
-    if setup.config.joined_rows and masked:
-        return single_form(Part.ACTIVATIONS, Quantity.SCORES, _mask_count(spec, code, retained=retained))
     booleans = single_form(Part.ACTIVATIONS, Quantity.SCORES, 1) if (masked and not code.masks_layers) or idle else ZERO
     alike = len(spec.full_layers) in (0, spec.num_hidden_layers)
-    if attends_jointly(spec, setup) and not (alike and (retained or code.masks_by_kind)):
+    if setup.config.masks_rows and masked:
+        booleans *= _mask_count(spec, code, retained=retained)
+    elif attends_jointly(spec, setup) and not (alike and (retained or code.masks_by_kind)):
         booleans *= 2  # within windows, and not
     biases = _biases(spec, setup) if spec.alibi else ZERO
     images = ZERO if retained else named_features(spec, setup)

@@ -10,8 +10,8 @@ from memplan.model.model import Model
 from memplan.model.routed_experts import experts_of
 from memplan.model.spec import Attention, LatentAttention, MixtureOfExperts, ModelSpec
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.refused_joined_rows import refuse_joined_rows
 from memplan.step.kernels.refused_recurrences import refuse_recurrences
+from memplan.step.kernels.refused_row_masks import refuse_joined_rows, refuse_padded_rows
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 FEED_FORWARD = frozenset(("gate_proj", "up_proj", "down_proj"))
@@ -131,6 +131,7 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_own_adapters(model, setup)
     refuse_recurrences(model.spec, setup)
     refuse_joined_rows(model.spec, setup)
+    refuse_padded_rows(setup)
 
 
 def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:

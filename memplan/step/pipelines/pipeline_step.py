@@ -24,6 +24,7 @@ from memplan.step.ranks.chunked_head import chunk_losses
 from memplan.step.ranks.forwards_alone import with_gathered
 from memplan.step.ranks.sharded_forward import rows_of_head
 from memplan.step.ranks.sharded_units import ShardedStep, sharded_step
+from memplan.step.regimes import setup_in
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.optimizer_scratch import Temporaries, step_temporaries
 from memplan.step.step_inputs import LABEL_BYTES, buffers
@@ -49,6 +50,7 @@ def compile_pipeline_step(
         CannotAnswerError: torch stops at what the last stage would reduce.
     """
     whole = replace(model, inventory=inventory_of(model.spec))
+    setup = setup_in(setup, padded=regime.padded)
     step = sharded_step(whole, setup, states, regime)
     step = replace(step, inputs=replace(step.inputs, optimizer=_largest_update(setup, states, step, layers)))
     rank = RankMemory(step, setup, layers_of_stages(layers, setup.config.parallel))

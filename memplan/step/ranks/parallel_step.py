@@ -44,6 +44,7 @@ from memplan.step.ranks.forwards_alone import (
 from memplan.step.ranks.reduced_pass import Pass
 from memplan.step.ranks.sharded_forward import forward, leaf_of, leaf_output, named_labels, saved_below_logits
 from memplan.step.ranks.sharded_units import ShardedStep, positions, sharded_step
+from memplan.step.regimes import setup_in
 from memplan.step.states.model_states import ModelStates
 from memplan.step.step_inputs import buffers, evaluated_rows, own_rows
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
@@ -61,6 +62,7 @@ def compile_sharded_step(model: Model, setup: TrainingSetup, states: ModelStates
     Args:
         setup: The training setup, with ``zero_stage: 3``.
     """
+    setup = setup_in(setup, padded=regime.padded)
     step = sharded_step(model, setup, states, regime)
     inputs = step.inputs
     resident = logits_of_loop(setup, step.taped)

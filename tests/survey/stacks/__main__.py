@@ -49,6 +49,7 @@ from tests.survey.stacks.varied_stack_jobs import (
     hosted_job,
     modular_job,
     optimized_job,
+    padded_job,
     under_deepspeed,
     with_images,
     with_kernels,
@@ -71,6 +72,7 @@ DRAWN: Mapping[str, tuple[str, Draw]] = {
     "muon": ("jobs whose matrices the bundled Muon has, the format of its momentum drawn", muon_job),
     "optimizers": ("jobs that step by another optimizer than torch's AdamW, which is drawn", optimized_job),
     "hosted": ("jobs whose layers' inputs are in host memory between forward and backward", hosted_job),
+    "padded": ("jobs whose rows differ in length, which attention is given a mask for", padded_job),
     "frozen": ("jobs of which parts of the model train, which are drawn", frozen_job),
 }
 """Flag -> what it says of itself, and what it draws; in this order."""

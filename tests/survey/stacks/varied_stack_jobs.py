@@ -214,6 +214,11 @@ def evaluated_job(job: StackJob, seed: int, number: int) -> StackJob:
     return replace(job, job=Job(job.job.model, training))
 
 
+def padded_job(job: StackJob, seed: int, number: int) -> StackJob:
+    """Return a job whose rows differ in length, where its stack tells attention of it."""
+    return replace(job, job=replace(job.job, training={**job.job.training, "padded_rows": True}))
+
+
 def with_kernels(job: StackJob, chosen: Mapping[str, str]) -> StackJob:
     """Return the same job with some other kernels."""
     kernels = {**job.job.training.get("kernels", {}), **chosen}

@@ -19,6 +19,7 @@ from memplan.trace.pretended_cuda.known_images import image_columns, known_image
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.huggingface.built_model import adapted, loaded_model, text_config
+from memplan.trace.stacks.huggingface.masked_rows import masked_rows, pads_rows
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import watch_states
@@ -64,6 +65,7 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
         cuda_optimizer_paths(),
         flash_attention_2(),
         known_images(inputs.model.spec, inputs.setup),
+        masked_rows(inputs),
     ):
         yield
 
@@ -82,6 +84,8 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
                 name: part.to(inputs.device)
                 for name, part in image_columns(inputs.model.spec, inputs.setup, shape[0]).items()
             }
+            if pads_rows(inputs.setup):
+                batch["attention_mask"][:, -1] = 0
             with autocast_of(inputs):
                 out = model(**batch)
             if until == "forward":

@@ -109,19 +109,9 @@ def run_on(
             generating(trainer, inputs, recorder)
         answers = AllDesirable() if stage == "kto" else ChosenRows(inputs.setup.answer_length)
         chosen = answers if inputs.is_traced else nullcontext()
-        with chosen, whole_completions(inputs.setup), _joined_rows(inputs):
+        with chosen, whole_completions(inputs.setup):
             run = trained(trainer, model, recorder, f"TRL's {trainer_class.__name__}", inputs.setup)
     return StackRun(run.title, run.vocab_size, (ASSUMED,))
-
-
-def _joined_rows(inputs: StackInputs) -> AbstractContextManager[Any]:
-    """Return what takes joined rows for several on a device without values, where their positions would tell.
-
-    Source:
-        ``find_packed_sequence_indices`` in transformers/masking_utils.py (5.24.0), which asks whether positions tell of one row alone.
-    """
-    joined = inputs.setup.config.joined_rows and inputs.is_traced
-    return patch.object(transformers.masking_utils, "is_tracing", lambda *_: True) if joined else nullcontext()
 
 
 def _prepared_later(setup: TrainingSetup) -> AbstractContextManager[Any]:

@@ -33,6 +33,7 @@ from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 from memplan.trace.stacks.huggingface.built_model import loaded_model, text_config, with_adapters
 from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
+from memplan.trace.stacks.huggingface.masked_rows import masked_rows, pads_rows
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
 from memplan.trace.stacks.watched_parts import watch_states
@@ -111,6 +112,7 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
             cuda_optimizer_paths(),
             flash_attention_2(),
             known_images(inputs.model.spec, inputs.setup),
+            masked_rows(inputs),
         ):
             stack.enter_context(one)
         for owner, name, answer in answers:
@@ -206,6 +208,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __init__(self, setup: TrainingSetup) -> None:
         self.length = row_count(setup)
         self.row = {name: torch.ones(setup.config.sequence_length, dtype=torch.long) for name in COLUMNS}
+        if pads_rows(setup):
+            self.row["attention_mask"][-1] = 0
         if setup.scores:
             self.row["labels"] = torch.ones(
                 (), dtype=torch.long if setup.score_count > 1 else torch.float

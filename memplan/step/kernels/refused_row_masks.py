@@ -1,4 +1,4 @@
-"""Rows of a micro-batch that a collator joins to one: where no job of that kind was traced, they are refused."""
+"""Rows of a micro-batch that a collator joins to one, or pads: where no job of that kind was traced, they are refused."""
 
 from __future__ import annotations
 
@@ -64,3 +64,44 @@ def _unjoined(spec: ModelSpec, setup: TrainingSetup) -> Iterator[tuple[str, str,
         yield "compile", config.compile, "leave it out"
     if steps_through_scores(spec, setup):
         yield "model", "soft caps or sinks", "leave joined_rows out"
+
+
+PADDED_SINCE = (4, 53)
+"""The first version of transformers whose masks of booleans were read, and traced, for rows with padding."""
+
+
+def refuse_padded_rows(setup: TrainingSetup) -> None:
+    """Raise for rows with padding wherever attention is given no mask of it, or another one than was traced.
+
+    Raises:
+        CannotAnswerError: ``padded_rows``, and what to do.
+
+    Source:
+        ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.24.0); ``_upad_input`` in modeling_flash_attention_utils.py.
+    """
+    config, stack = setup.config, setup.stack
+    if not config.padded_rows:
+        return
+    if config.joined_rows:
+        raise CannotAnswerError("padded_rows: rows that are joined to one have no padding; leave one of the two out")
+    if stack.model_code != "transformers":
+        raise CannotAnswerError(f"padded_rows: {stack.label} gives attention no mask of padding; leave it out")
+    version = stack.versions["transformers"]
+    if tuple(map(int, version.split(".")[:2])) < PADDED_SINCE:
+        since = ".".join(map(str, PADDED_SINCE))
+        raise CannotAnswerError(
+            f"padded_rows: masks of transformers {version} are not modelled; leave it out, or use a version from {since} on"
+        )
+    if setup.runs_flash_attn:
+        raise CannotAnswerError(
+            "padded_rows: flash-attn takes padding out of query, key and value, as many tokens as the rows really have: not "
+            "modelled; use kernels.attention: auto, or eager"
+        )
+    if setup.attention_choice not in ("auto", "eager"):
+        raise CannotAnswerError(
+            f"padded_rows: kernels.attention: {setup.attention_choice} is not modelled with a mask; use auto, or eager"
+        )
+    if config.compile != "none":
+        raise CannotAnswerError(
+            "padded_rows: rows with padding are not modelled with compile; leave one of the two out"
+        )
