@@ -10,6 +10,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
 from memplan.step.kernels.family_code import dropouts
+from memplan.step.kernels.refused_row_masks import unpadded
 from memplan.step.states.optimizer_scratch import most_together
 from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import Quantity
@@ -120,8 +121,7 @@ def _rows(plan: MemoryPlan) -> str:
     if setup.config.padded_rows and several:
         return "rows are padded to the longest, of full length, for which attention is given a mask"
     full = "every sequence has the full length"
-    masks = setup.stack.model_code == "transformers" and not setup.config.joined_rows
-    if several and masks and not setup.runs_flash_attn and setup.profile.attention != "eager":
+    if several and not unpadded(setup) and setup.profile.attention != "eager":
         return f"{full}: rows of several lengths are padded, for which attention is given a mask (padded_rows: true)"
     return full
 

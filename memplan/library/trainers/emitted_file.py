@@ -12,7 +12,7 @@ from memplan.errors import CannotAnswerError, MemplanError, normalised_name, unk
 from memplan.library.answers.planned_job import Plan
 from memplan.library.answers.planned_job import plan as planned
 from memplan.library.argument_kinds import checked
-from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, ModelGiven, catalog_of, job_inputs
+from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, ModelGiven, catalog_of, job_inputs, settings_of
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.lookup.trainer_files import trainer_job, trainer_mappings, training_document
 from memplan.library.trainers.spliced_text import toml_value
@@ -26,7 +26,8 @@ ALL_LINEAR = "all-linear"
 def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptions]) -> str:
     """Return a starting file for a trainer, as YAML or TOML text; its data set is a placeholder.
 
-    The text is read back as :func:`memplan.import_file` reads it, and refused where its plan would need other bytes.
+    The text is read back as :func:`memplan.import_file` reads it, and refused where its plan would need other bytes, but for padding: a
+    trainer that does not pack rows pads them.
 
     Args:
         model: As :func:`memplan.plan` takes it.
@@ -63,9 +64,10 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     gradients = data.get("zero_gradients", plan.training["zero_gradients"])
     told = [f"kernels.loss={loss}"] if other else []
     told += [f"zero_gradients={gradients}"] if gradients != plan.training["zero_gradients"] else []
+    told += ["padded_rows=true"] if data.get("padded_rows") and not plan.memory.setup.config.padded_rows else []
     if data["stack"] != plan.training["stack"] or told:  # an older version is what reads such a file
         wanted["stack"] = data["stack"]
-        wanted["set"] = [*(options.get("set") or ()), *told]
+        wanted["set"] = [*settings_of(options.get("set")), *told]
         plan = planned(model, **wanted)
         text = _text(_keys(plan, str(model), writes), toml=toml)
         data = _read(text, name, plan, wanted)

@@ -75,33 +75,32 @@ def refuse_padded_rows(setup: TrainingSetup) -> None:
 
     Raises:
         CannotAnswerError: ``padded_rows``, and what to do.
+    """
+    if setup.config.padded_rows and (reason := unpadded(setup)):
+        raise CannotAnswerError(f"padded_rows: {reason}")
+
+
+def unpadded(setup: TrainingSetup) -> str:
+    """Return why rows with padding are not planned for a job; nothing where they are.
 
     Source:
         ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.24.0); ``_upad_input`` in modeling_flash_attention_utils.py.
     """
     config, stack = setup.config, setup.stack
-    if not config.padded_rows:
-        return
     if config.joined_rows:
-        raise CannotAnswerError("padded_rows: rows that are joined to one have no padding; leave one of the two out")
+        return "rows that are joined to one have no padding; leave one of the two out"
     if stack.model_code != "transformers":
-        raise CannotAnswerError(f"padded_rows: {stack.label} gives attention no mask of padding; leave it out")
-    version = stack.versions["transformers"]
+        return f"{stack.label} gives attention no mask of padding; leave it out"
+    version, since = stack.versions["transformers"], ".".join(map(str, PADDED_SINCE))
     if tuple(map(int, version.split(".")[:2])) < PADDED_SINCE:
-        since = ".".join(map(str, PADDED_SINCE))
-        raise CannotAnswerError(
-            f"padded_rows: masks of transformers {version} are not modelled; leave it out, or use a version from {since} on"
-        )
+        return f"masks of transformers {version} are not modelled; leave it out, or use a version from {since} on"
     if setup.runs_flash_attn:
-        raise CannotAnswerError(
-            "padded_rows: flash-attn takes padding out of query, key and value, as many tokens as the rows really have: not "
-            "modelled; use kernels.attention: auto, or eager"
+        return (
+            "flash-attn takes padding out of query, key and value, as many tokens as the rows really have: not modelled; "
+            "use kernels.attention: auto, or eager"
         )
     if setup.attention_choice not in ("auto", "eager"):
-        raise CannotAnswerError(
-            f"padded_rows: kernels.attention: {setup.attention_choice} is not modelled with a mask; use auto, or eager"
-        )
+        return f"kernels.attention: {setup.attention_choice} is not modelled with a mask; use auto, or eager"
     if config.compile != "none":
-        raise CannotAnswerError(
-            "padded_rows: rows with padding are not modelled with compile; leave one of the two out"
-        )
+        return "rows with padding are not modelled with compile; leave one of the two out"
+    return ""
