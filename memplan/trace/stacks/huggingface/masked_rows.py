@@ -16,9 +16,13 @@ def masked_rows(inputs: StackInputs) -> AbstractContextManager[Any]:
         ``find_packed_sequence_indices`` and ``_ignore_causal_mask_sdpa`` in transformers/masking_utils.py (5.24.0), which ask whether
         positions tell of one row alone, and whether a collator's mask leaves out a token.
     """
-    if not inputs.is_traced or not (inputs.setup.config.joined_rows or pads_rows(inputs.setup)):
+    joined, padded = inputs.setup.config.joined_rows, pads_rows(inputs.setup)
+    if not inputs.is_traced or not (joined or padded):
         return nullcontext()
-    return patch.object(import_module("transformers.masking_utils"), "is_tracing", lambda *_: True)
+    masks = import_module("transformers.masking_utils")
+    if joined:
+        return patch.object(masks, "is_tracing", lambda *_: True)
+    return patch.object(masks, "_ignore_causal_mask_sdpa", lambda *_, **__: False)
 
 
 def pads_rows(setup: TrainingSetup) -> bool:
