@@ -217,6 +217,10 @@ def _share_out(job: ImportedJob, gpus: int) -> None:
     stated = results.get("training.parallel.data")
     if stated is None or stated.rank == DEFAULTED:
         results["training.parallel.data"] = Result(data, STATED, "gpus", "", f"{gpus} GPUs")
+    elif stated.value != data and "data" not in given:
+        text = f"{stated.key} shards over {stated.value} data parallel GPUs, and {gpus} GPUs leave {data}"
+        job.reading.problems.append(f"{stated.source}: {text}; say one of them otherwise")
+        return
     _accumulate(job, data)
 
 
@@ -239,6 +243,10 @@ def _accumulate(job: ImportedJob, world: int) -> None:
     rows = job.value("training.micro_batch_size")
     stated = results.get("training.gradient_accumulation_steps")
     rows = rows and int(rows) * _whole(job.value("training.parallel.micro_batches"))
+    if job.value("let.exact_batches") and (count := job.reading.inputs.get("degrees", {}).get("micro_batches")):
+        why = f"a step of {count} micro-batches is asked for, over the global batch of the file"
+        results["training.gradient_accumulation_steps"] = Result(1, STATED, "", "", why)
+        return
     if total and rows and (stated is None or stated.rank == DEFAULTED):
         each = int(rows) * world
         if job.value("let.exact_batches") and int(total) % each:

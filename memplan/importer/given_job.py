@@ -19,7 +19,7 @@ from memplan.importer.referred_files import note_others, note_shipped, note_word
 from memplan.importer.shell.written_files import text_written
 from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
-from memplan.importer.sources.started_processes import processes
+from memplan.importer.sources.started_processes import HOSTED, HOSTFILE, processes, with_hosts
 from memplan.importer.trainer_detection import is_owned
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
@@ -103,6 +103,8 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     inside = [folder / command.folder for folder in question.files.folders[:NEAR] if command.folder]
     near = (*inside, *question.files.folders)
     files = replace(question.files, folders=near, written=command.written, script=script, counted=counted)
+    if command.launcher == HOSTED and HOSTFILE in command.launched.data:
+        command = with_hosts(command, files.lines(str(command.launched.data[HOSTFILE])))
     given = {Path(keys.name).name for keys in beside}
     named = {text: files.keys(text) for text in command.config if Path(text).name not in given}
     absent = [text for text, keys in named.items() if keys is None]

@@ -7,7 +7,7 @@ from dataclasses import field, replace
 from pathlib import Path
 
 from memplan.documents.frozen_values import dataclass
-from memplan.documents.opening import is_file, usable_path
+from memplan.documents.opening import is_file, read_text, usable_path
 from memplan.errors import InvalidFileError, printable
 from memplan.importer.files.file_sources import read_keys, read_source
 from memplan.importer.shell.written_files import Text, text_written
@@ -48,3 +48,14 @@ class NamedFiles:
     def path(self, name: str) -> Path | None:
         """Return the file that a name stands for, relative to the first of the folders in which it is one."""
         return next((path for folder in self.folders if is_file(path := folder / usable_path(name))), None)
+
+    def lines(self, name: str) -> list[str]:
+        """Return the lines of a file of text; none where there is no file.
+
+        Raises:
+            InvalidFileError: It cannot be read.
+        """
+        if (text := text_written(self.written, name)) is not None:
+            return text[0].splitlines()
+        path = self.path(name)
+        return [] if path is None else read_text(path).splitlines()

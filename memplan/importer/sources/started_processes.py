@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from memplan.importer.sources.argument_vectors import CommandLine
@@ -33,7 +35,48 @@ def unknown_processes(command: CommandLine) -> tuple[str, Any] | None:
     if not any(value for _, value in given) and variables.get(COUNTED[0]):
         given = [(name, variables.get(name, "")) for name in COUNTED]
     known = [value in ("", *AS_MANY_AS_SEEN.get(name, ())) or _whole(value) > 0 for name, value in given]
-    return next((pair for pair, one in zip(given, known, strict=True) if not one), None)
+    unknown = next((pair for pair, one in zip(given, known, strict=True) if not one), None)
+    listed = processes(command.launched, {}) if "include" in flags or flags.get("num_nodes") else None
+    if unknown is None and command.launcher == HOSTED and HOSTFILE in flags and not listed:
+        return HOSTFILE, flags[HOSTFILE]
+    return unknown
+
+
+HOSTED, HOSTFILE = "deepspeed", "hostfile"
+"""The launcher, and its flag, for a file that lists machines and how many processes each has."""
+_SLOTS = re.compile(r"(\S+)\s+slots=(\d{1,5})\b")
+
+
+def with_hosts(command: CommandLine, lines: Sequence[str]) -> CommandLine:
+    """Return a command of deepspeed's launcher that lists the GPUs which its file of machines leaves it.
+
+    Args:
+        lines: The file's; none where it is not there.
+
+    Source:
+        ``_parse_hostfile``, ``parse_resource_filter`` and ``apply_num_nodes_and_gpus`` in deepspeed/launcher/runner.py (0.19.8).
+    """
+    flags = command.launched.data
+    pool = {match[1]: range(int(match[2])) for line in lines if (match := _SLOTS.match(line.strip()))}
+    chosen, left = _hosts(flags.get("include")), _hosts(flags.get("exclude"))
+    slots: dict[str, list[int]] = {}
+    for host, every in pool.items():
+        wanted = (chosen[host] or every) if host in chosen else () if chosen else every
+        excluded = (left[host] or every) if host in left else ()
+        slots[host] = [slot for slot in wanted if slot not in excluded]
+    started = [(host, numbers) for host, numbers in slots.items() if numbers]
+    started = started[: _whole(flags.get("num_nodes")) or None]
+    per_node = _whole(flags.get("num_gpus"))
+    words = [f"{host}:{','.join(map(str, range(per_node) if per_node else numbers))}" for host, numbers in started]
+    if not words:
+        return command
+    return replace(command, launched=replace(command.launched, data={**flags, "include": "@".join(words)}))
+
+
+def _hosts(text: Any) -> dict[str, list[int]]:
+    """Return machines of a list like ``worker-0@worker-1:0,2`` and the GPUs that it names of each; none of them for all."""
+    parts = [part.partition(":") for part in _listed(text).split("@") if part.strip()]
+    return {host.strip(): [int(slot) for slot in slots.split(",") if slot.strip().isdigit()] for host, _, slots in parts}
 
 
 LISTED = ("include", "gpu_ids")
