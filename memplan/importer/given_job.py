@@ -20,7 +20,7 @@ from memplan.importer.shell.written_files import text_written
 from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine
 from memplan.importer.sources.given_keys import MISSING, GivenKeys
 from memplan.importer.sources.started_processes import HOSTED, HOSTFILE, processes, with_hosts
-from memplan.importer.trainer_detection import is_owned
+from memplan.importer.trainer_detection import NO_TRAINER, is_owned
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 """A module as ``python -m`` is given it."""
@@ -122,7 +122,10 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
     sources = [*beside, *(() if program else configured), program or command.job]
     further = [path.parent for text in command.config if (path := files.path(text)) is not None]
     files = replace(files, folders=(*files.folders, *further))
-    job = joined_job(sources, replace(question, files=files), command)
+    try:
+        job = joined_job(sources, replace(question, files=files), command)
+    except InvalidFileError as error:
+        raise _unread(error, command, absent) from None
     if shipped is not None:
         note_shipped(job.reading, shipped.name, str(launcher), "the command")
     elif alone:
@@ -132,6 +135,14 @@ def _import_command(command: CommandLine, question: Question, beside: Sequence[G
         job.reading.need(f"the file {printable(text)}, which the command names: --with FILE")
     note_words(job.reading, command)
     return job
+
+
+def _unread(error: InvalidFileError, command: CommandLine, absent: Sequence[str]) -> InvalidFileError:
+    """Return an error that names the file which would tell whose command it is, where that is not there."""
+    if not absent or not any(problem.endswith(NO_TRAINER) for problem in error.problems):
+        return error
+    text = f"{command.job.name}: it names {printable(absent[0])}, which is not here, and nothing else in it tells a trainer"
+    return InvalidFileError([f"{text}; run memplan where that file lies, or give the file itself"])
 
 
 def _program(
