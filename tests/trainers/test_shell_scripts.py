@@ -207,6 +207,7 @@ def test_of_several_jobs_the_first_is_answered_for_and_the_others_are_named(tmp_
         ("trl sft --a 1 \\\n  # --b 2 \\\n  --c 3\n", r"run\.sh:3: --c is a command of its own here: a comment"),
         ("A=(x y)\n" + "A=(${A[@]} ${A[@]})\n" * 30, "more than 5,000 words in A"),
         ("python own.py --lr 1\n", "no trainer that memplan reads has these keys"),
+        ("torchrun src/train.py sft.yaml\n", r"run\.sh: it names sft\.yaml, which is not here"),
         ("X=1\n" * 200_000, "larger than"),
     ],
 )
