@@ -76,7 +76,9 @@ def with_hosts(command: CommandLine, lines: Sequence[str]) -> CommandLine:
 def _hosts(text: Any) -> dict[str, list[int]]:
     """Return machines of a list like ``worker-0@worker-1:0,2`` and the GPUs that it names of each; none of them for all."""
     parts = [part.partition(":") for part in _listed(text).split("@") if part.strip()]
-    return {host.strip(): [int(slot) for slot in slots.split(",") if slot.strip().isdigit()] for host, _, slots in parts}
+    return {
+        host.strip(): [int(slot) for slot in slots.split(",") if slot.strip().isdigit()] for host, _, slots in parts
+    }
 
 
 LISTED = ("include", "gpu_ids")
