@@ -30,8 +30,8 @@ def finish(job: ImportedJob) -> ImportedJob:
     _pipeline(job)
     if job.role == "launcher":
         reading.need("the trainer's file that this launches: give that file, and this one with --with")
-        if job.value("launcher.processes"):
-            _share_out(job, int(job.value("launcher.processes")))
+        if count := reading.inputs.get("gpus") or job.value("launcher.processes"):
+            _share_out(job, int(count))
     if job.role != "job" or job.head.missing:
         return job
     _fill_in(job)
