@@ -232,6 +232,7 @@ tee ds.json <<'EOF'
 {"zero_optimization": {"stage": 2},
  "bf16": {"enabled": true}}
 EOF
+cp $OUT/job.yaml $OUT/copy.yaml
 """
 TRAINING = "CUDA_VISIBLE_DEVICES=0,1 axolotl train $OUT/job.yaml\n"
 

@@ -51,8 +51,9 @@ def note_program(written: dict[str, Text], words: Sequence[Token], text: Text) -
 
 
 def note_edited(written: dict[str, Text], words: Sequence[str]) -> None:
-    """Forget what stands in files that a command changes."""
-    for word in words[1:] if words[0] in EDITORS else ():
+    """Forget what stands in files that a command changes; what is copied stays as it is."""
+    changed = words[-1:] if words[0] == "cp" else words[1:]
+    for word in changed if words[0] in EDITORS else ():
         written.pop(normpath(word), None)
 
 
