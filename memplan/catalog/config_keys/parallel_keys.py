@@ -82,6 +82,8 @@ class MegatronFlags:
         wide_moment: Whether one of the moments of an optimizer that has them in bf16 is fp32 (``--exp-avg-dtype``, ``--exp-avg-sq-dtype``).
         alternating: Whether ranks are counted over stages before data parallel ranks (``--use-tp-pp-dp-mapping``), so that neighbours have other stages.
         predicted_tokens: Layers that predict one more token each (``--mtp-num-layers``); what they keep is answered, and no step.
+        muon: Whether matrices have Muon's momentum instead of Adam's moments, and each data parallel rank all of them (``--optimizer muon``) or
+            those of its own matrices (``dist_muon``); what they keep is answered, and no step.
         unplanned: What of a step is not modelled; with any of it what is kept between steps is answered, and no step.
     """
 
@@ -97,6 +99,7 @@ class MegatronFlags:
     wide_moment: bool = False
     alternating: bool = False
     predicted_tokens: int = 0
+    muon: Literal["none", "whole", "shared"] = "none"
     unplanned: tuple[str, ...] = ()
 
 

@@ -69,6 +69,8 @@ def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
     if len(kinds) > 1:
         raise CannotAnswerError("optimizer: several optimizers are not modelled under Megatron-LM")
     implementation, size = kinds.pop()
+    if config.parallel.megatron.muon != "none":
+        _check_muon(config, implementation)
     sharded, plain = config.parallel.zero_stage == 1, implementation == SGD or size == ADAM_BYTES
     # ``OptimizerConfig.__post_init__`` and ``DistributedOptimizer.__init__`` (core/optimizer, 0.16.1)
     if implementation == SGD and aware:
@@ -86,3 +88,24 @@ def _state_bytes(config: TrainingConfig, catalog: Catalog) -> int:
             "optimizer: states in other dtypes than fp32 take Megatron-LM's precision-aware optimizer; set parallel.precision_aware: true"
         )
     return size if implementation == SGD else min(size + 2 * config.parallel.megatron.wide_moment, ADAM_BYTES)
+
+
+def _check_muon(config: TrainingConfig, beside: str) -> None:
+    """Refuse what Megatron-LM's Muon does not go with.
+
+    Args:
+        beside: Implementation of the optimizer that the rest of the parameters has.
+
+    Source:
+        ``get_megatron_muon_optimizer`` in core/optimizer/muon.py (0.16.1); ``validate_args`` in megatron/training/arguments.py
+    """
+    instead = (
+        ("parallel.zero_stage: 0", config.parallel.zero_stage),
+        ("weights: {default: bf16}", "fp16" in config.weights.values()),
+        ("offload.optimizer_states: none", config.offload.optimizer_states != "none"),
+        ("parallel.overlap_gradients: false", config.parallel.overlap_gradients),
+        ("optimizer.default: adamw-fp32", beside != ADAM),
+    )
+    for setting, given in instead:
+        if given:
+            raise CannotAnswerError(f"parallel.megatron.muon: Megatron-LM's Muon takes {setting}")

@@ -81,8 +81,13 @@ def _unplanned(config: TrainingConfig, spec: ModelSpec) -> tuple[str, ...]:
     named = config.parallel.megatron.unplanned
     if any(getattr(run.layer.attention, "sinks", False) for run in spec.runs):
         named = (*named, "attention with learned sinks (--softmax-type learnable)")
-    predicts = config.parallel.megatron.predicted_tokens and not named
-    return ("parallel.megatron.predicted_tokens: multi-token prediction",) if predicts else named
+    if named:
+        return named
+    told = {
+        "predicted_tokens: multi-token prediction": config.parallel.megatron.predicted_tokens,
+        "muon: its orthogonalisation": config.parallel.megatron.muon != "none",
+    }
+    return tuple(f"parallel.megatron.{text}" for text, given in told.items() if given)
 
 
 def is_grid(given: ModelGiven, options: JobOptions) -> bool:
@@ -229,7 +234,8 @@ def _settings(config: TrainingConfig, catalog: Catalog) -> MegatronSettings:
         parallel.transformer_impl, parallel.vocabulary_multiple, told.predicted_tokens, told.grouped_experts
     )
     overlaps, size, buckets = parallel.overlap_gradients, told.bucket_elements or 0, told.buckets or 0
-    return MegatronSettings(split, build, precision_of(config, catalog), overlaps, told.padded_buckets, size, buckets)
+    precision = precision_of(config, catalog)
+    return MegatronSettings(split, build, precision, overlaps, told.padded_buckets, size, buckets, told.muon)
 
 
 def _micro_batches(config: TrainingConfig) -> int:

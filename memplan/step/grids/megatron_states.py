@@ -19,6 +19,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.spec import ModelSpec
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_tensors import MegatronBuild, RankTensor, chunk_tensors, expert_bias_bytes
+from memplan.step.grids.muon_shares import MOMENTUM_BYTES, Updates, muon_updates
 from memplan.step.grids.pipeline_stages import Chunk, StageSplit, chunks_of
 from memplan.units import round_up
 
@@ -106,6 +107,7 @@ class MegatronSettings:
     bucket_elements: int = 0  # ``--ddp-bucket-size``; 0 for its default
     # ``--ddp-num-buckets``, which divides a rank's parameters for that size; 0 where it is not given
     buckets: int = 0
+    muon: str = "none"  # ``whole`` and ``shared``: matrices have Muon, on every rank or on the one that they are given to
 
     def __post_init__(self) -> None:
         """Refuse two sizes of buckets.
@@ -145,40 +147,55 @@ def _stage(spec: ModelSpec, grid: Grid, settings: MegatronSettings, index: int, 
     Ranks count the tensor degree fastest, then context and data (``tp-cp-ep-dp-pp``, the default order); those of experts
     their own tensor degree, then the expert degree.
     """
-    resident = 0
-    dense_updated, expert_updated = [0] * grid.shards, [0] * grid.expert_shards
     parts = [chunk_tensors(spec, grid, chunk, settings.build) for chunk in chunks]
     parameters = sum(tensor.elements for tensors in parts for tensor in tensors)
     biases = sum(expert_bias_bytes(spec, chunk, settings.build.predicted) for chunk in chunks)
     size = _bucket_elements(grid, settings, parameters) if index == 0 and settings.overlap else 0
-    for virtual, tensors in enumerate(parts):
-        dense, experts = _buffers(tensors, grid, settings, 0 if virtual else size)
-        resident += dense.elements + experts.elements
-        dense_updated = list(map(add, dense_updated, dense.updated))
-        expert_updated = list(map(add, expert_updated, experts.updated))
-    apart = grid.expert_tensor * grid.expert
-    ranks = range(grid.world // grid.pipeline)
-    updated = tuple(
-        dense_updated[rank // grid.tensor % grid.shards] + expert_updated[rank // apart % grid.expert_shards]
-        for rank in ranks
-    )
-    precision = settings.precision
+    buffers = [_buffers(tensors, grid, settings, 0 if virtual else size) for virtual, tensors in enumerate(parts)]
+    resident = sum(buffer.elements for pair in buffers for buffer in pair)
+    dense, experts = _updates(parts, grid, settings, buffers)
+    apart, precision = grid.expert_tensor * grid.expert, settings.precision
+    updated = [
+        tuple(map(add, dense[rank // grid.tensor % grid.shards], experts[rank // apart % grid.expert_shards]))
+        for rank in range(grid.world // grid.pipeline)
+    ]
     weights = (resident if grid.zero_stage else parameters) * precision.weight_bytes
-    states = tuple(
-        RankStates(
+    own = {
+        (elements, orthogonal): RankStates(
             weights,
             resident * precision.gradient_bytes,
-            n * precision.master_bytes,
-            n * precision.state_bytes,
+            elements * precision.master_bytes,
+            (elements - orthogonal) * precision.state_bytes + orthogonal * MOMENTUM_BYTES,
             biases,
-            n * precision.host_bytes,
+            elements * precision.host_bytes,
         )
-        for n in sorted(set(updated))
-    )
-    places = {count: place for place, count in enumerate(sorted(set(updated)))}
+        for elements, orthogonal in sorted(set(updated))
+    }
+    states = tuple(sorted(own.values(), key=lambda state: (state.total, state.host)))
     layers = sum(chunk.count for chunk in chunks)
     ends = chunks[0].embeds, chunks[-1].ends
+    places = {count: states.index(state) for count, state in own.items()}
     return StageStates(index, layers, *ends, parameters, states, tuple(places[count] for count in updated))
+
+
+def _updates(
+    parts: Sequence[Sequence[RankTensor]],
+    grid: Grid,
+    settings: MegatronSettings,
+    buffers: Sequence[tuple[FlatBuffer, FlatBuffer]],
+) -> tuple[Updates, Updates]:
+    """Return what each rank updates of what is no expert, and of experts."""
+    if settings.muon == "none":
+        dense, experts = (
+            tuple((sum(rank), 0) for rank in zip(*(buffer.updated for buffer in group), strict=True))
+            for group in zip(*buffers, strict=True)
+        )
+        return dense, experts
+    shared, tensors = settings.muon == "shared", [tensor for part in parts for tensor in part]
+    return (
+        muon_updates([tensor for tensor in tensors if not tensor.expert], grid.shards, shared=shared),
+        muon_updates([tensor for tensor in tensors if tensor.expert], grid.expert_shards, shared=shared),
+    )
 
 
 def _bucket_elements(grid: Grid, settings: MegatronSettings, parameters: int) -> int:
