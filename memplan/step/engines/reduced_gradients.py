@@ -3,8 +3,9 @@
 A gradient is copied into the bucket and let go of. One that finds no room has the bucket reduced first: its pieces are
 copied into a tensor of their own, unless all of them belong to one rank, and a rank copies the gradients of its own
 parameters, each of them whole, into a buffer that is made with the first of them. A gradient larger than the bucket waits
-beside it for the next one; under ZeRO 1 the ranks that do not own it keep it until the end. Ranks differ in when their own
-buffer is made and how large it is; what is told is the fullest.
+beside it for the next one, as a copy of itself where gradients go to host memory; under ZeRO 1 the ranks that do not own it
+keep it until the end, and its owners do where it sums up in host memory first. Ranks differ in when their own buffer is made
+and how large it is; what is told is the fullest.
 
 Source:
     deepspeed/runtime/zero/stage_1_and_2.py (0.19.8): ``reduce_independent_p_g_buckets_and_remove_grads``,
@@ -138,6 +139,8 @@ class Buckets:
         self._names.append(name)
         self._elements += elements
         self._waiting = elements * self._width if elements > self._size else 0
+        if self._leaves is not None and self._waiting:  # cloned (``_offload_gradient_safety_enabled``)
+            most = max(most, self._now(buckets=True), key=lambda resident: resident.bytes)
         self._whole -= min(self._whole, elements * self._width)
         self.resident = self._now(buckets=True)
         return most
@@ -146,6 +149,7 @@ class Buckets:
         """Reduce what is left, and make zeros of what has no gradient; the buckets go."""
         most = self._reduce()
         self._lingering = 0
+        self._own = self._own if self._leaves is None else dict.fromkeys(self._own, 0)
         self._zeros = [share.zeros_bytes for share in self._shares]
         self.resident = self._now()
         return max(most, self._now(buckets=True), key=lambda resident: resident.bytes)
@@ -160,6 +164,9 @@ class Buckets:
         if self._leaves:
             leaving = self._leaves * max((size for name in self._names for size in self._owned(name)), default=0)
             after = EngineBytes(after.communication, after.gradients + leaving)
+        if self._leaves == 0:
+            for rank in owners:  # until ``_clear_param_grad_only``
+                self._own[rank] += self._waiting * (not self._shares[rank].names.isdisjoint(self._names))
         if self._lingers:
             self._lingering += self._waiting
             for rank in owners if self._waiting else ():
