@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import memplan
 from memplan.errors import InvalidFileError, MemplanError
 from memplan.step.grids.grid import Grid
+from memplan.step.grids.megatron_states import MegatronSettings, megatron_states
+from memplan.step.grids.megatron_tensors import MegatronBuild
+from tests.grids.megatron_jobs import drawn
+from tests.grids.planned_ranks import grid_of_job, spec_of, split_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --max-position-embeddings 1024"
@@ -68,6 +74,37 @@ def test_ranks_keep_what_was_counted(tmp_path, flags):
         own = plan.rank(rank)
         assert (own.weights, own.gradients, own.master_weights, own.optimizer_states) == counted
     assert bool(plan.unplanned) == ("fp8" in flags or "learnable" in flags)
+
+
+MUON = {
+    4: ((105184, 210368, 19584, 19968), (105184, 210368, 210368, 307840)),
+    5: ((960288, 1920576, 166304, 166720), (960288, 1920576, 1920576, 2019456)),
+    9: ((430080, 860160, 459264, 460800), (430080, 860160, 860160, 1158144)),
+}
+"""Seed of a drawn job -> what its last rank keeps with ``dist_muon`` and with ``muon``: of megatron-core 0.16.1's own optimizers."""
+
+
+@pytest.mark.parametrize("seed", MUON)
+def test_matrices_have_a_momentum_whole_or_on_one_rank_each(seed):
+    job = replace(drawn(seed), sharded=False, bucket=0, replicate=1)
+    for muon, counted in zip(("shared", "whole"), MUON[seed], strict=True):
+        settings = MegatronSettings(split_of(job), MegatronBuild("local", job.multiple), muon=muon)
+        own = megatron_states(spec_of(job), grid_of_job(job), settings)[-1].rank(job.world // job.pipeline - 1)
+        assert (own.weights, own.gradients, own.master_weights, own.optimizer_states) == counted
+
+
+def test_muon_is_refused_with_what_it_does_not_take(tmp_path):
+    flags = "--num-experts 4 --moe-ffn-hidden-size 64 --optimizer"
+    with pytest.raises(MemplanError, match=r"Muon takes parallel\.zero_stage: 0"):
+        memplan.plan_grid(script_of(tmp_path, 8, f"{flags} dist_muon"), gpu="h100")
+    with pytest.raises(MemplanError, match="another Muon than muon and dist_muon"):
+        memplan.plan_grid(script_of(tmp_path, 8, f"{flags} adaptive_muon"), gpu="h100")
+
+
+def test_chunks_that_micro_batches_do_not_fill_are_refused():
+    settings = {"parallel.pipeline": 4, "parallel.virtual": 2, "parallel.micro_batches": 3}
+    with pytest.raises(InvalidFileError, match="3 do not fill the 4 that pass each of 2 chunks"):
+        memplan.plan_grid("llama-8b", gpu="h100", gpus=8, stack="megatron", set=settings)
 
 
 def test_a_script_of_replicas_alone_is_a_grid_too(cli, tmp_path):

@@ -98,15 +98,16 @@ def _suggestions(
         "gpus_per_node": grid.gpus_per_node,
         "network": search.network,
     }
-    settings = search.keep or search.host_memory or search.experimental
+    settings, waiting = search.keep or search.host_memory or search.experimental, Waiting("suggest")
     if not settings and searches_layouts(model, options):
-        return memplan.suggest_layouts(model, **requested)
+        layouts = memplan.suggest_layouts(model, progress=waiting, **requested)
+        waiting.end()
+        return layouts
     requested["keep"], requested["host_memory"], requested["experimental"] = (
         search.keep,
         search.host_memory,
         search.experimental,
     )
-    waiting = Waiting("suggest")
     answer = memplan.suggest(model, progress=waiting, **requested)
     waiting.end()
     return answer

@@ -139,6 +139,7 @@ def plan_grid(model: ModelGiven = None, *, rank: str = "worst", **options: Unpac
     if not routed:
         _refuse_expert_degrees(grid, known.spec.name)
     _check_sequences(config, grid, known.spec.name if routed else "")
+    _check_micro_batches(config, grid)
     settings = _settings(config, inputs.catalog)
     stages = megatron_states(known.spec, grid, settings)
     chunks = chunks_of(known.spec.num_hidden_layers, grid, settings.split)
@@ -178,6 +179,16 @@ def _check_sequences(config: TrainingConfig, grid: Grid, mixture: str) -> None:
     if mixture and grid.tensor > 1 and not grid.sequence:
         text = f"Megatron-LM trains {mixture}'s experts over {grid.tensor} tensor parallel ranks where they share the sequence"
         raise InvalidFileError([f"parallel.sequence: {text}; give --sequence-parallel"])
+
+
+def _check_micro_batches(config: TrainingConfig, grid: Grid) -> None:
+    """Refuse fewer micro-batches, where they are told, than pass a chunk of a stage's layers together."""
+    # Source: ``forward_backward_pipelining_with_interleaving`` in megatron/core/pipeline_parallel/schedules.py (0.16.1)
+    told = config.parallel.micro_batches is not None or config.gradient_accumulation_steps > 1
+    count, group = _micro_batches(config), grid.group or grid.pipeline
+    if told and grid.virtual > 1 and count < group:
+        text = f"{count:,} do not fill the {group:,} that pass each of {grid.virtual} chunks of a stage together"
+        raise InvalidFileError([f"parallel.micro_batches: {text}; the nearest that does: {group:,}"])
 
 
 def _check_rank(rank: str, world: int) -> None:

@@ -1,6 +1,6 @@
 """How several GPUs best share a job: ``memplan.suggest_layouts``."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Unpack
@@ -70,11 +70,17 @@ def searches_layouts(given: ModelGiven, options: JobOptions) -> bool:
 
 
 @checked
-def suggest_layouts(model: ModelGiven = None, **options: Unpack[SearchOptions]) -> Layouts:
+def suggest_layouts(
+    model: ModelGiven = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Unpack[SearchOptions],
+) -> Layouts:
     """Return how several GPUs best share a job: every layout that can be planned, with the front of time and memory.
 
     Args:
         model: As :func:`memplan.plan` takes it.
+        progress: Is told how many parts of the search are done, and of how many: one for each layout, and one for each answer.
         options: Keywords of :class:`memplan.SearchOptions`, and of :class:`memplan.JobOptions`; dtypes and optimizer stay
             as the config has them, and keys of ``parallel`` that are set.
 
@@ -115,7 +121,7 @@ def suggest_layouts(model: ModelGiven = None, **options: Unpack[SearchOptions]) 
         strict=options.get("strict", False),
         most=options.get("most") or 5,
     )
-    return Layouts(find_layouts(known, request, device, catalog), catalog)
+    return Layouts(find_layouts(known, request, device, catalog, progress), catalog)
 
 
 def _config(inputs: JobInputs) -> TrainingConfig:

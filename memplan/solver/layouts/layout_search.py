@@ -213,13 +213,22 @@ class LayoutFront:
     rates_of: str  # The GPU whose rates the times are of
 
 
-def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> LayoutFront:
+def find_layouts(
+    model: Model,
+    request: LayoutRequest,
+    device: Device,
+    catalog: Catalog,
+    progress: Callable[[int, int], None] | None = None,
+) -> LayoutFront:
     """Return how so many GPUs best share a job.
+
+    Args:
+        progress: Is told how many parts of the search are done, and of how many: one for each layout, and one for each answer.
 
     Raises:
         MemplanError: No layout can be planned; the first reason.
     """
-    search = _Search(model, request, device, catalog)
+    search = _Search(model, request, device, catalog, progress)
     arms = list(search.arms())
     chosen = front(arms, device, strict=request.strict)[: request.most] if arms else []
     rows = tuple(LayoutRow(spot, search.whole(spot.config, rank)) for rank, spot in enumerate(chosen, 1))
@@ -236,20 +245,39 @@ def find_layouts(model: Model, request: LayoutRequest, device: Device, catalog: 
 class _Search:
     """One search, with what it has found out so far."""
 
-    def __init__(self, model: Model, request: LayoutRequest, device: Device, catalog: Catalog) -> None:
+    def __init__(
+        self,
+        model: Model,
+        request: LayoutRequest,
+        device: Device,
+        catalog: Catalog,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
         self.model, self.request, self.device, self.catalog = model, request, device, catalog
+        self._progress, self._done, self._parts = progress, 0, 0
         self.rates = rates_among(1, request.cluster, device, catalog)
         self.layouts = 0
         self.refusals: dict[str, Refusal] = {}
 
     def arms(self) -> Iterator[Arm]:
         """Yield every layout with every kind of checkpointing."""
-        for base in self.request.bases:
-            stack = self.catalog.stack(base.stack)
-            for config in self._noted(layouts(base, stack, self.request.space)):
-                self.layouts += 1
-                for way in _checkpointing(config, stack, self.request.fixed):
-                    yield from self._noted(self._arm(one) for one in (replace(config, activation_checkpointing=way),))
+        stacks = [self.catalog.stack(base.stack) for base in self.request.bases]
+        divided = [
+            (stack, config)
+            for base, stack in zip(self.request.bases, stacks, strict=True)
+            for config in self._noted(layouts(base, stack, self.request.space))
+        ]
+        self.layouts, self._parts = len(divided), len(divided) + self.request.most
+        for stack, config in divided:
+            for way in _checkpointing(config, stack, self.request.fixed):
+                yield from self._noted(self._arm(one) for one in (replace(config, activation_checkpointing=way),))
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell of one more part that is done, and never that all are."""
+        self._done = min(self._done + 1, self._parts - 1)
+        if self._progress is not None:
+            self._progress(self._done, self._parts)
 
     def _noted(self, values: Iterator[T]) -> Iterator[T]:
         """Yield values until one cannot be had, and note why."""
@@ -272,7 +300,9 @@ class _Search:
     def whole(self, config: TrainingConfig, rank: int) -> MemoryPlan:
         """Return a layout planned in full, under a name of its own."""
         setup = resolve(config, self.catalog, f"suggested-{rank}-{layout_name(config)}")
-        return CompiledPlan(self.model, setup).evaluate(self.device)
+        plan = CompiledPlan(self.model, setup).evaluate(self.device)
+        self._tell()
+        return plan
 
 
 def layout_name(config: TrainingConfig) -> str:
