@@ -35,6 +35,9 @@ ALIGNMENT = 2
 Single = tuple[str, ParameterTensor]
 """A single tensor and its name."""
 
+BEHIND_TEXT = ("model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "lm_head.")
+"""Parts behind the text model, in order (``Gemma4Model``, ``Gemma4UnifiedModel`` and the models around them in transformers 5.24.0)."""
+
 NORMS_IN_LAYERS = {"model": 1, "model.language_model": 1, "model.text_model": 1, "gpt_neox": -1}
 """Where a model's layers register the norms that they have themselves: behind their attention and feed-forward part, or
 before (``LlamaDecoderLayer`` and ``GPTNeoXLayer`` of transformers 5.23.0)."""
@@ -125,6 +128,11 @@ def _norm_place(name: str) -> int:
     return NORMS_IN_LAYERS.get(stem, 0) if inside.count(".") == 2 else 0
 
 
+def _part_place(name: str) -> int:
+    """Return where a parameter's part stands among those that a model registers behind its text model; 0 before them."""
+    return next((place for place, part in enumerate(BEHIND_TEXT, 1) if name.startswith(part)), 0)
+
+
 def _decays(name: str, tensor: ParameterTensor, names: Container[str]) -> bool:
     """Tell whether a parameter lies in Trainer's first group (``get_decay_parameter_names`` in transformers/trainer.py, 5.23.0)."""
     plain = name.endswith(PLAIN_NORMS) and not tensor.used and name.replace("weight", "bias") not in names
@@ -133,7 +141,7 @@ def _decays(name: str, tensor: ParameterTensor, names: Container[str]) -> bool:
 
 def trained_groups(trained: Iterable[Named]) -> tuple[list[Single], list[Single]]:
     """Return the parameters of an optimizer's groups, in order: with weight decay, and without."""
-    named = [(name, entry.tensor) for name, entry in trained]
+    named = sorted(((name, entry.tensor) for name, entry in trained), key=lambda item: _part_place(item[0]))
     names = {name for name, _ in named}
     decayed = [item for item in named if _decays(*item, names)]
     return _result_first(decayed), _registered([item for item in named if not _decays(*item, names)])
