@@ -169,6 +169,7 @@ class RankShare:
     names: frozenset[str]
     step_bytes: int  # Most that its step takes besides what stays, that buffer included
     zeros_bytes: int = 0  # Gradients of zeros, whole, which are made for what no row passes through as backward ends
+    padding_bytes: int = 0  # Zeros behind the last piece, which are there as the optimizer steps
 
 
 def gradient_width(setup: TrainingSetup) -> int:
@@ -190,7 +191,7 @@ def rank_shares(setup: TrainingSetup, groups: Sequence[FlatGroup]) -> tuple[Rank
     scratch = tuple([flat_scratch(setup, group.partition).bytes for group in groups])
     shares = _shares(tuple(groups), width, scratch)
     return (
-        tuple([replace(share, gradient_bytes=0, step_bytes=0, zeros_bytes=0) for share in shares])
+        tuple([replace(share, gradient_bytes=0, step_bytes=0, zeros_bytes=0, padding_bytes=0) for share in shares])
         if setup.steps_on_host
         else shares
     )
@@ -235,7 +236,7 @@ def _share(groups: Sequence[FlatGroup], rank: int, width: int, scratch: Sequence
             paddings[index] + zeros[index] * bool(cast or joined) + (whole if index == last and (cast or joined) else 0)
         )
         most = max(most, resident + (cast or joined) + scratch[index])
-    return RankShare(whole, names, most, sum(zeros))
+    return RankShare(whole, names, most, sum(zeros), sum(paddings))
 
 
 def flat_scratch(setup: TrainingSetup, elements: int) -> Temporaries:
@@ -301,7 +302,7 @@ def rank_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[P
         states,
         weight_bytes=_weight_bytes(setup, states, groups),
         master_bytes=sum(piece.weight_bytes for piece in pieces),
-        gradient_bytes=max(share.gradient_bytes + share.zeros_bytes for share in rank_shares(setup, groups)),
+        gradient_bytes=max(s.gradient_bytes + s.zeros_bytes + s.padding_bytes for s in rank_shares(setup, groups)),
         state_bytes=shared + sum(piece.state_bytes for piece in pieces),
         host_bytes=sum(piece.host_bytes for piece in pieces),
     )
