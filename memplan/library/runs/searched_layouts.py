@@ -71,10 +71,7 @@ def searches_layouts(given: ModelGiven, options: JobOptions) -> bool:
 
 @checked
 def suggest_layouts(
-    model: ModelGiven = None,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[SearchOptions],
+    model: ModelGiven = None, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[SearchOptions]
 ) -> Layouts:
     """Return how several GPUs best share a job: every layout that can be planned, with the front of time and memory.
 
@@ -102,8 +99,7 @@ def suggest_layouts(
         raise InvalidFileError(["gpus: several GPUs share a job; give their number"])
     device, catalog = inputs.device(), inputs.catalog
     bases = tuple(_bases(inputs, options.get("min_sequence") or 1))
-    cluster = requested_cluster(device, catalog, options)
-    known = inputs.model()
+    cluster, known = requested_cluster(device, catalog, options), inputs.model()
     requested = LayoutSpace(
         gpus=inputs.gpus,
         per_node=cluster.per_node,
