@@ -92,6 +92,27 @@ def test_workspace_bytes_are_exact(shape, workspace, dtype):
     assert memory.extra == expected
 
 
+@pytest.mark.parametrize("workspace", WORKSPACES)
+@pytest.mark.parametrize("shape", [(192, 500), (500, 192), (2, 192, 384)], ids=str)
+def test_squares_within_a_chunk_are_as_exact_as_the_textbook_loop_in_the_same_bytes(shape, workspace):
+    torch.manual_seed(4)
+    matrix, schedule = (
+        torch.stack([gradient_like(*shape[-2:]) for _ in range(2)]),
+        resolved_schedule("keller-jordan", 5),
+    )
+    matrix = matrix if len(shape) == 3 else matrix[0]
+    exact = newton_schulz_reference(matrix, schedule, torch.float64)
+    textbook = relative_error(newton_schulz_reference(matrix, schedule, torch.bfloat16), exact)
+    ours = matrix.bfloat16()
+    with LiveStorages([ours]) as memory:
+        newton_schulz_(ours, schedule, workspace=workspace)
+    assert relative_error(ours, exact) <= 1.1 * textbook
+    assert memory.extra == newton_schulz_workspace_bytes(
+        *shape[-2:], workspace=workspace, batch=matrix[..., 0, 0].numel()
+    )
+    assert newton_schulz_workspace_bytes(*shape[-2:], workspace="min") == newton_schulz_workspace_bytes(*shape[-2:])
+
+
 def test_workspace_follows_the_published_formulas():
     m, n, c = 1024, 4096, 128
     assert newton_schulz_workspace_bytes(m, n, workspace="min", chunk_columns=c) == 2 * m * m + 4 * m * c

@@ -10,9 +10,10 @@ from torch import Tensor
 from memplan.muon.stores.optimizer_errors import OptimizerError, unknown_choice
 from memplan.units import ceil_div
 
-PARTS = 4
-HALVED_FROM = 512
+HALVED_FROM = 384
 """Least side of a matrix on the CPU whose symmetric products are halved by ``halved_product``."""
+FOUR_PARTS_FROM = 512
+"""Least side from which that is done in four stretches and not in two, each of which costs another call."""
 
 
 class Product(Protocol):
@@ -46,12 +47,11 @@ def halved_product(
 ) -> None:
     """Multiply as ``plain_product`` does where the result is symmetric: below the diagonal, then mirrored.
 
-    Rows are taken in ``PARTS`` stretches, each with the columns up to its end: of the operations
-    ``(PARTS + 1) / (2 * PARTS)`` are left, and nothing is allocated. ``out`` must not share memory
-    with an operand.
+    Rows are taken in ``p`` stretches, each with the columns up to its end: of the operations ``(p + 1) / (2 * p)`` are
+    left, and nothing is allocated. ``out`` must not share memory with an operand.
     """
     size = left.shape[-2]
-    length = ceil_div(size, PARTS)
+    length = ceil_div(size, 4 if size >= FOUR_PARTS_FROM else 2)
     for start in range(0, size, length):
         end = min(start + length, size)
         given = None if addend is None else addend[..., start:end, :end]

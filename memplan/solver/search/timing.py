@@ -17,6 +17,7 @@ from memplan.model.spec import Attention, LatentAttention, Mixer
 from memplan.model.state_space import StateSpace
 from memplan.step.collectives.gathered_units import sent_bytes
 from memplan.step.states.model_states import ModelStates, model_states
+from memplan.step.states.muon_scratch import is_minimal
 from memplan.step.states.parallel_shards import gathered_setup, is_sharded
 from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.step.tensors.tensor_states import TensorStates
@@ -272,5 +273,5 @@ def _newton_schulz(entry: TensorStates, kind: str) -> int:
     rows, columns = entry.tensor.shape[-2:]
     stack = entry.tensor.elements // (rows * columns)
     m, n = min(rows, columns), max(rows, columns)
-    each = 6 * m * m * n if kind == "min" else 4 * m * m * n + 2 * m**3
+    each = 6 * m * m * n if is_minimal(kind, m, n) else 4 * m * m * n + 2 * m**3
     return NEWTON_SCHULZ_STEPS * stack * each

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from math import isqrt
 
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
+from memplan.catalog.kernel_profiles import NewtonSchulzKernel
 from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import DECODED_ELEMENTS
 from memplan.step.tensors.tensor_states import TensorStates
@@ -66,7 +67,7 @@ def muon_phases(setup: TrainingSetup, entry: TensorStates) -> MuonPhases:
     Formula:
         Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
         where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
-        ``min``: 2 m^2 + 4 m c, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
+        ``min``: 2 m^2 + 4 m c where c < m, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
         chunk includes two stretches of a momentum in host memory.
 
     Source:
@@ -89,7 +90,13 @@ def newton_schulz_sizes(setup: TrainingSetup, entry: TensorStates, count: int = 
     """Return the workspace of orthogonalising ``count`` matrices like one together."""
     m, n = sorted(entry.tensor.shape[-2:])
     square, chunk = 2 * count * m * m, 2 * count * m * min(COLUMN_CHUNK, n)
-    return (square, square, chunk) if setup.profile.newton_schulz == "fast" else (square, chunk, chunk)
+    minimal = is_minimal(setup.profile.newton_schulz, m, n)
+    return (square, chunk, chunk) if minimal else (square, square, chunk)
+
+
+def is_minimal(kind: NewtonSchulzKernel, m: int, n: int) -> bool:
+    """Tell whether one square matrix and two chunks are orthogonalised in, which is where two and one would take more."""
+    return kind == "min" and min(COLUMN_CHUNK, n) < m
 
 
 def adamw_sizes(setup: TrainingSetup, entry: TensorStates) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
