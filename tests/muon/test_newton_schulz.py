@@ -219,7 +219,7 @@ def test_triton_agrees_with_the_plain_product(shape, transposed):
         assert ((fast - plain).float().norm() / plain.float().norm()).item() < 5e-3
 
 
-@pytest.mark.parametrize("shape", [(64, 96), (2, 70, 50), (3, 3), (1, 5), (129, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (2, 70, 50), (3, 3), (1, 5), (129, 64), (515, 8)], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["addend", "none"])
 def test_a_halved_product_is_the_plain_one_and_allocates_nothing(shape, given):
     torch.manual_seed(0)
@@ -234,8 +234,8 @@ def test_a_halved_product_is_the_plain_one_and_allocates_nothing(shape, given):
 
 
 def test_which_products_are_taken_follows_device_and_size():
-    assert default_products(torch.empty(512, 2048)) is HALVED
-    assert default_products(torch.empty(511, 2048)) is PLAIN
+    assert default_products(torch.empty(384, 2048)) is HALVED
+    assert default_products(torch.empty(383, 2048)) is PLAIN
     assert default_products(torch.empty(8192, 8192, device="meta")) is PLAIN
 
 

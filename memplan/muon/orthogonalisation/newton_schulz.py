@@ -76,8 +76,8 @@ def newton_schulz_(
         workspace: ``min`` keeps one square matrix and two chunks, at ``6*m*m*n`` operations
             for each iteration, and is ``fast`` where a chunk is no less than a square; ``fast`` two and one, at
             ``4*m*m*n + 2*m**3``; ``gram`` four and one: it iterates on the square matrix, which is the fastest where
-            ``n >= 2*m``, and is ``fast`` elsewhere. A CPU iterates so for every choice where two of the four fit
-            into the chunk, from ``m = GRAM_FROM`` on.
+            ``n >= 2*m``, and is ``fast`` elsewhere. By default products a CPU iterates so for every choice where two
+            of the four fit into the chunk, from ``m = GRAM_FROM`` on.
         chunk_columns: Columns of the longer side that are multiplied at a time, at least 1.
         epsilon: Least norm to divide by.
         products: Kernels; by default the fastest known for the device.
@@ -89,14 +89,17 @@ def newton_schulz_(
     if matrix.ndim not in (2, 3):
         raise OptimizerError(f"Newton-Schulz takes two or three dimensions, got shape {tuple(matrix.shape)}")
     x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    short, long = x.shape[-2:]
+    width = min(chunk_columns, long)
+    fits = products is None and matrix.device.type == "cpu" and short >= GRAM_FROM and width >= 2 * short
     products = products or default_products(matrix)
     _normalise_(x, epsilon)
-    width = min(chunk_columns, x.shape[-1])
-    within = matrix.device.type == "cpu" and width >= 2 * x.shape[-2] >= 2 * GRAM_FROM  # two squares fit into a chunk
-    if workspace == "min" and width < x.shape[-2]:
+    if workspace == "gram" and _is_long(short, long):
+        _gram(x, schedule, width, products)
+    elif fits:
+        _gram(x, schedule, width, products, within_chunk=True)
+    elif workspace == "min" and width < short:
         _minimal(x, schedule, width, products)
-    elif _is_long(*x.shape[-2:]) and (workspace == "gram" or within):
-        _gram(x, schedule, width, products, within and workspace != "gram")
     else:
         _fast(x, schedule, width, products)
     return matrix
@@ -217,16 +220,16 @@ def _fast(x: Tensor, schedule: Schedule, width: int, products: Products) -> None
         given.copy_(x)
 
 
-def _gram(x: Tensor, schedule: Schedule, width: int, products: Products, within: bool) -> None:
+def _gram(x: Tensor, schedule: Schedule, width: int, products: Products, within_chunk: bool = False) -> None:
     """Iterate on ``R = X @ X.mT`` and gather the product of polynomials ``q + Q``, applied at the end.
 
     With ``P = a + B``, ``B = b*R + c*R@R``: ``R`` becomes ``P@R@P``, and ``q + Q`` becomes
     ``a*q + (q*B + a*Q + B@Q)``. Keeping the multiple ``q`` of the identity apart spares the
     diagonal a rounding. All matrices are polynomials of one ``R``: they commute. Two of them are done with
-    before the chunk is used, and lie ``within`` it where they fit.
+    before the chunk is used, and lie in its memory where they fit.
     """
     gathered, spare, chunk = _square(x), _square(x), _chunk(x, width)
-    gram, mixed = _squares_within(chunk) if within else (_square(x), _square(x))
+    gram, mixed = _squares_within(chunk) if within_chunk else (_square(x), _square(x))
     for part in gram_segments(schedule):
         products.gram(x, x.mT, gram)
         identity = 1.0
