@@ -68,7 +68,7 @@ def test_matrices_are_shared_by_replicas_alone(small, make_setup, parallel):
 @pytest.mark.parametrize("momentum", MOMENTA)
 def test_a_step_on_the_cpu_takes_the_bytes_that_the_planner_says(small, make_setup, monkeypatch, momentum, budget):
     """The optimizer's own step, multiplying batches as it does on a GPU, on tensors that have memory."""
-    monkeypatch.setattr(batches, "in_one_product", lambda handle: True)
+    monkeypatch.setattr(batches, "in_one_product", lambda *_: True)
     setup = make_setup(**keys(momentum, budget, "fast" if budget % 3 else "min"))
     session = Session(small.spec, setup, device="cpu", target="cpu")
     states = CompiledPlan(small, setup).states.tensors

@@ -28,7 +28,13 @@ class Product(Protocol):
 def plain_product(
     left: Tensor, right: Tensor, out: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> None:
-    """Multiply in the operands' own dtype with torch's kernel; the judge of every other product."""
+    """Multiply in the operands' own dtype with torch's kernel; the judge of every other product.
+
+    On a CPU a batch whose results lie column by column is multiplied transposed: torch's own loop, which it takes for
+    16 bits there, needs 500 times as long (8 x 352 x 128, tests/benchmarks/bench_newton_schulz.py).
+    """
+    if left.ndim == 3 and out.stride(-1) != 1 and out.device.type == "cpu":
+        left, right, out, addend = right.mT, left.mT, out.mT, None if addend is None else addend.mT
     if left.ndim == 3:
         if addend is None:
             torch.bmm(left, right, out=out)
