@@ -1,6 +1,6 @@
 """Whole steps on the matrices of three real models against ``torch.optim.Muon``'s, as ratios of one run.
 
-Run ``python tests/benchmarks/bench_muon_step.py [--layers 2] [--threads N] [--device cuda]``. Parameters and gradients are in
+Run ``python tests/benchmarks/bench_muon_step.py [--models NAME...] [--layers 2] [--threads N] [--device cuda]``. Parameters and gradients are in
 bf16, momentum as each optimizer keeps it by default. The optimizers take turns, and the least time of each counts.
 """
 
@@ -67,13 +67,14 @@ def ratios(name, layers, device, repeats):
 def main():
     """Print a line for each model."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    for name in MODELS:
+    for name in given.models:
         least, scratch = ratios(name, given.layers, given.device, given.repeats)
         parts = [f"{kind} {least[kind] / least['torch']:.2f} ({scratch[kind] / 2**20:,.1f} MiB)" for kind in scratch]
         print(

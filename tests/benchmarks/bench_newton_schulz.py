@@ -78,12 +78,12 @@ def operations(rows, columns, workspace):
 def measured(shape, device, repeats):
     """Return seconds and temporary bytes by name; the optimizers take turns, and the least time counts.
 
-    Ours work in stretches of an eighth of the columns of a square. On CUDA ``large`` is the Gram form in long
+    Ours work by default, and in stretches of an eighth of the columns of a square. On CUDA ``large`` is the Gram form in long
     ones: fewer and larger kernels for more memory.
     """
     chunk = min(shape) // 8
     stretch = {"ns_chunk_columns": chunk, "chunk_elements": min(chunk * min(shape), 1 << 20)}
-    options = {name: {"ns_workspace": name, **stretch} for name in ("min", "fast", "gram")}
+    options = {"default": {}} | {name: {"ns_workspace": name, **stretch} for name in ("min", "fast", "gram")}
     if device == "cuda":
         options["large"] = {"ns_workspace": "gram", "ns_chunk_columns": max(shape), "chunk_elements": 1 << 24}
     start = torch.randn(shape, device=device).bfloat16()
@@ -124,7 +124,7 @@ def report(width, device, repeats):
         times, extra = measured(shape, device, repeats)
         for name, taken in times.items():
             line = (
-                f"{shape[0]:6} x {shape[1]:<6} {name:5} {taken * 1e3:10.1f} ms  {taken / times['torch']:5.2f} x torch  "
+                f"{shape[0]:6} x {shape[1]:<6} {name:7} {taken * 1e3:10.1f} ms  {taken / times['torch']:5.2f} x torch  "
             )
             line += f"temporaries {extra[name]:>13,} bytes  {extra[name] / extra['torch']:5.2f} x torch"
             if peak is not None and name != "torch":

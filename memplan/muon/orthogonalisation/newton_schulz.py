@@ -73,8 +73,8 @@ def newton_schulz_(
         matrix: ``(rows, columns)``, or ``(batch, rows, columns)`` for matrices of one shape;
             fp32, bf16 or fp16, which is the precision of every product.
         schedule: One triple ``(a, b, c)`` for each iteration.
-        workspace: ``min`` keeps one square matrix and two chunks, at ``6*m*m*n`` operations
-            for each iteration, and is ``fast`` where a chunk is no less than a square; ``fast`` two and one, at
+        workspace: ``min`` keeps one square matrix and a chunk of twice the columns, at ``6*m*m*n`` operations
+            for each iteration, and is ``fast`` where a chunk is no less than a square; ``fast`` two and one chunk, at
             ``4*m*m*n + 2*m**3``; ``gram`` four and one: it iterates on the square matrix, which is the fastest where
             ``n >= 2*m``, and is ``fast`` elsewhere. By default products a CPU iterates so for every choice where two
             of the four fit into the chunk, from ``m = GRAM_FROM`` on.
@@ -98,8 +98,8 @@ def newton_schulz_(
         _gram(x, schedule, width, products)
     elif fits:
         _gram(x, schedule, width, products, within_chunk=True)
-    elif workspace == "min" and width < short:
-        _minimal(x, schedule, width, products)
+    elif workspace == "min" and chunk_columns < short:
+        _minimal(x, schedule, min(2 * chunk_columns, long), products)
     else:
         _fast(x, schedule, width, products)
     return matrix
@@ -117,9 +117,9 @@ def newton_schulz_workspace_bytes(
     """Return what ``newton_schulz_`` allocates, beside the matrix itself.
 
     Formula:
-        ``element_bytes * batch * (squares * m*m + chunks * m*c)`` with ``m <= n`` the sides,
-        ``c = min(chunk_columns, n)``; squares and chunks are 1 and 2 for ``min`` where ``c < m``, 2 and 1
-        for ``fast``, 4 and 1 for ``gram`` where ``n >= 2m``. In bf16: ``2m^2 + 4mc``, ``4m^2 + 2mc``, ``8m^2 + 2mc``.
+        ``element_bytes * batch * (squares * m*m + m * min(chunks * c, n))`` with ``m <= n`` the sides and
+        ``c = chunk_columns``; squares and chunks are 1 and 2 for ``min`` where ``c < m``, 2 and 1 for ``fast``, 4 and 1
+        for ``gram`` where ``n >= 2m``. In bf16, of long matrices: ``2m^2 + 4mc``, ``4m^2 + 2mc``, ``8m^2 + 2mc``.
         The norms of the rows, ``batch * (rows * (element_bytes + 4) + 4)``, are gone when it starts.
 
     Args:
@@ -132,10 +132,10 @@ def newton_schulz_workspace_bytes(
     """
     checked_workspace(workspace, chunk_columns)
     short, long = min(rows, columns), max(rows, columns)
-    width = min(chunk_columns, long)
-    minimal, doubled = workspace == "min" and width < short, workspace == "gram" and _is_long(short, long)
+    minimal, doubled = workspace == "min" and chunk_columns < short, workspace == "gram" and _is_long(short, long)
     squares, chunks = (1, 2) if minimal else (4, 1) if doubled else (2, 1)
-    iteration_bytes = element_bytes * batch * (squares * short * short + chunks * short * width)
+    width = min(chunks * chunk_columns, long)
+    iteration_bytes = element_bytes * batch * (squares * short * short + short * width)
     return max(iteration_bytes, batch * (rows * (element_bytes + 4) + 4))
 
 
@@ -190,17 +190,14 @@ def _squares_within(chunk: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _minimal(x: Tensor, schedule: Schedule, width: int, products: Products) -> None:
-    """Iterate with ``A`` alone: a chunk goes through ``A`` twice."""
-    n = x.shape[-1]
-    gram, once, inner = _square(x), _chunk(x, width), _chunk(x, width)
+    """Iterate with ``A`` alone: a chunk becomes ``b*X + c*A@X``, and ``X`` then ``a*X + A @ chunk``."""
+    gram, chunk = _square(x), _chunk(x, width)
     for a, b, c in schedule:
         products.gram(x, x.mT, gram)
-        for start in starts(n, width):
+        for start in starts(x.shape[-1], width):
             part = x[..., start : start + width]
-            through, mixed = once[..., : part.shape[-1]], inner[..., : part.shape[-1]]
-            products.apply(gram, part, through)
-            torch.mul(part, b, out=mixed)
-            mixed.add_(through, alpha=c)
+            mixed = chunk[..., : part.shape[-1]]
+            products.apply(gram, part, mixed, part, b, c)
             products.apply(gram, mixed, part, part, a)
 
 

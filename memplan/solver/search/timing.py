@@ -273,5 +273,5 @@ def _newton_schulz(entry: TensorStates, kind: str) -> int:
     rows, columns = entry.tensor.shape[-2:]
     stack = entry.tensor.elements // (rows * columns)
     m, n = min(rows, columns), max(rows, columns)
-    each = 6 * m * m * n if is_minimal(kind, m, n) else 4 * m * m * n + 2 * m**3
+    each = 6 * m * m * n if is_minimal(kind, m) else 4 * m * m * n + 2 * m**3
     return NEWTON_SCHULZ_STEPS * stack * each

@@ -67,7 +67,7 @@ def muon_phases(setup: TrainingSetup, entry: TensorStates) -> MuonPhases:
     Formula:
         Own + the largest of the momentum's chunk, Newton-Schulz, and the weight's chunk. Own is 0
         where the gradient is bf16 and serves as workspace, else 2 bytes for each element. Newton-Schulz takes
-        ``min``: 2 m^2 + 4 m c where c < m, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
+        ``min``: 2 m^2 + 2 m min(2 c, n) where c < m, ``fast``: 4 m^2 + 2 m c, with column chunks of c = 512. The momentum's
         chunk includes two stretches of a momentum in host memory.
 
     Source:
@@ -89,14 +89,15 @@ def muon_phases(setup: TrainingSetup, entry: TensorStates) -> MuonPhases:
 def newton_schulz_sizes(setup: TrainingSetup, entry: TensorStates, count: int = 1) -> tuple[int, ...]:
     """Return the workspace of orthogonalising ``count`` matrices like one together."""
     m, n = sorted(entry.tensor.shape[-2:])
-    square, chunk = 2 * count * m * m, 2 * count * m * min(COLUMN_CHUNK, n)
-    minimal = is_minimal(setup.profile.newton_schulz, m, n)
-    return (square, chunk, chunk) if minimal else (square, square, chunk)
+    square, column = 2 * count * m * m, 2 * count * m
+    if is_minimal(setup.profile.newton_schulz, m):
+        return square, column * min(2 * COLUMN_CHUNK, n)
+    return square, square, column * min(COLUMN_CHUNK, n)
 
 
-def is_minimal(kind: NewtonSchulzKernel, m: int, n: int) -> bool:
-    """Tell whether one square matrix and two chunks are orthogonalised in, which is where two and one would take more."""
-    return kind == "min" and min(COLUMN_CHUNK, n) < m
+def is_minimal(kind: NewtonSchulzKernel, m: int) -> bool:
+    """Tell whether Newton-Schulz keeps one square matrix of ``m`` and a chunk of twice the columns, the less of both ways."""
+    return kind == "min" and m > COLUMN_CHUNK
 
 
 def adamw_sizes(setup: TrainingSetup, entry: TensorStates) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
