@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from math import isqrt
 
 from memplan.catalog.entries import CodecScratch, StateSlot, StorageFormat
-from memplan.catalog.kernel_profiles import NewtonSchulzKernel
 from memplan.documents.frozen_values import dataclass
 from memplan.step.tapes.linear_forms import DECODED_ELEMENTS
 from memplan.step.tensors.tensor_states import TensorStates
@@ -95,7 +94,7 @@ def newton_schulz_sizes(setup: TrainingSetup, entry: TensorStates, count: int = 
     return square, square, column * min(COLUMN_CHUNK, n)
 
 
-def is_minimal(kind: NewtonSchulzKernel, m: int) -> bool:
+def is_minimal(kind: str, m: int) -> bool:
     """Tell whether Newton-Schulz keeps one square matrix of ``m`` and a chunk of twice the columns, the less of both ways."""
     return kind == "min" and m > COLUMN_CHUNK
 
