@@ -236,7 +236,7 @@ def test_segments_that_a_step_has_made_are_known_to_be_taken_again_or_are_tried(
     assert skipped >= len(drawn) - 5
 
 
-SMALL_KEY, LARGE_KEY = 20, 30
+SMALL_KEY, LARGE_KEY, LARGER_KEY, NO_KEY = (20, 0), (30, 0), (30, 1), (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +247,11 @@ SMALL_KEY, LARGE_KEY = 20, 30
         ({"live": {7: (1, 2)}}, (), (False, False)),
         ({"free": ([SMALL_KEY], [])}, (), (False, True)),
         ({"free": ([], [LARGE_KEY])}, (), (True, False)),
-        ({"free": ([], [LARGE_KEY])}, [Part(0, [(LARGE_KEY, 0, 1)])], (True, True)),
-        ({"free": ([], [LARGE_KEY])}, [Part(0, [(LARGE_KEY, LARGE_KEY + 1, 1)])], (True, False)),
-        ({"free": ([], [LARGE_KEY])}, [Part(LARGE_KEY + 1, []), Part(0, [(LARGE_KEY, 0, 1)])], (True, False)),
-        ({"free": ([SMALL_KEY], [])}, [Part(0, [(SMALL_KEY, 0, 0)])], (False, True)),
-        ({"free": ([SMALL_KEY], []), "downwards": False}, [Part(0, [(SMALL_KEY, 0, 0)])], (True, True)),
+        ({"free": ([], [LARGE_KEY])}, [Part(NO_KEY, [(LARGE_KEY, NO_KEY, 1)])], (True, True)),
+        ({"free": ([], [LARGE_KEY])}, [Part(NO_KEY, [(LARGE_KEY, LARGER_KEY, 1)])], (True, False)),
+        ({"free": ([], [LARGE_KEY])}, [Part(LARGER_KEY, []), Part(NO_KEY, [(LARGE_KEY, NO_KEY, 1)])], (True, False)),
+        ({"free": ([SMALL_KEY], [])}, [Part(NO_KEY, [(SMALL_KEY, NO_KEY, 0)])], (False, True)),
+        ({"free": ([SMALL_KEY], []), "downwards": False}, [Part(NO_KEY, [(SMALL_KEY, NO_KEY, 0)])], (True, True)),
     ],
 )
 def test_codes_do_the_same_once_more_where_everything_is_where_it_was(changes, parts, alike):

@@ -5,7 +5,7 @@ All bytes are counted in blocks, the least that the allocator hands out.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import NamedTuple
@@ -18,11 +18,8 @@ from memplan.allocator.settings import (
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
 )
+from memplan.allocator.streams.free_blocks import FreeBlocks, Key, add, give_back, in_order, take
 from memplan.units import ceil_div
-
-BITS = 128
-ADDRESS: int = 2**BITS - 1
-"""Addresses, in blocks: no job of the most that may be asked for (2**54 tokens) comes near, and 40 bits took no less time."""
 
 SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
     size // MINIMUM_BLOCK_BYTES
@@ -30,38 +27,28 @@ SMALL, _LARGE_SEGMENT, _SMALL_SEGMENT, _LARGE, _LARGE_ROUNDING = (
 )
 
 _PAGES = _SMALL_SEGMENT, _LARGE_SEGMENT
-_BASES = _LARGE_SEGMENT, ADDRESS // 2 // _LARGE_SEGMENT * _LARGE_SEGMENT
-"""Where expandable segments of each pool of a CUDA stream begin; both at whole pages."""
-_UNLIMITED = ADDRESS // 4 // _LARGE_SEGMENT * _LARGE_SEGMENT
+_BASE = _LARGE_SEGMENT
+"""Where expandable segments of each pool begin; at a whole page of each."""
+_UNLIMITED = 2**126 // _LARGE_SEGMENT * _LARGE_SEGMENT
+"""Addresses, in blocks: no job of the most that may be asked for (2**54 tokens) comes near."""
 
-_Pool = tuple[list[int], dict[int, int], dict[int, int], int]
 
-
-def _give_back(start: int, end: int, keys: list[int], ends: dict[int, int], starts: dict[int, int]) -> None:
-    """Put a block among the free ones, joined with the free ones beside it."""
-    if start in starts:
-        end_before, start = start, starts.pop(start)
-        del keys[bisect_left(keys, end_before - start << BITS | start)]
-    if end in ends:
-        start_after, end = end, ends.pop(end)
-        del keys[bisect_left(keys, end - start_after << BITS | start_after)]
-    ends[start], starts[end] = end, start
-    insort(keys, end - start << BITS | start)
+_NOTHING: Key = 0, 0
 
 
 class Part(NamedTuple):
     """What was taken while codes were played."""
 
-    highest: int  # The highest key of all that was taken, 0 for nothing
-    # Of new segments: the key, the highest taken before, the pool.
-    made: Sequence[tuple[int, int, int]]
+    highest: Key  # The highest of all that was taken, zeros for nothing
+    # New segments, the highest that was taken before each, and its pool.
+    made: Sequence[tuple[Key, Key, int]]
 
 
 class Shape(NamedTuple):
     """Where everything is: what codes do that are alike depends on nothing else."""
 
     live: Mapping[int, tuple[int, int]]
-    free: Sequence[Sequence[int]]  # Keys of what is free, of each pool
+    free: Sequence[Sequence[Key]]  # What is free, of each pool
     holes: Sequence[Mapping[int, int]]  # What expandable segments have no memory for, of each pool
     retries: int
     downwards: bool
@@ -76,8 +63,8 @@ class Shape(NamedTuple):
         gone = [where for name, where in before.live.items() if name not in self.live]
         if gone != [where for name, where in self.live.items() if name not in before.live]:
             return False, False
-        made: list[list[int]] = [[] for _ in self.free]
-        last, most = [bool(pool & 1) or not self.downwards for pool in range(len(made))], 0
+        made: list[list[Key]] = [[] for _ in self.free]
+        last, most = [bool(pool & 1) or not self.downwards for pool in range(len(made))], _NOTHING
         for part in parts:
             for key, taken, pool in part.made:
                 most = max(most, taken)
@@ -98,13 +85,12 @@ class StreamAllocator:
         capacity_bytes: What the process can get of the card; None for no limit.
         downwards: Whether each new segment lies below those before.
         expandable: Whether segments are expandable.
-        streams: The CUDA stream of each storage that is not of the first, whose pools are its own.
+        pool_of: The pool of each storage: twice its CUDA stream, and one more for a large one.
         releases: Whether all that is cached is released where a request has no room; else it is not satisfied.
 
     Attributes:
         live: First block of each storage, and the first after it.
-        pools: For small requests, and for large ones, of each stream: ``blocks << BITS | address`` of all that is free, ascending; where
-            each of them ends, by where it begins; where it begins, by where it ends; and the least worth splitting off.
+        pools: What is free for small requests, and for large ones, of each stream.
         holes: For each pool, where each range of expandable segments without memory ends, by where it begins; empty
             where segments are no such ones, or the card has no end: a pool's only segment then begins with what is mapped, and
             all behind that is one free block, the last that is tried, as ``expandable_size`` has it.
@@ -117,9 +103,9 @@ class StreamAllocator:
         "_bases",
         "_downwards",
         "_limit",
+        "_pool_of",
         "_releases",
         "_segments",
-        "_streams",
         "_virtual",
         "allocated",
         "allocated_peak",
@@ -140,26 +126,25 @@ class StreamAllocator:
         *,
         downwards: bool,
         expandable: bool,
-        streams: Mapping[int, int] | None = None,
+        pool_of: Sequence[int],
         releases: bool = True,
     ) -> None:
         self.live: dict[int, tuple[int, int]] = {}
-        self._streams = {name: 2 * stream for name, stream in (streams or {}).items()}  # its first pool
-        several = range(1 + max((streams or {}).values(), default=0))
-        least = 1, 1 if expandable else SMALL + 1
-        self.pools: Sequence[_Pool] = [([], {}, {}, least[large]) for _ in several for large in (0, 1)]
+        self._pool_of = pool_of
+        streams, least = range(1 + max(pool_of, default=0) // 2), (1, 1 if expandable else SMALL + 1)
+        self.pools: Sequence[FreeBlocks] = [([], {}, {}, {}, least[large]) for _ in streams for large in (0, 1)]
         endless = expandable and capacity_bytes is None
         self.holes: Sequence[dict[int, int]] = [{} for _ in self.pools] if expandable and not endless else ()
         self.parts: list[Part] = []
         self.allocated = self.allocated_peak = self.reserved = self.reserved_peak = self.retries = 0
         self.survives, self._releases = True, releases
         self._limit = None if capacity_bytes is None else capacity_bytes // MINIMUM_BLOCK_BYTES
-        self._downwards, self._address = downwards, ADDRESS if downwards else 1
+        self._downwards, self._address = downwards, 0
         self._segments: dict[int, tuple[int, int]] = {}
-        self._bases = [*_BASES] * len(several)
+        self._bases = [_BASE] * len(self.pools)
         self.tops = self._bases[:] if endless else []
-        for start, (keys, ends, starts, _) in zip(self.tops, self.pools, strict=False):
-            _give_back(start, start + _UNLIMITED, keys, ends, starts)
+        for start, free in zip(self.tops, self.pools, strict=False):
+            add(start, start + _UNLIMITED, free)
         wanted = _UNLIMITED * MINIMUM_BLOCK_BYTES if capacity_bytes is None else capacity_bytes + capacity_bytes // 8
         self._virtual = [
             max(ceil_div(wanted, page * MINIMUM_BLOCK_BYTES), 1) * page for page in _PAGES
@@ -167,53 +152,49 @@ class StreamAllocator:
 
     def play(self, blocks: Sequence[int], codes: Sequence[int]) -> None:
         """Play codes, until a request is not satisfied; none after that."""
-        live, pools, holes, streams, tops = self.live, self.pools, self.holes, self._streams, self.tops
+        live, pools, holes, pool_of, tops = self.live, self.pools, self.holes, self._pool_of, self.tops
         allocated, peak = self.allocated, self.allocated_peak
-        highest, new = 0, list[tuple[int, int, int]]()
+        largest, last, new = 0, 0, list[tuple[Key, Key, int]]()  # the key that is highest, and what is made
         for code in codes if self.survives else ():
             if not (size := blocks[name := code >> 1]):
                 continue
-            keys, ends, starts, least = pools[number := streams.get(name, 0) + (size > SMALL)]
+            free = pools[number := pool_of[name]]
             if code & 1:
                 start, end = live.pop(name)
                 allocated -= end - start
-                before, after = starts.pop(start, start), ends.pop(end, end)  # joined as :func:`_give_back` does
-                if before != start:
-                    del keys[bisect_left(keys, start - before << BITS | before)]
-                if after != end:
-                    del keys[bisect_left(keys, after - end << BITS | end)]
-                ends[before], starts[after] = after, before
-                insort(keys, after - before << BITS | before)
+                give_back(start, end, free)
                 continue
-            place = bisect_left(keys, size << BITS)
-            if place == len(keys):
+            sizes, starts_of, ends, starts, least = free
+            if (whole := size) not in starts_of:
+                place = bisect_left(sizes, size)
+                whole = sizes[place] if place < len(sizes) else 0
+            if not whole:
                 made = self._made(size, number)
                 if made is None:
                     break
                 start, end = made
-                key = end - start << BITS | start
-                new += [] if holes else [(key, highest, number)]
+                new += [] if holes else [((end - start, start), (largest, last), number)]
+            elif holes and ends[starts_of[whole][0]] in holes[number]:
+                end = take(start := self._least_growable(size, number), free)
             else:
-                if holes and ends[keys[place] & ADDRESS] in holes[number]:
-                    place = self._least_growable(place, number)
-                key = keys.pop(place)
-                end = ends.pop(start := key & ADDRESS)
+                end = ends.pop(start := (own := starts_of[whole]).pop(0))
                 del starts[end]
-            if key > highest:
-                highest = key
+                if not own:
+                    del starts_of[whole], sizes[bisect_left(sizes, whole)]
+            if end - start >= largest:
+                largest, last = max((largest, last), (end - start, start))
             stop = start + size
             if tops and stop > tops[number]:
                 tops[number] = stop
             if end - stop >= least:
-                ends[stop], starts[end] = end, stop
-                insort(keys, end - stop << BITS | stop)
+                add(stop, end, free)
                 end = stop
             live[name] = start, end
             allocated += end - start
             if allocated > peak:
                 peak = allocated
         self.allocated, self.allocated_peak = allocated, peak
-        self.parts.append(Part(highest, new))
+        self.parts.append(Part((largest, last), new))
         self._count_pages()
 
     def _count_pages(self) -> None:
@@ -228,7 +209,7 @@ class StreamAllocator:
 
     def shape(self) -> Shape:
         """Return where everything is."""
-        free, holes = [keys[:] for keys, *_ in self.pools], [dict(ranges) for ranges in self.holes]
+        free, holes = [[*in_order(own)] for own in self.pools], [dict(ranges) for ranges in self.holes]
         return Shape(dict(self.live), free, holes, self.retries, self._downwards)
 
     # ---------------------------------------------------------------- memory from the driver
@@ -270,31 +251,32 @@ class StreamAllocator:
             for number in reversed(range(len(self.pools))):
                 self._unmap(number)
         for start, (end, pool) in [*self._segments.items()]:
-            keys, ends, starts, _ = self.pools[pool]
-            if ends.get(start) == end:
-                del self._segments[start], ends[start], starts[end]
-                keys.remove(end - start << BITS | start)
+            free = self.pools[pool]
+            if free[2].get(start) == end:
+                take(start, free)
+                del self._segments[start]
                 self.reserved -= end - start
 
     # ---------------------------------------------------------------- expandable segments
-    def _least_growable(self, place: int, pool: int) -> int:
-        """Return the place of the free block from one on that could grow least."""
+    def _least_growable(self, size: int, pool: int) -> int:
+        """Return where the free block of at least a size begins that could grow least."""
         # Source: ``expandable_size`` in get_free_block, c10/cuda/CUDACachingAllocator.cpp.
-        keys, ends, *_ = self.pools[pool]
-        holes, least = self.holes[pool], None
-        for number in range(place, len(keys)):
-            start = keys[number] & ADDRESS
-            room = holes.get(ends[start], ends[start]) - start
+        free, holes = self.pools[pool], self.holes[pool]
+        best = least = None
+        for own, start in in_order(free, size):
+            end = start + own
+            room = holes.get(end, end) - start
             if least is not None and room >= least:
-                return number - 1
-            least = room
-        return len(keys) - 1
+                break
+            best, least = start, room
+        assert best is not None
+        return best
 
     def _grown(self, size: int, pool: int) -> tuple[int, int] | None:
         """Return a block of at least a size, made by mapping pages at the lowest addresses where they have room."""
         # Source: try_allocate_expandable_block in c10/cuda/CUDACachingAllocator.cpp.
-        keys, ends, starts, _ = self.pools[pool]
-        holes, page = self.holes[pool], _PAGES[pool & 1]
+        free = self.pools[pool]
+        ends, holes, page = free[2], self.holes[pool], _PAGES[pool & 1]
         start = self._range(size, pool)
         end = ends.get(start, start)
         while end - start < size:
@@ -305,14 +287,13 @@ class StreamAllocator:
             del holes[end]
             if end + mapped < beyond:
                 holes[end + mapped] = beyond
-            _give_back(end, end + mapped, keys, ends, starts)
+            give_back(end, end + mapped, free)
             end = ends[start]
-        del keys[bisect_left(keys, end - start << BITS | start)], ends[start], starts[end]
-        return start, end
+        return start, take(start, free)
 
     def _range(self, size: int, pool: int) -> int:
         """Return the lowest address from which on free blocks and holes in a row have room, in a new segment if need be."""
-        _, ends, starts, _ = self.pools[pool]
+        _, _, ends, starts, _ = self.pools[pool]
         holes = self.holes[pool]
         for hole in sorted(holes):
             start = end = starts.get(hole, hole)
@@ -328,19 +309,17 @@ class StreamAllocator:
     def _unmap(self, pool: int) -> None:
         """Give back the whole pages that lie inside free blocks."""
         # Source: unmap_block in c10/cuda/CUDACachingAllocator.cpp.
-        keys, ends, starts, _ = self.pools[pool]
+        free = self.pools[pool]
         holes, page = self.holes[pool], _PAGES[pool & 1]
-        for key in keys[:]:
-            start = key & ADDRESS
-            end = ends[start]
+        for size, start in [*in_order(free)]:
+            end = start + size
             first, last = ceil_div(start, page) * page, end // page * page
             if first >= last:
                 continue
-            del keys[bisect_left(keys, key)], ends[start], starts[end]
+            take(start, free)
             for piece, stop in ((start, first), (last, end)):
                 if piece < stop:
-                    ends[piece], starts[stop] = stop, piece
-                    insort(keys, stop - piece << BITS | piece)
+                    add(piece, stop, free)
             self.reserved -= last - first
             beyond = holes.pop(last, last)
             before = next((hole for hole, stop in holes.items() if stop == first), first)

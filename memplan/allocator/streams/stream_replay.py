@@ -61,11 +61,12 @@ class Stream:
         first: int = 0,
         cleared: int = 0,
     ) -> None:
-        self._streams, self._first, self._cleared = streams, first, cleared
+        self._first, self._cleared = first, cleared
         rounds = () if streams else rounds
         last = MINIMUM_BLOCK_BYTES - 1
         self._blocks = [(size + last) // MINIMUM_BLOCK_BYTES for size in sizes]
-        self._codes = codes
+        self._codes, streams = codes, streams or {}
+        self._pool_of = [2 * streams.get(name, 0) + (size > SMALL) for name, size in enumerate(self._blocks)]
         self._stretches = [*pairwise([first, *alike_from, len(codes)])]
         self._rounds = rounds or [()] * len(self._stretches)
 
@@ -89,7 +90,7 @@ class Stream:
         """
         below = downwards and not expandable
         state = StreamAllocator(
-            capacity_bytes, downwards=below, expandable=expandable, streams=self._streams, releases=releases
+            capacity_bytes, downwards=below, expandable=expandable, pool_of=self._pool_of, releases=releases
         )
         if self._cleared:
             state.play(self._blocks, self._codes[: self._cleared])
