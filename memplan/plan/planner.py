@@ -17,12 +17,13 @@ from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, fullest_rank, verdict_of
 from memplan.step.divided.divided_model import divided
-from memplan.step.instants import StepForms
+from memplan.step.instants import StepForms, loss_moments
 from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.regimes import regime_of
-from memplan.step.states.model_states import with_cast_biases
+from memplan.step.states.model_states import ModelStates, with_cast_biases
+from memplan.step.states.optimizer_scratch import step_temporaries
 from memplan.step.states.parallel_shards import bucket_bytes, is_sharded, runs_engine
 from memplan.step.states.partitioned_weights import rank_model_states
 from memplan.step.tapes.linear_forms import Part
@@ -40,6 +41,14 @@ BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
 
 Kernels = tuple[KernelProfile, *tuple[AttentionKernel | None, ...]]
+
+
+CardKind = tuple[str, str | None, str, bool]
+
+
+def card_kind(gpu: Gpu) -> CardKind:
+    """Return all of a card that decides how a job runs on it: cards that have it in common have one plan."""
+    return gpu.vendor, gpu.compute_capability, gpu.architecture, gpu.cuda_total_bytes > LARGE_CARD_BYTES
 
 
 def _kernels(setup: TrainingSetup) -> Kernels:
@@ -61,6 +70,7 @@ class CompiledPlan:
 
     Args:
         setup: The training setup; its batch and sequence length are the defaults.
+        known: Its states, where they are known from another card.
 
     Attributes:
         model: The model as its stack builds it.
@@ -70,20 +80,21 @@ class CompiledPlan:
         CannotAnswerError: A part of the model whose memory is not modelled.
     """
 
-    def __init__(self, model: Model, setup: TrainingSetup) -> None:
+    def __init__(self, model: Model, setup: TrainingSetup, known: ModelStates | None = None) -> None:
         self.model = built_by(model, setup)
         setup = with_model_built(setup, self.model, model)
         self.own = model = _of_rank(divided(self.model, setup), setup)
         self.setup = setup
         refuse_unmodelled(model, setup)
-        states = rank_model_states(setup, model.inventory, adapter_tensors(model, setup), model.spec.hidden_size)
+        adapters = adapter_tensors(model, setup)
+        states = known or rank_model_states(setup, model.inventory, adapters, model.spec.hidden_size)
         self._regimes = FormsByRegime(self.model, model, setup, states)
         if setup.formats["hidden_matrix"].product == "integers":
-            own = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)
-            states = with_cast_biases(states, self._regimes.tapes(own)[1].cast_biases(), setup.config.compute_dtype)
+            regime = regime_of(model, setup, setup.config.micro_batch_size, setup.config.sequence_length)
+            states = with_cast_biases(states, self._regimes.tapes(regime)[1].cast_biases(), setup.config.compute_dtype)
             self._regimes = FormsByRegime(self.model, model, setup, states)
         self.states = states
-        self._by_card: dict[tuple[str, str | None, str, bool], CompiledPlan] = {}
+        self._by_card: dict[CardKind, CompiledPlan] = {}
         self._sizes: dict[tuple[int, int], tuple[tuple[int, ...], Compiled, int, list[int]]] = {}
         self._by_kernels: dict[Kernels, CompiledPlan] = {_kernels(setup): self}
         self.bucket_bytes = bucket_bytes(
@@ -110,8 +121,7 @@ class CompiledPlan:
         Raises:
             CannotAnswerError: The card cannot do something that the job needs.
         """
-        large = gpu.cuda_total_bytes > LARGE_CARD_BYTES
-        key = (gpu.vendor, gpu.compute_capability, gpu.architecture, large)
+        key = card_kind(gpu)
         if key not in self._by_card:
             plan = self._with_setup(on_card(self.setup, self.model, gpu))
             self._by_card[key] = plan._by_card[key] = plan
@@ -122,7 +132,9 @@ class CompiledPlan:
         if setup is self.setup:
             return self
         if _kernels(setup) not in self._by_kernels:
-            self._by_kernels[_kernels(setup)] = CompiledPlan(self.model, setup)
+            # No card decides these, but for biases that a forward casts.
+            states = None if setup.formats["hidden_matrix"].product == "integers" else self.states
+            self._by_kernels[_kernels(setup)] = CompiledPlan(self.model, setup, states)
         plan = copy(self._by_kernels[_kernels(setup)])
         plan.setup, plan._by_card = setup, {}
         return plan
@@ -181,13 +193,21 @@ class CompiledPlan:
         return self.constant_bytes + compiled.forms.buffers.total_bytes(values) + peak
 
     def least_bytes(self, batch: int, length: int) -> int:
-        """Return what is there all the time and, on one GPU, what one layer hands to the next: less than any step requests."""
-        parallel = self.setup.config.parallel
-        stream = batch * length * self.own.spec.hidden_size * self.setup.residual_bytes
-        return self.constant_bytes + (stream if parallel.gpus == 1 else 0)
+        """Return what is there all the time and, on one GPU, what layers are given or the update takes: less than any step's peak; nothing is taped."""
+        config, setup = self.setup.config, self.setup
+        if config.parallel.gpus > 1:
+            return self.constant_bytes
+        stream = batch * length * self.own.spec.hidden_size * setup.residual_bytes
+        if config.offload.activations != "none" or config.compile != "none":
+            return self.constant_bytes + stream
+        every = range(self.own.spec.num_hidden_layers)  # each keeps its input where it is computed again
+        again = all(map(setup.computes_again, every)) and setup.stack.input_gradients != "trained-layers"
+        waits = config.gradients.lifetime == "step"
+        update = step_temporaries(setup, self.states.tensors).bytes + self.states.gradient_bytes if waits else 0
+        return self.constant_bytes + max(stream * (len(every) if again else 1), update)
 
     def saved_bytes(self, batch: int, length: int) -> int:
-        """Return what is there all the time and what layers save for backward: less than any step requests at its peak.
+        """Return what is there all the time, what layers save for backward and the loss's own takes beside it: no more than a step requests at its peak.
 
         It takes a third of the time of the closed forms. Nothing is said of what ranks save that hold shards.
         """
@@ -199,7 +219,9 @@ class CompiledPlan:
         ways = [inputs.recomputation if again else NOTHING_AGAIN for again in taped.again]
         least = [section.least_saved(way) for section, way in zip(taped.layers, ways, strict=True)]
         saved = sum(least[kind].total_bytes(values) * count for kind, count in taped.counts().items())
-        return self.constant_bytes + saved
+        moments = loss_moments(inputs, taped)
+        loss = (sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments)
+        return self.constant_bytes + saved + max(loss, default=0)
 
     def _doubt_bytes(self, batch: int, length: int, most: Mapping[str, int]) -> int:
         """Return what a compiled step may take beyond the plan: Inductor chooses some kernels by timing them on the card.

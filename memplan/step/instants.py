@@ -156,10 +156,8 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, lef
         one_pass: Yields those of one forward and backward.
         left: What names and the graph of the last forward hold from backward on, as long as they last.
     """
-    config = inputs.setup.config
-    fills = inputs.setup.leaves_gradients
-    mode: Mode = "layer" if config.gradients.lifetime == "layer" else "filled" if fills else "first"
-    filled_bytes = _filled_bytes(inputs) if fills else 0
+    config, mode = inputs.setup.config, _first_mode(inputs)
+    filled_bytes = _filled_bytes(inputs) if inputs.setup.leaves_gradients else 0
     yield from one_pass(constant_form(Part.GRADIENTS, filled_bytes) - rows_to_come(inputs.setup), mode)
     if config.gradient_accumulation_steps > 1:
         for instant in one_pass(constant_form(Part.GRADIENTS, inputs.gradient_bytes), "again"):
@@ -168,6 +166,17 @@ def step_instants(inputs: StepInputs, taped: ModelOnTape, one_pass: OnePass, lef
     for instant in after_backward(inputs, taped, filled_bytes, validated):
         named = outlives(inputs.setup, step=instant.name in ("gradient clipping", "optimizer step"))
         yield instant.around(left if named else ZERO)
+
+
+def _first_mode(inputs: StepInputs) -> Mode:
+    """Return what becomes of weight gradients in the first micro-step."""
+    filled: Mode = "filled" if inputs.setup.leaves_gradients else "first"
+    return "layer" if inputs.setup.config.gradients.lifetime == "layer" else filled
+
+
+def loss_moments(inputs: StepInputs, taped: ModelOnTape) -> list[Instant]:
+    """Return the moments of the loss's backward, which what layers save is beside; none where it runs over chunks, or inputs wait in host memory."""
+    return [] if taped.head.chunk or any(taped.staged) else taped.head.section.played(_first_mode(inputs)).backward
 
 
 def _filled_bytes(inputs: StepInputs) -> int:

@@ -1,6 +1,7 @@
 """The largest model for a GPU, and the fewest GPUs for a model."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -14,7 +15,7 @@ from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter, least_bytes_per_parameter
 from memplan.plan.job_allowances import devices_for, searched_allowances
 from memplan.plan.memory_plan import Device, MemoryPlan
-from memplan.plan.planner import CompiledPlan
+from memplan.plan.planner import CardKind, CompiledPlan, card_kind
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained, built_by
 from memplan.units import ceil_div
@@ -152,8 +153,10 @@ class _Planned:
         self._model, self._setup, self._least = model, setup, least
         self.played: MemoryPlan | None = None
         self._job = setup.config.micro_batch_size, setup.config.sequence_length
-        self._saved: dict[int, int] = {}
-        self._needed: dict[int, tuple[int, int]] = {}
+        self._untaped_bytes = 0  # not known
+        self._refused: set[CardKind] = set()
+        self._saved: dict[CardKind, int] = {}
+        self._needed: dict[CardKind, tuple[int, int]] = {}
 
     @cached_property
     def _planned(self) -> CompiledPlan | MemplanError:
@@ -180,28 +183,42 @@ class _Planned:
         """Tell whether it fits; more is sought only where what was found before does."""
         if not room.holds(self._least_bytes, 0):
             return False
-        planned = self._planned
-        if isinstance(planned, MemplanError) or not room.holds(planned.least_bytes(*self._job), 0):
+        planned, card = self._planned, card_kind(room.device.gpu)
+        if isinstance(planned, MemplanError) or card in self._refused:
             return False
         try:
-            own = planned.on(room.device.gpu)
-            key = id(own)
-            if key not in self._saved:
-                self._saved[key] = own.saved_bytes(*self._job)
-            if not room.holds(self._saved[key], 0):
+            if not self._fits(planned, card, room):
                 return False
-            if key not in self._needed:
-                self._needed[key] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
-            if not room.holds(*self._needed[key]):
-                return False
-            if simulate is None and room.device.host_memory_bytes is None:
-                return True
-            plan = own.evaluate(room.device)
-            if simulate is None or plan.exceeds_host:
-                return not plan.exceeds_host
-            self.played = simulate(plan)
         except MemplanError:
+            self._refused.add(card)
             return False
+        with suppress(MemplanError):
+            return self._fits_whole(planned.on(room.device.gpu), room, simulate)
+        return False
+
+    def _fits(self, planned: CompiledPlan, card: CardKind, room: _Room) -> bool:
+        """Tell whether what it requests fits."""
+        if not self._untaped_bytes:
+            self._untaped_bytes = planned.least_bytes(*self._job)
+        if not room.holds(self._untaped_bytes, 0):
+            return False
+        own = planned.on(room.device.gpu)
+        if card not in self._saved:
+            self._saved[card] = own.saved_bytes(*self._job)
+        if not room.holds(self._saved[card], 0):
+            return False
+        if card not in self._needed:
+            self._needed[card] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
+        return room.holds(*self._needed[card])
+
+    def _fits_whole(self, own: CompiledPlan, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
+        """Tell whether it fits with what host memory has, and with its reserve simulated where it is."""
+        if simulate is None and room.device.host_memory_bytes is None:
+            return True
+        plan = own.evaluate(room.device)
+        if simulate is None or plan.exceeds_host:
+            return not plan.exceeds_host
+        self.played = simulate(plan)
         return self.played.verdict == "fits"
 
 
