@@ -190,7 +190,7 @@ def test_sarif_quotes_paths(cli, write, folder):
 
 
 # ------------------------------------------------------------------ Markdown
-@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.thorough)])
 def test_markdown_stays_under_60_kilobytes(cli, budget, number):
     budget(jobs(number))
     text = cli("check", "--format", "md").out
