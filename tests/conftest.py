@@ -115,9 +115,16 @@ def played_once() -> Iterator[None]:
         told.move_to_end(question)
         return told[question]
 
+    last: list[object] = [None, 0]  # a run is played several times in turn
+
+    def events_hash(stream):
+        if last[0] is not stream:
+            last[:] = stream, hash((array("q", stream._blocks).tobytes(), array("q", stream._codes).tobytes()))
+        return last[1]
+
     def once(simulation, capacity_bytes=None, *, downwards=True, releases=True):
-        events = array("q", simulation._stream._blocks).tobytes(), array("q", simulation._stream._codes).tobytes()
-        question = hash(events), simulation._expandable, capacity_bytes, downwards, releases
+        stream = events_hash(simulation._stream)
+        question = stream, simulation._expandable, capacity_bytes, downwards, releases
         if question not in played:
             played[question] = real(simulation, capacity_bytes, downwards=downwards, releases=releases)
         return played[question]
