@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.golden.test_recorded_jobs import hold
+from tests.golden.test_recorded_jobs import WHOLE, hold
 from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned, stack_setup
@@ -369,8 +369,9 @@ def follows(plan, record) -> bool:
     )
 
 
-@pytest.mark.one_in(2)  # of all files a quarter of the jobs is planned in tests/golden
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=() if path.stem in WHOLE else pytest.mark.slow, id=path.stem) for path in FILES]
+)
 def test_the_formula_agrees_with_the_librarys_own_code_as_the_page_says_but_for_known_gaps(path, request):
     planned_jobs = planned_records(path)
     assert {StackJob.read(record.job).stack for _, record in planned_jobs} == {path.stem.partition(".")[0]}
@@ -380,7 +381,7 @@ def test_the_formula_agrees_with_the_librarys_own_code_as_the_page_says_but_for_
     if not request.config.getoption("--update-golden"):
         assert page_parts()[1][list(ROWS).index(path.stem)] == row_of(path)
     jobs = [record.job for _, record in planned_jobs]
-    for quarter in range(1, 4):
+    for quarter in range(4):
         hold(path.stem, quarter, jobs, lambda number: plan_of(jobs[number], ""), request)
 
 
