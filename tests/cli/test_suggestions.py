@@ -47,6 +47,7 @@ def planned(job, settings) -> memplan.Plan:
 SIZED = [*((job, ()) for job in JOBS), (JOBS[0], ("-b", "8")), (JOBS[2], ("-b", "8")), (JOBS[0], ("-s", "512"))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("job", "size"), SIZED, ids=lambda words: " ".join(words) or "as it is")
 def test_suggestions_give_the_bytes_of_planning_with_them_and_what_flips_the_answer_comes_first(cli, job, size):
     plan = cli(*ask(job, *size)).data

@@ -31,7 +31,7 @@ LONG = (
     "memplan max --config tier3",
     "memplan max llama-8b --for ",
 )
-"""Commands that train or simulate for seconds: .ci/run runs them with the tests of many jobs."""
+"""Commands that train or simulate for seconds: .ci/run runs the first of each with the tests of many jobs; the others are slow."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,14 @@ COMMANDS = list(
 OUTPUTS = [Shown(page, block) for page, text in TEXTS.items() for block in blocks(text) if "output" in block.markers]
 SHOWN = {bare(shown.what.markers["output"]) for shown in OUTPUTS}
 """Commands that run where their output is compared."""
+ALIKE = [[s for s in COMMANDS if s.what.text.startswith(begins) and s.what.text not in SHOWN] for begins in LONG]
+FIRST, OTHERS = [alike[0] for alike in ALIKE], [shown for alike in ALIKE for shown in alike[1:]]
 RUN = [
-    pytest.param(shown, marks=[pytest.mark.thorough] if shown.what.text.startswith(LONG) else [], id=shown.what.text)
+    pytest.param(
+        shown,
+        marks=pytest.mark.thorough if shown in FIRST else pytest.mark.slow if shown in OTHERS else (),
+        id=shown.what.text,
+    )
     for shown in COMMANDS
     if shown.what.text not in SHOWN
 ]

@@ -34,6 +34,7 @@ def test_a_peak_that_others_measured_is_the_one_that_is_planned(name, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "job"), ENDED, ids=[f"{name}-{n}" for n, (name, _) in enumerate(ENDED)])
 def test_a_run_that_others_saw_out_of_memory_is_not_told_to_fit(name, job):
     table, job = OUT_OF_MEMORY[name], dict(job)

@@ -65,6 +65,7 @@ def closed_form(model: Any, batch: int, tokens: int, optimizer: str, loss: str, 
     return rows
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("full", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("loss", ["bf16", "fp32"])
 @pytest.mark.parametrize(
