@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.model.inventory import parameter_count
 
 JOB = {"gpu": "h100", "config": "bf16-adamw", "stack": "torchtitan"}
 
 
 def plan(tensor: int, gpus: int, *more: str, model: str = "llama-8b"):
-    return memplan.plan(model, gpus=gpus, set=[f"parallel.tensor={tensor}", *more], **JOB).memory
+    return plan_by_share(model, gpus=gpus, set=[f"parallel.tensor={tensor}", *more], **JOB).memory
 
 
 def test_ranks_share_matrices_and_have_whole_norms():

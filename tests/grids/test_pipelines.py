@@ -9,6 +9,7 @@ import pytest
 import memplan
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import MemplanError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.pipelines.pipeline_schedules import (
     IN_ROUNDS,
     ONE_STAGE,
@@ -200,12 +201,12 @@ def test_the_fullest_rank_is_that_whose_reserve_as_simulated_makes_it_so():
 )
 def test_pipelines_that_cannot_be_are_refused_by_name(settings, words):
     with pytest.raises(MemplanError, match=words):
-        memplan.plan("llama-8b", gpus=64, set=[f"parallel.{one}" for one in settings], **JOB)
+        plan_by_share("llama-8b", gpus=64, set=[f"parallel.{one}" for one in settings], **JOB)
 
 
 def test_a_pipeline_of_tied_embeddings_is_one_that_torchtitan_does_not_run():
     with pytest.raises(MemplanError, match=r"torchtitan .* runs no pipeline of a model whose head is its embedding"):
-        memplan.plan("llama-3.2-1b", gpus=64, set=["parallel.pipeline=4"], **JOB)
+        plan_by_share("llama-3.2-1b", gpus=64, set=["parallel.pipeline=4"], **JOB)
 
 
 def test_a_schedule_that_megatron_does_not_have_is_refused():
@@ -214,6 +215,6 @@ def test_a_schedule_that_megatron_does_not_have_is_refused():
 
 
 def test_one_rank_changes_nothing():
-    plain = memplan.plan("llama-8b", gpus=8, **JOB).to_dict()
-    one = memplan.plan("llama-8b", gpus=8, set=["parallel.pipeline=1"], **JOB).to_dict()
+    plain = plan_by_share("llama-8b", gpus=8, **JOB).to_dict()
+    one = plan_by_share("llama-8b", gpus=8, set=["parallel.pipeline=1"], **JOB).to_dict()
     assert {key for key in plain if plain[key] != one[key]} <= {"answer", "training"}  # the config is "changed"

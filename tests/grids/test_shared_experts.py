@@ -6,6 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 
 JOB = {"gpu": "h100", "config": "mixed-adamw", "stack": "torchtitan"}
 LAYERS, HIDDEN, WIDTH, EXPERTS, USED = 48, 2048, 768, 128, 8
@@ -13,7 +14,7 @@ LAYERS, HIDDEN, WIDTH, EXPERTS, USED = 48, 2048, 768, 128, 8
 
 
 def plan(experts: int, gpus: int, *more: str, model: str = "qwen3-30b-a3b"):
-    return memplan.plan(model, gpus=gpus, set=[f"parallel.expert={experts}", *more], **JOB)
+    return plan_by_share(model, gpus=gpus, set=[f"parallel.expert={experts}", *more], **JOB)
 
 
 @pytest.mark.parametrize(("experts", "gpus", "groups"), [(8, 64, 1), (16, 16, 1), (4, 32, 2), (8, 256, 1)])
@@ -40,7 +41,7 @@ def test_sharing_experts_gathers_fewer_of_them():
 
 
 def test_one_gpu_for_all_experts_changes_nothing():
-    alone = memplan.plan("qwen3-30b-a3b", gpus=64, **JOB)
+    alone = plan_by_share("qwen3-30b-a3b", gpus=64, **JOB)
     assert plan(1, 64).memory.instants == alone.memory.instants
     assert plan(1, 64).memory.device_bytes == alone.memory.device_bytes
 
@@ -82,7 +83,7 @@ def test_degrees_that_do_not_divide_are_one_line_with_what_does(experts, gpus, m
 def test_a_degree_of_a_config_that_is_no_divisor_of_its_gpus_is_refused():
     words = "8 GPUs are no divisor of the 12 of a group; 4 do"
     with pytest.raises(InvalidFileError, match=words):
-        memplan.plan("qwen3-30b-a3b", set=["parallel.expert=8", "parallel.data=12", "parallel.zero_stage=3"], **JOB)
+        plan_by_share("qwen3-30b-a3b", set=["parallel.expert=8", "parallel.data=12", "parallel.zero_stage=3"], **JOB)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_degree_of_a_config_that_is_no_divisor_of_its_gpus_is_refused():
 def test_what_is_not_followed_is_refused_by_name(more, words):
     job = {**JOB, "stack": None} if more[0].startswith("stack") else JOB
     with pytest.raises(CannotAnswerError, match=words):
-        memplan.plan("qwen3-30b-a3b", gpus=64, set=["parallel.expert=8", *more], **job)
+        plan_by_share("qwen3-30b-a3b", gpus=64, set=["parallel.expert=8", *more], **job)
 
 
 def test_routing_says_something_where_experts_are_shared_alone():
@@ -126,13 +127,13 @@ mode = "full"
 def test_a_file_of_torchtitan_says_it(tmp_path):
     path = tmp_path / "experts.toml"
     path.write_text(FILE)
-    of_file = memplan.plan(str(path), gpu="h100", gpus=64).memory
+    of_file = plan_by_share(str(path), gpu="h100", gpus=64).memory
     assert of_file.setup.config.parallel.expert == 8
     settings = {"activation_checkpointing": "full", "kernels.loss": "fp32", "sequence_length": 4096}
     assert of_file.instants == plan(8, 64, *(f"{key}={value}" for key, value in settings.items())).memory.instants
     path.write_text(FILE.replace("standard", "deepep"))
     with pytest.raises(CannotAnswerError, match="rows that DeepEP or other kernels"):
-        memplan.plan(str(path), gpu="h100", gpus=64)
+        plan_by_share(str(path), gpu="h100", gpus=64)
 
 
 def test_gpus_that_share_matrices_share_experts_too():

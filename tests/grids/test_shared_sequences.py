@@ -6,6 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 
 JOB = {"gpu": "h100", "config": "mixed-adamw", "stack": "torchtitan"}
 LAYERS, KEYS = 32, 8 * 128
@@ -14,7 +15,7 @@ LAYERS, KEYS = 32, 8 * 128
 
 def plan(context: int, gpus: int, *more: str, model: str = "llama-8b", length: int = 32768):
     settings = [f"parallel.context={context}", *more]
-    return memplan.plan(model, gpus=gpus, sequence_length=length, set=settings, **JOB).memory
+    return plan_by_share(model, gpus=gpus, sequence_length=length, set=settings, **JOB).memory
 
 
 def test_weights_and_states_are_divided_among_all_gpus():
@@ -39,7 +40,7 @@ def test_a_gpu_keeps_its_part_of_the_rows_and_all_keys_and_values():
 
 
 def test_one_gpu_for_a_sequence_changes_nothing():
-    alone = memplan.plan("llama-8b", gpus=16, sequence_length=32768, **JOB).memory
+    alone = plan_by_share("llama-8b", gpus=16, sequence_length=32768, **JOB).memory
     assert plan(1, 16).instants == alone.instants
     assert plan(1, 16).device_bytes == alone.device_bytes
 
@@ -89,11 +90,11 @@ def test_a_file_of_torchtitan_says_it(tmp_path):
         '[model]\nname = "qwen3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 32768\n'
         "[parallelism]\ncontext_parallel_degree = 4\n"
     )
-    memory = memplan.plan(str(path), gpu="h100", gpus=16).memory
+    memory = plan_by_share(str(path), gpu="h100", gpus=16).memory
     assert memory.setup.config.parallel.context == 4
     path.write_text(path.read_text() + 'context_parallel_load_balancer = "ptrr"\n')
     with pytest.raises(CannotAnswerError, match="divided as their masks have it"):
-        memplan.plan(str(path), gpu="h100", gpus=16)
+        plan_by_share(str(path), gpu="h100", gpus=16)
 
 
 def test_suggest_says_that_it_does_not_search_them():

@@ -16,6 +16,7 @@ from memplan.catalog.training_config import Gradients
 from memplan.documents.loading import load_document
 from memplan.documents.schemas import validate
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.suggested.suggestions import suggestions
@@ -108,10 +109,10 @@ def test_metal_has_neither_tritons_kernels_nor_cudas_allocator(config, overrides
 
 
 def test_trls_fused_head_is_torchs_on_metal():
-    notes = memplan.plan("llama-3.2-1b", gpu="m3-max-128gb", config="lora").memory.setup.card_notes
+    notes = plan_by_share("llama-3.2-1b", gpu="m3-max-128gb", config="lora").memory.setup.card_notes
     assert sum("TRL's fused head runs by PyTorch's operators" in note for note in notes) == 1
     assert not any(
-        "fused head" in note for note in memplan.plan("gpt2", gpu="h100", config="lora").memory.setup.card_notes
+        "fused head" in note for note in plan_by_share("gpt2", gpu="h100", config="lora").memory.setup.card_notes
     )
 
 
@@ -121,7 +122,7 @@ def test_metal_is_not_told_to_set_cudas_allocator():
 
 
 def test_metal_has_not_the_allocator_that_a_library_asks_for():
-    setup = memplan.plan("gpt2", gpu="m3-max-128gb", config="bf16-adamw", set={"stack": "axolotl"}).memory.setup
+    setup = plan_by_share("gpt2", gpu="m3-max-128gb", config="bf16-adamw", set={"stack": "axolotl"}).memory.setup
     assert setup.reserve_share.allocator == setup.config.allocator == "native"
     assert any("not for Metal's" in note for note in setup.card_notes)
 
@@ -159,7 +160,7 @@ def test_attention_left_to_torch_is_what_it_takes_there(catalog, model, setup_of
 )
 def test_the_steps_of_math_that_a_later_torch_does_without_are_told(gpu, dtype, told):
     keys = {"stack": "transformers", "weights.default": dtype, "compute_dtype": dtype}
-    plan = memplan.plan("qwen2.5-1.5b", gpu=gpu, config="bf16-adamw", set=keys).memory
+    plan = plan_by_share("qwen2.5-1.5b", gpu=gpu, config="bf16-adamw", set=keys).memory
     assert any("from 2.14 on" in line for line in plan.assumptions) is told
 
 
@@ -352,8 +353,8 @@ def test_a_trace_on_a_card_runs_the_kernels_that_are_planned_there(cli, config):
 def test_weights_whose_gradients_torchs_loss_scale_refuses_are_refused():
     settings = {"compute_dtype": "fp16", "weights.default": "fp16", "loss_scaling": True}
     with pytest.raises(CannotAnswerError, match="unscale FP16 gradients"):
-        memplan.plan("llama-3.2-1b", gpu="rtx3090", config="bf16-adamw", stack="transformers", set=settings)
-    memplan.plan(
+        plan_by_share("llama-3.2-1b", gpu="rtx3090", config="bf16-adamw", stack="transformers", set=settings)
+    plan_by_share(
         "llama-3.2-1b",
         gpu="rtx3090",
         config="bf16-adamw",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import memplan
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.plan.suggested.config_changes import Change
 from memplan.plan.suggested.suggestions import Trial
 
@@ -14,7 +15,7 @@ WIDTH, LAYERS = 2048, 16
 
 
 def component(name: str, config: str = "lora", **settings) -> int:
-    plan = memplan.plan("llama-3.2-1b", gpu="h100", config=config, stack="plain-loop", set=settings)
+    plan = plan_by_share("llama-3.2-1b", gpu="h100", config=config, stack="plain-loop", set=settings)
     return next(entry.bytes for entry in plan.memory.components if entry.name == name)
 
 
@@ -57,13 +58,13 @@ def test_adapters_on_ends_are_a_pair_of_matrices_each():
 )
 def test_what_is_not_planned_says_what_is(stack, settings, told):
     with pytest.raises(memplan.MemplanError, match=told):
-        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=settings)
+        plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=settings)
 
 
 def test_dora_with_dropout_over_transposed_weights_is_refused_where_peft_runs_it():
     job = {"gpu": "h100", "config": "lora", "set": {"adapter.kind": "dora", "adapter.dropout": 0.1}}
     with pytest.raises(memplan.MemplanError, match="new parameters of the weights of GPT-2"):
-        memplan.plan("gpt2", stack="transformers", **job)
+        plan_by_share("gpt2", stack="transformers", **job)
     assert memplan.plan("gpt2", stack="bundled", **job).verdict == "fits"
     assert memplan.plan("llama-3.2-1b", stack="transformers", **job).verdict == "fits"
 
@@ -72,7 +73,8 @@ def test_a_tower_that_images_pass_through_stays_beside_copies_of_tied_ends():
     settings = {"images.per_row": 1, "sequence_length": 512, "kernels.attention": "flash"}
     copies = {"adapter.modules_to_save": ["embed_tokens"]}
     plain, copied = (
-        memplan.plan("gemma-3-4b", gpu="h200", config="lora", stack="trl", set=settings | more) for more in ({}, copies)
+        plan_by_share("gemma-3-4b", gpu="h200", config="lora", stack="trl", set=settings | more)
+        for more in ({}, copies)
     )
     assert all(tensor.used for tensor in copied.memory.model.inventory)
     assert copied.expected_bytes > plain.expected_bytes
@@ -80,7 +82,7 @@ def test_a_tower_that_images_pass_through_stays_beside_copies_of_tied_ends():
 
 def test_a_suggested_change_counts_copies_of_tied_ends_once():
     settings = {"adapter.modules_to_save": ["embed_tokens"], "activation_checkpointing": "none"}
-    plan = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set=settings)
+    plan = plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set=settings)
     trial = Trial(plan.memory, plan.catalog, plan.memory.setup.config)
     changed = trial.plan_with(Change("", (("activation_checkpointing", "full"),)))
     weights = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.plan.suggested.config_changes import changes
 from memplan.report.screens.plan_screen import CHANGE_WORDS
 
 
 def plan(**options):
     given = {"gpu": "h100", "config": "bf16-adamw", "stack": "torchtitan", "micro_batch_size": 1, **options}
-    return memplan.plan("llama-3.1-8b", **given)
+    return plan_by_share("llama-3.1-8b", **given)
 
 
 def test_torchtitan_keeps_gradients_from_step_to_step_unless_it_is_told_to_capture_nothing():
@@ -52,7 +52,7 @@ def test_every_change_has_words():
     jobs = [
         plan(),
         plan(gpus=2, set={"parallel.zero_stage": 3}),
-        memplan.plan("qwen3-8b", gpu="h100", config="qlora", stack="unsloth"),
+        plan_by_share("qwen3-8b", gpu="h100", config="qlora", stack="unsloth"),
     ]
     for job in jobs:
         for change in changes(job.memory.setup.config, job.memory.setup):

@@ -9,6 +9,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.units.host_memory import flat_host_memory, pieces_host_memory
 from memplan.units import round_up
 
@@ -20,7 +21,7 @@ ALL = {**STATES, "offload.weights": "cpu"}
 
 def planned(stage, gpus=4, **keys):
     changed = {**ZERO, "parallel.zero_stage": stage, **keys}
-    return memplan.plan("llama-3.2-1b", gpu="rtx4090", gpus=gpus, stack="trl", config="bf16-adamw", set=changed)
+    return plan_by_share("llama-3.2-1b", gpu="rtx4090", gpus=gpus, stack="trl", config="bf16-adamw", set=changed)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -78,7 +79,7 @@ def test_what_deepspeed_does_not_offload_so_is_refused(keys, reason):
 
 def imported(tmp_path, zero):
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
-    return memplan.plan(str(EXAMPLES / "trl.yaml"), beside=[str(tmp_path / "ds.json")], gpu="h100", gpus=8)
+    return plan_by_share(str(EXAMPLES / "trl.yaml"), beside=[str(tmp_path / "ds.json")], gpu="h100", gpus=8)
 
 
 def test_deepspeeds_json_says_what_is_offloaded_and_pinned(tmp_path):

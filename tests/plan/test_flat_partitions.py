@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import memplan
 from memplan.catalog.config_keys.parallel_keys import DeepSpeed, Parallel
 from memplan.catalog.training_config import Adapter, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.engines.reduced_gradients import Buckets, WholeGradients
 from memplan.step.states.flat_partitions import FlatGroup, RankShare
 from memplan.step.states.model_states import model_states
@@ -69,7 +69,7 @@ def test_whole_gradients_stay_and_are_not_there_twice():
 @pytest.mark.parametrize(("stage", "states"), [(1, 12), (2, 12)])
 def test_states_of_a_rank_are_two_bytes_and_twelve_divided(stage, states):
     changed = {**ZERO, "parallel.zero_stage": stage}
-    plan = memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
+    plan = plan_by_share("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
     data = plan.document().data
     parts = {component["name"]: component["bytes"] for component in data["components"]}
     elements = data["model"]["parameters"]
@@ -158,7 +158,7 @@ def test_stage_3_gathers_no_more_than_it_is_told():
     changed = {**ZERO, "parallel.zero_stage": 3}
     few = {**changed, "parallel.deepspeed.max_live_parameters": 100_000_000, "parallel.deepspeed.max_reuse_distance": 0}
     plans = [
-        memplan.plan("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s) for s in (changed, few)
+        plan_by_share("llama-8b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s) for s in (changed, few)
     ]
     most, least = (dict(plan.memory.instants)["layer 32 backward"] for plan in plans)
     assert 1e8 < most - least < 2e9  # at most 1e9 elements of 2 bytes are gathered ahead by default
@@ -167,7 +167,7 @@ def test_stage_3_gathers_no_more_than_it_is_told():
 def test_evaluation_under_stage_3_gathers_too():
     keys = {**ZERO, "evaluation": True, "parallel.zero_stage": 3}
     plans = [
-        memplan.plan("llama-3.2-1b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s)
+        plan_by_share("llama-3.2-1b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=s)
         for s in (keys, {**keys, "parallel.deepspeed.max_live_parameters": 0})
     ]
     most, least = (dict(plan.memory.instants)["evaluation"] for plan in plans)
@@ -177,7 +177,7 @@ def test_evaluation_under_stage_3_gathers_too():
 def test_a_mixture_under_stage_3_is_refused_with_what_is_kept():
     changed = {**ZERO, "parallel.zero_stage": 3}
     with pytest.raises(CannotAnswerError, match=r"a mixture of experts .* each of 8 ranks keeps .* GiB between steps"):
-        memplan.plan("qwen3-30b-a3b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
+        plan_by_share("qwen3-30b-a3b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set=changed)
 
 
 def test_gradients_wait_in_host_memory_under_stage_2_with_accumulation_alone():
@@ -188,7 +188,7 @@ def test_gradients_wait_in_host_memory_under_stage_2_with_accumulation_alone():
             "parallel.zero_stage": stage,
         }
         changed = {**ZERO, **offload}
-        plan = memplan.plan("llama-3.2-1b", gpu="h100", gpus=2, config="bf16-adamw", stack="trl", set=changed)
+        plan = plan_by_share("llama-3.2-1b", gpu="h100", gpus=2, config="bf16-adamw", stack="trl", set=changed)
         return plan.memory.host_bytes
 
     assert host(1, 1) == host(1, 2) == host(2, 1)
@@ -210,7 +210,9 @@ def test_fp16_takes_what_bf16_does_and_its_scale_nothing(stage, steps):
     keys = {**ZERO, "parallel.zero_stage": stage, "gradient_accumulation_steps": steps}
     half = {"weights.default": "fp16", "compute_dtype": "fp16", "loss_scaling": True}
     narrow, scaled = (
-        memplan.plan("llama-3.2-1b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set={**keys, **other}).memory
+        plan_by_share(
+            "llama-3.2-1b", gpu="h100", gpus=8, config="bf16-adamw", stack="trl", set={**keys, **other}
+        ).memory
         for other in ({"weights.default": "bf16"}, half)
     )
     assert narrow.instants == scaled.instants

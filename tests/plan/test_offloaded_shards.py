@@ -6,6 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.units.host_memory import HostMemory, HostTensors, host_memory
 from memplan.units import GIB
 
@@ -15,7 +16,7 @@ FLAT = {"parallel.engine": "fsdp1"}
 
 
 def planned(gpus=4, host=None, **keys):
-    return memplan.plan(
+    return plan_by_share(
         "llama-3.2-1b",
         gpu="rtx4090",
         gpus=gpus,
@@ -155,5 +156,5 @@ def test_what_is_not_offloaded_so_is_refused(keys, reason):
     stack = keys.get("stack", "trl")
     settings = {**MIXED, **{key: value for key, value in keys.items() if key != "stack"}}
     with pytest.raises(CannotAnswerError) as caught:
-        memplan.plan("llama-3.2-1b", gpu="rtx4090", gpus=4, stack=stack, config="bf16-adamw", set=settings)
+        plan_by_share("llama-3.2-1b", gpu="rtx4090", gpus=4, stack=stack, config="bf16-adamw", set=settings)
     assert reason in str(caught.value)

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 
 ROWS = 8
 
 
 def planned(stack, model="llama-3.2-1b", length=1024):
     sizes = {"micro_batch_size": ROWS, "sequence_length": length}
-    return memplan.plan(model, gpu="a100-sxm-80gb", config="bf16-adamw", stack=stack, **sizes, set={"autocast": False})
+    return plan_by_share(model, gpu="a100-sxm-80gb", config="bf16-adamw", stack=stack, **sizes, set={"autocast": False})
 
 
 def test_repeated_keys_and_values_and_copies_stay_until_backward():
@@ -66,7 +66,7 @@ def test_trainer_steps_over_all_parameters_at_once_before_4_54():
 
 def test_trl_prepared_weights_beside_codes_up_to_0_25():
     job = {"gpu": "h100", "config": "qlora", "set": {"adapter.dtype": "bf16"}}
-    older, newer = (memplan.plan("llama-3.2-1b", stack=f"trl@{at}", **job) for at in ("0.25", "0.26"))
+    older, newer = (plan_by_share("llama-3.2-1b", stack=f"trl@{at}", **job) for at in ("0.25", "0.26"))
     norms = 2 * 16 + 1
     assert older.components["weights"] - newer.components["weights"] == norms * 2048 * 2
 
@@ -78,7 +78,7 @@ def test_trl_copied_logits_for_the_accuracy_from_0_15_on():
 
 
 def held_bytes(length):
-    plan = memplan.plan(
+    plan = plan_by_share(
         "llama-3.2-1b",
         gpu="h200-sxm-141gb",
         config="bf16-adamw",
@@ -111,7 +111,7 @@ def test_a_config_that_says_so_returns_no_cache(tmp_path):
         (tmp_path / name / "config.json").write_text(
             json.dumps({**shape, "architectures": ["LlamaForCausalLM"], "use_cache": use_cache})
         )
-        plan = memplan.plan(
+        plan = plan_by_share(
             tmp_path / name, gpu="h200-sxm-141gb", config="bf16-adamw", stack="plain-loop", sequence_length=1024
         )
         peaks.append({one["name"]: one["requested_bytes"] for one in plan.to_dict()["instants"]}["optimizer step"])
@@ -120,7 +120,7 @@ def test_a_config_that_says_so_returns_no_cache(tmp_path):
 
 def instants_of(stack, model="llama-3.2-1b", **options):
     where = {"gpu": "a100-sxm-80gb", "stack": stack, "micro_batch_size": ROWS, "sequence_length": 1024}
-    plan = memplan.plan(model, **{**where, **options})
+    plan = plan_by_share(model, **{**where, **options})
     return {instant["name"]: instant["requested_bytes"] for instant in plan.to_dict()["instants"]}
 
 
@@ -149,7 +149,7 @@ def test_hooks_of_frozen_units_retain_what_layers_ran_again_from_and_its_gradien
 
 def test_layers_of_gpt_2_keep_masks_of_all_positions():
     job = {"gpu": "a100-sxm-80gb", "config": "bf16-adamw", "micro_batch_size": 1}
-    older, newer = (memplan.plan("gpt2", stack=stack, **job) for stack in ("transformers@4.57", "transformers"))
+    older, newer = (plan_by_share("gpt2", stack=stack, **job) for stack in ("transformers@4.57", "transformers"))
     persistent = [plan.memory.persistent_bytes for plan in (older, newer)]
     assert persistent[0] == persistent[1]  # weights and states; masks are among the buffers
     steps = [
@@ -177,7 +177,7 @@ def test_layers_of_gpt_bigcode_were_never_run_again_from_4_54_to_4_57(at, runs):
     peaks, notes = [], []
     for asked in ("none", "full"):
         options = {"config": "lora", "gpu": "h200-sxm-141gb", "set": {"activation_checkpointing": asked}}
-        plan = memplan.plan("starcoderbase-1b", stack=f"transformers@{at}" if at < "5" else "transformers", **options)
+        plan = plan_by_share("starcoderbase-1b", stack=f"transformers@{at}" if at < "5" else "transformers", **options)
         peaks.append(plan.memory.requested_bytes)
         notes.append(str(plan.to_dict()))
     assert (peaks[1] < peaks[0] * 0.7) is runs
@@ -237,7 +237,7 @@ def test_a_gemma_2_of_windowed_layers_alone_makes_their_masks(tmp_path):
     needs = []
     for kind in ("sliding_attention", "full_attention"):
         (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": [kind]}))
-        plan = memplan.plan(
+        plan = plan_by_share(
             str(tmp_path), stack="torchtune", gpu="a100-80gb", micro_batch_size=1, sequence_length=length
         )
         needs.append(dict(plan.instants)["forward"])
@@ -272,7 +272,7 @@ def test_litgpt_put_no_embedding_in_the_place_of_the_models_up_to_0_4():
 def test_torchtitan_compiled_layers_and_no_loss_in_2024():
     job = {"gpu": "h100-sxm-80gb", "gpus": 8, "config": "mixed-adamw", "micro_batch_size": 2, "sequence_length": 8192}
     plans = [
-        memplan.plan("llama-3.1-8b", stack=f"torchtitan@{at}", **job, set={"compile": "layers"})
+        plan_by_share("llama-3.1-8b", stack=f"torchtitan@{at}", **job, set={"compile": "layers"})
         for at in ("0.0.2", "0.1.0")
     ]
     word = (

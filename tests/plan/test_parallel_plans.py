@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import memplan
 from memplan.catalog.config_keys.parallel_keys import FlatShards, Parallel
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.model.inventory import ParameterTensor
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
@@ -168,7 +168,7 @@ def test_replicas_hold_what_one_gpu_holds_and_buckets_for_the_gradients(catalog,
 def test_replicas_that_look_for_unused_parameters_copy_what_the_model_returns(stack, config, kind, told, copies):
     def forward_bytes(told):
         keys = {"activation_checkpointing": kind, "parallel.data": 2, "parallel.unused_parameters": told}
-        plan = memplan.plan("llama-3.2-1b", gpu="h100", stack=stack, config=config, set=keys)
+        plan = plan_by_share("llama-3.2-1b", gpu="h100", stack=stack, config=config, set=keys)
         return plan.to_dict()["instants"][0]["requested_bytes"]
 
     assert forward_bytes(True) > forward_bytes(False)
@@ -178,7 +178,7 @@ def test_replicas_that_look_for_unused_parameters_copy_what_the_model_returns(st
 def test_replicas_of_other_loops_are_told_nothing():
     keys = {"parallel.data": 2, "parallel.unused_parameters": True}
     with pytest.raises(CannotAnswerError, match="transformers' Trainer's are"):
-        memplan.plan("llama-3.2-1b", gpu="h100", stack="bundled", config="bf16-adamw", set=keys)
+        plan_by_share("llama-3.2-1b", gpu="h100", stack="bundled", config="bf16-adamw", set=keys)
 
 
 def test_nccl_is_a_line_of_its_own_with_an_interval(catalog, model, device):
@@ -352,15 +352,15 @@ def test_keys_of_an_engine_that_is_not_used_are_refused(refused, write):
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_codes_of_linear_layers_that_no_library_replaces_are_refused_over_shards_as_on_one_gpu(gpus):
     with pytest.raises(CannotAnswerError, match="linear layers of a class of its own"):
-        memplan.plan("falcon-7b", gpu="h100", gpus=gpus, config="qlora", stack="transformers")
+        plan_by_share("falcon-7b", gpu="h100", gpus=gpus, config="qlora", stack="transformers")
 
 
 @pytest.mark.parametrize("engine", ["torch", "fsdp1"])
 def test_shards_without_mixed_precision_are_stored_gathered_and_reduced_in_16_bits(engine):
     keys = {"autocast": False, "parallel.engine": engine}
     job = {"gpu": "h100", "gpus": 4, "config": "bf16-adamw", "stack": "transformers"}
-    mixed = memplan.plan("llama-3.2-1b", set=keys | {"autocast": None}, **job)
-    plain = memplan.plan("llama-3.2-1b", set=keys, **job)
+    mixed = plan_by_share("llama-3.2-1b", set=keys | {"autocast": None}, **job)
+    plain = plan_by_share("llama-3.2-1b", set=keys, **job)
     assert 2 * int(plain.components["weights"]) == int(mixed.components["weights"])
 
 
@@ -368,4 +368,4 @@ def test_shards_without_mixed_precision_are_stored_gathered_and_reduced_in_16_bi
 def test_logits_in_stretches_of_a_row_are_litgpts_alone(stack):
     keys = {"kernels.loss": "fp32-stretches"}
     with pytest.raises(CannotAnswerError, match=r"kernels\.loss: fp32-stretches is not modelled for"):
-        memplan.plan("llama-3.2-1b", gpu="h100", config="bf16-adamw", stack=stack, set=keys)
+        plan_by_share("llama-3.2-1b", gpu="h100", config="bf16-adamw", stack=stack, set=keys)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-import memplan
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.library.lookup import catalog_model
 from memplan.plan.components import COMPONENTS, Component
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -88,7 +88,7 @@ def test_the_training_keys_are_those_of_the_plan_itself(compiled, device):
 @pytest.mark.parametrize(("own", "told"), [(None, 0.1), (0.3, 0.3), (0.0, 0.0)])
 def test_dropout_is_the_configs_own_or_else_the_released(own, told):
     given = {} if own is None else {"dropout": own}
-    assert memplan.plan("gpt2", gpu="h100", config="bf16-adamw", set=given).memory.training["dropout"] == told
+    assert plan_by_share("gpt2", gpu="h100", config="bf16-adamw", set=given).memory.training["dropout"] == told
 
 
 def test_the_allocators_reserve_is_told_as_it_was_found(plan):
@@ -152,8 +152,8 @@ def heads(plan: MemoryPlan) -> set[str]:
 )
 def test_what_is_assumed_of_a_mechanism_is_said_only_where_it_runs(keys, head):
     job = {"gpu": "h100", "config": "tier1" if "offload.optimizer_states" in keys else "lora"}
-    assert not any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job).memory))
-    assert any(one.startswith(head) for one in heads(memplan.plan("gpt2", **job, set=keys).memory))
+    assert not any(one.startswith(head) for one in heads(plan_by_share("gpt2", **job).memory))
+    assert any(one.startswith(head) for one in heads(plan_by_share("gpt2", **job, set=keys).memory))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_is_assumed_of_a_mechanism_is_said_only_where_it_runs(keys, head):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_batches_of_muon_are_told_as_there_are(config, keys, line):
-    plan = memplan.plan("gpt2", gpu="h100", config=config, set={"kernels.muon_batch_bytes": 2**26, **keys}).memory
+    plan = plan_by_share("gpt2", gpu="h100", config=config, set={"kernels.muon_batch_bytes": 2**26, **keys}).memory
     assert any(line in told for told in plan.assumptions)
 
 
@@ -180,7 +180,7 @@ def test_closed_forms_add_up_to_their_bytes(plan):
 
 def test_what_passes_between_gpus_is_no_temporary_in_closed_form_either():
     options = {"parallel.data": 8, "parallel.zero_stage": 3}
-    plan = memplan.plan("llama-3.2-1b", gpu="h100", config="bf16-adamw", set=options).memory
+    plan = plan_by_share("llama-3.2-1b", gpu="h100", config="bf16-adamw", set=options).memory
     lines = {line.name: line for line in plan.components}
     assert lines["communication"].bytes > 0
     for name in ("temporaries", "activations"):

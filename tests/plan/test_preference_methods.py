@@ -8,11 +8,12 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 
 
 def plan(config="qlora", **settings):
     given = {f"method.{key}": value for key, value in settings.items() if key != "batch"}
-    return memplan.plan(
+    return plan_by_share(
         "llama-3.2-1b", gpu="h100", config=config, stack="trl", micro_batch_size=settings.get("batch", 2), set=given
     )
 
@@ -54,7 +55,7 @@ def test_a_reward_model_has_one_score_for_each_token_and_no_logits():
 def test_llama_factorys_reward_model_forms_logits_and_a_loss_that_nobody_looks_at():
     def factory(stage, config="bf16-adamw"):
         settings = {"method.stage": stage, "weights.default": "bf16", "micro_batch_size": 1}
-        return memplan.plan("llama-3.1-8b", gpu="h200", config=config, stack="llama-factory", set=settings)
+        return plan_by_share("llama-3.1-8b", gpu="h200", config=config, stack="llama-factory", set=settings)
 
     # No gradient comes to the model's own head; that of values is in fp32 whatever the model is in.
     reward, sft, head, values = factory("reward"), factory("sft"), 128_256 * 4096, 4096 + 1
@@ -68,7 +69,7 @@ def test_llama_factorys_reward_model_forms_logits_and_a_loss_that_nobody_looks_a
 
 def classifier(model="llama-3.2-1b", config="bf16-adamw", **settings):
     given = {"method.stage": "classification", **settings}
-    return memplan.plan(model, gpu="h100", config=config, stack="transformers", set=given)
+    return plan_by_share(model, gpu="h100", config=config, stack="transformers", set=given)
 
 
 def test_a_head_of_classes_has_one_score_for_each_and_is_trained_beside_adapters():
@@ -89,7 +90,7 @@ def test_families_without_a_head_of_scores_are_refused():
 def test_dropout_that_is_a_function_stays_where_the_trainer_switches_modules_off():
     """``disable_dropout_in_model`` finds modules: GPT-2's are, Seed-OSS calls ``nn.functional.dropout``."""
     for name, told in (("gpt2", 0.0), ("seed-oss-36b", 0.1)):
-        answer = memplan.plan(name, gpu="h200", config="lora", stack="trl", set={"method.stage": "reward"})
+        answer = plan_by_share(name, gpu="h200", config="lora", stack="trl", set={"method.stage": "reward"})
         assert answer.training["dropout"] == told
 
 
@@ -105,7 +106,7 @@ def test_transformers_drops_attentions_weights_and_no_residual_stream_of_llama(t
     for given in (0.0, 0.1):
         data = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_dropout": given, **keys}
         (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
-        answer = memplan.plan(
+        answer = plan_by_share(
             str(tmp_path), gpu="h100", config="bf16-adamw", stack="transformers", set={"kernels.attention": "flash"}
         )
         sizes.append(answer.memory.requested_bytes)
@@ -156,13 +157,13 @@ def test_there_is_nothing_to_switch_off_without_adapters():
 def test_steps_that_nothing_follows_are_refused(stack, settings, way):
     keys = {"method.stage": "dpo", **settings}
     with pytest.raises(CannotAnswerError, match=f"not modelled{way}"):
-        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=keys)
+        plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set=keys)
 
 
 def test_log_probabilities_of_whole_logits_take_what_older_versions_copy_of_them():
     tokens, vocabulary, each = 2 * 2 * 2048, 128_256, []
     for stack in ("trl", "trl@1.14", "trl@1.12", "trl@0.29"):
-        answer = memplan.plan(
+        answer = plan_by_share(
             "llama-3.2-1b", gpu="h100", config="lora", stack=stack, micro_batch_size=2, set={"method.stage": "dpo"}
         )
         each.append(part(answer, "logits") / (tokens * vocabulary))
@@ -180,16 +181,16 @@ def test_a_second_loss_over_the_chosen_answers_needs_a_copy_and_a_softmax_of_the
 
 @pytest.mark.parametrize(("stage", "stack"), [("orpo", "trl"), ("dpo", "trl@0.29"), ("simpo", "llama-factory")])
 def test_the_keys_of_a_plan_are_a_config_of_the_same_plan(stage, stack, tmp_path):
-    first = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set={"method.stage": stage})
+    first = plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack=stack, set={"method.stage": stage})
     path = tmp_path / "again.yaml"
     path.write_text(json.dumps({**first.training, "description": "again"}))
-    assert memplan.plan("llama-3.2-1b", gpu="h100", config=path).expected_bytes == first.expected_bytes
+    assert plan_by_share("llama-3.2-1b", gpu="h100", config=path).expected_bytes == first.expected_bytes
 
 
 def test_llama_factory_takes_the_softmax_of_both_models_whole_logits():
     vocabulary, each = 128_256, []
     for stage, rows in (("dpo", 4), ("orpo", 4), ("kto", 2)):
-        answer = memplan.plan(
+        answer = plan_by_share(
             "llama-3.2-1b",
             gpu="h100",
             config="lora",
@@ -206,22 +207,24 @@ def test_ms_swift_looks_at_whole_logits_row_by_row_and_copies_none():
     each = []
     for stage, rows in (("dpo", 4), ("kto", 2), ("simpo", 4)):
         keys = {"method.stage": stage} | ({"method.chosen_nll": False} if stage == "simpo" else {})
-        answer = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="ms-swift", micro_batch_size=2, set=keys)
+        answer = plan_by_share(
+            "llama-3.2-1b", gpu="h100", config="lora", stack="ms-swift", micro_batch_size=2, set=keys
+        )
         each.append((part(answer, "logits") + part(answer, "temporaries")) / (rows * 2048 * 128_256))
     assert each == pytest.approx([12, 12, 12], abs=0.2)
 
 
 def test_ms_swift_compares_one_answer_and_computes_reference_log_probabilities_in_each_step():
     keys = {"config": "lora", "stack": "ms-swift", "gpu": "h100"}
-    assert memplan.plan("llama-3.2-1b", micro_batch_size=1, set={"method.stage": "kto"}, **keys).expected_bytes
+    assert plan_by_share("llama-3.2-1b", micro_batch_size=1, set={"method.stage": "kto"}, **keys).expected_bytes
     known = {"method.stage": "dpo", "method.reference_model": "precomputed"}
     with pytest.raises(CannotAnswerError, match="in each step; use adapter-off"):
-        memplan.plan("llama-3.2-1b", set=known, **keys)
+        plan_by_share("llama-3.2-1b", set=known, **keys)
 
 
 def test_replicas_of_ms_swift_are_not_checkpointed_as_one_gpu_is():
     one, two = (
-        memplan.plan("llama-3.2-1b", config="lora", stack="ms-swift", gpu="h100", set={"parallel.data": data})
+        plan_by_share("llama-3.2-1b", config="lora", stack="ms-swift", gpu="h100", set={"parallel.data": data})
         for data in (1, 2)
     )
     assert one.memory.setup.stack.checkpointing.reentrant
@@ -236,7 +239,7 @@ def test_odds_of_quantised_models_stand_on_norms_in_fp32_and_embeddings_in_bf16(
 
 @pytest.mark.parametrize(("stage", "head", "norm"), [("cpo", "bf16", "fp32"), ("sft", "bf16", "bf16")])
 def test_a_head_that_is_cast_back_takes_its_bias_with_it(stage, head, norm):
-    states = memplan.plan("phi-2", gpu="h100", config="qlora", stack="trl", set={"method.stage": stage}).memory.states
+    states = plan_by_share("phi-2", gpu="h100", config="qlora", stack="trl", set={"method.stage": stage}).memory.states
     formats = {entry.tensor.name: entry.format_name for entry in states.tensors}
     assert (formats["lm_head.bias"], formats["model.final_layernorm.bias"]) == (head, norm)
 
@@ -251,13 +254,13 @@ def test_a_head_that_is_cast_back_takes_its_bias_with_it(stage, head, norm):
 )
 def test_what_older_versions_do_otherwise_is_refused(config, keys, said):
     with pytest.raises(CannotAnswerError, match=said):
-        memplan.plan("llama-3.2-1b", gpu="h100", config=config, stack="trl@0.29", set={"method.stage": "dpo", **keys})
+        plan_by_share("llama-3.2-1b", gpu="h100", config=config, stack="trl@0.29", set={"method.stage": "dpo", **keys})
 
 
 def rolled(**rollout):
     engine = {"engine": "vllm", "completion_length": 1024, **rollout}
     keys = {f"method.rollout.{key}": value for key, value in engine.items()}
-    return memplan.plan(
+    return plan_by_share(
         "llama-3.2-1b", gpu="h100", config="lora", stack="trl", micro_batch_size=2, set={"method.stage": "grpo", **keys}
     )
 
@@ -317,7 +320,7 @@ def test_only_tokens_that_were_generated_have_log_probabilities():
 )
 def test_contradictions_of_what_is_generated_are_refused(keys, said):
     with pytest.raises(InvalidFileError, match=said):
-        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={"method.stage": "grpo", **keys})
+        plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={"method.stage": "grpo", **keys})
 
 
 def test_a_model_that_generates_itself_caches_keys_and_values_of_all_rows_of_a_step():
@@ -342,12 +345,12 @@ def test_a_model_that_generates_itself_caches_keys_and_values_of_all_rows_of_a_s
 def test_what_generation_is_not_followed_is_refused(model, stack, keys):
     given = {"method.stage": "grpo", "micro_batch_size": 2, **keys}
     with pytest.raises(CannotAnswerError, match="not modelled"):
-        memplan.plan(model, gpu="h100", config="lora", stack=stack, set={**given, "adapter.targets": ["q_proj"]})
+        plan_by_share(model, gpu="h100", config="lora", stack=stack, set={**given, "adapter.targets": ["q_proj"]})
 
 
 def test_whole_logits_of_completions_are_those_of_older_versions():
     keys = {"method.stage": "grpo", "method.rollout.engine": "vllm", "method.rollout.completion_length": 1000}
-    older = memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl@0.29", micro_batch_size=2, set=keys)
+    older = plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack="trl@0.29", micro_batch_size=2, set=keys)
     assert part(older, "logits") / (2 * 1000 * 128_256) == pytest.approx(12, abs=2)
 
 
@@ -356,7 +359,7 @@ def test_replicas_have_buckets_for_gradients_besides(stage):
     keys = {"method.stage": stage, "micro_batch_size": 2}
     keys |= {"method.rollout.engine": "server"} if stage == "grpo" else {}
     alone, many = (
-        memplan.plan("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={**keys, "parallel.data": ranks})
+        plan_by_share("llama-3.2-1b", gpu="h100", config="lora", stack="trl", set={**keys, "parallel.data": ranks})
         for ranks in (1, 8)
     )
     assert part(many, "communication") > part(alone, "communication") == 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 
 PARAMETERS, GPUS, BF16_BYTES = 1_235_814_400, 4, 2
 
 
 def plan(reference, **keys):
     settings = {"parallel.zero_stage": 3, "method.stage": "dpo", "method.reference_model": reference, **keys}
-    return memplan.plan("llama-3.2-1b", gpu="h100", gpus=GPUS, config="bf16-adamw", stack="trl", set=settings)
+    return plan_by_share("llama-3.2-1b", gpu="h100", gpus=GPUS, config="bf16-adamw", stack="trl", set=settings)
 
 
 def test_trl_gathers_a_reference_model_at_once_and_copies_it_out_of_its_buffer():
@@ -68,7 +68,7 @@ def test_deepspeeds_stage_3_has_backward_of_no_layer_end_that_ran_without_adapte
         "adapter.dtype": "bf16",
     }
     alone, off = (
-        memplan.plan(
+        plan_by_share(
             "llama-3.2-1b",
             gpu="h100",
             gpus=GPUS,
@@ -89,7 +89,7 @@ def test_trl_has_adapters_run_again_by_reentrant_checkpointing_under_stage_3_wha
     settings = {"parallel.engine": "deepspeed", "parallel.zero_stage": 3, "adapter.dtype": "bf16"}
     keys = {"gpu": "h100", "gpus": GPUS, "config": "lora", "stack": "trl", "activation_checkpointing": "full"}
     told = [
-        memplan.plan("llama-3.2-1b", set={**settings, "reentrant_checkpointing": way}, **keys)
+        plan_by_share("llama-3.2-1b", set={**settings, "reentrant_checkpointing": way}, **keys)
         for way in (True, False, None)
     ]
     assert {plan.memory.setup.stack.checkpointing.reentrant for plan in told} == {True}

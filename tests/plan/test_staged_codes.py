@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.blocks.fused_adapters import decoded_weight_bytes
 
 STAGED = {"parallel.zero_stage": 3, "parallel.staged_codes": True}
@@ -15,7 +15,7 @@ DECODED = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 2048 * 8192) * 2
 
 def planned(**keys):
     settings = {"stack": "axolotl", **STAGED, "activation_checkpointing": "full", **keys}
-    return memplan.plan("llama-3.2-1b", gpu="h100", gpus=4, config="qlora", set=settings)
+    return plan_by_share("llama-3.2-1b", gpu="h100", gpus=4, config="qlora", set=settings)
 
 
 def test_functions_keep_decoded_weights_of_every_layer_though_layers_are_computed_again():

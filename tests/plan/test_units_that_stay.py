@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 
 MIXED = {"parallel.zero_stage": 3, "weights.default": "fp32", "optimizer.default": "adamw-fp32"}
 STAYS = {"parallel.reshard_after_forward": False}
 
 
 def planned(stack="trl", model="llama-3.2-1b", **keys):
-    return memplan.plan(model, gpu="h100", gpus=8, stack=stack, config="bf16-adamw", set={**MIXED, **keys})
+    return plan_by_share(model, gpu="h100", gpus=8, stack=stack, config="bf16-adamw", set={**MIXED, **keys})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
+from memplan.plan.reserve.simulation import simulated
 from memplan.step.blocks.fused_adapters import run_together
 from memplan.step.kernels.loss_pieces import has_all_words, next_rows, piece_rows
 
@@ -14,7 +16,7 @@ LAYERS, HIDDEN, BYTES = 32, 4096, 2  # of Llama-3.1-8B
 
 def planned(batch=2, length=2048, gpu="rtx4090", model="llama-3.1-8b", config="qlora", **keys):
     settings = {"stack": "unsloth", "micro_batch_size": batch, "sequence_length": length, **keys}
-    return memplan.plan(model, gpu=gpu, config=config, set=settings).memory
+    return plan_by_share(model, gpu=gpu, config=config, set=settings).memory
 
 
 def at_last_layer(plan):
@@ -68,7 +70,7 @@ def test_only_a_stack_that_keeps_inputs_of_layers_on_the_host_is_told_to():
 
 
 def test_events_of_a_run_add_up_to_the_peak_with_inputs_in_host_memory():
-    assert planned().reserve_by_share == ""
+    assert simulated(planned()).reserve_by_share == ""
 
 
 def test_a_large_card_forms_logits_of_all_words_in_a_short_micro_batch_alone():

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.model.inventory import active_parameter_count, parameter_count
 from memplan.plan.reserve.simulation import shares_reason
 from memplan.step.feed_forwards import expert_modules
@@ -29,12 +29,12 @@ def drawn(catalog, seed, number, family, stack="transformers", version="4.57"):
 
 
 def test_each_expert_has_linear_layers_under_the_names_of_its_family():
-    names = {tensor.name: tensor.shape for tensor in memplan.plan("mixtral-8x7b", **QLORA).memory.model.inventory}
+    names = {tensor.name: tensor.shape for tensor in plan_by_share("mixtral-8x7b", **QLORA).memory.model.inventory}
     expert = "model.layers.{}.block_sparse_moe.experts.7"
     assert names[f"{expert}.w1.weight"] == names[f"{expert}.w3.weight"] == (14336, 4096)
     assert names[f"{expert}.w2.weight"] == (4096, 14336)
     assert names["model.layers.{}.block_sparse_moe.gate.weight"] == (8, 4096)
-    names = [tensor.name for tensor in memplan.plan("qwen3-30b-a3b", **QLORA).memory.model.inventory]
+    names = [tensor.name for tensor in plan_by_share("qwen3-30b-a3b", **QLORA).memory.model.inventory]
     assert [name for name in names if ".experts.127." in name] == [
         f"model.layers.{{}}.mlp.experts.127.{part}_proj.weight" for part in ("gate", "up", "down")
     ]
@@ -43,7 +43,7 @@ def test_each_expert_has_linear_layers_under_the_names_of_its_family():
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b-0924", "qwen1.5-moe-a2.7b"])
 def test_parameters_are_as_many_as_stacked_ones_and_as_many_take_part(model):
     apart, stacked = (
-        memplan.plan(model, config="bf16-adamw", gpu="h100", stack=stack).memory.model.inventory
+        plan_by_share(model, config="bf16-adamw", gpu="h100", stack=stack).memory.model.inventory
         for stack in ("transformers@4.57", "transformers")
     )
     assert parameter_count(apart) == parameter_count(stacked)
@@ -53,7 +53,7 @@ def test_parameters_are_as_many_as_stacked_ones_and_as_many_take_part(model):
 
 def test_experts_are_quantised_and_adapted():
     older, newer = (
-        memplan.plan("mixtral-8x7b", **{**QLORA, "stack": stack}) for stack in ("transformers@4.57", "transformers")
+        plan_by_share("mixtral-8x7b", **{**QLORA, "stack": stack}) for stack in ("transformers@4.57", "transformers")
     )
     assert older.memory.persistent_bytes < newer.memory.persistent_bytes / 3
     assert any(
@@ -111,7 +111,7 @@ def test_more_experts_that_take_part_or_wider_ones_need_no_less(catalog, family)
 def test_what_nobody_has_followed_is_refused(options, text):
     asked = {**QLORA, "model": "mixtral-8x7b", **options}
     with pytest.raises(CannotAnswerError, match=text):
-        memplan.plan(asked.pop("model"), **asked)
+        plan_by_share(asked.pop("model"), **asked)
 
 
 def test_heads_of_their_own_width_are_refused_where_the_code_had_none(catalog):
@@ -137,5 +137,5 @@ def test_heads_of_their_own_width_are_refused_where_the_code_had_none(catalog):
 
 
 def test_a_loop_of_too_many_experts_is_not_played():
-    plan = memplan.plan("qwen3-30b-a3b", **QLORA)
+    plan = plan_by_share("qwen3-30b-a3b", **QLORA)
     assert "layers, their experts one by one, times micro-steps are too many" in shares_reason(plan.memory)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.library.lookup import Shapes, find_model
 from memplan.step.losses.fused_linear_loss import linear_chunk
 
@@ -17,7 +17,7 @@ INT8 = ("weights.hidden_matrix=llm-int8",)
 
 
 def plan(*settings, stack="transformers", config="lora", model=MODEL, gpu="a100-80gb"):
-    return memplan.plan(model, config=config, gpu=gpu, stack=stack, set=list(settings))
+    return plan_by_share(model, config=config, gpu=gpu, stack=stack, set=list(settings))
 
 
 @pytest.mark.parametrize("key", LIGER)

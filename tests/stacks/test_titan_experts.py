@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 
 JOB = {"gpu": "h100", "gpus": 8, "config": "mixed-adamw", "stack": "torchtitan", "sequence_length": 2048}
 SHARDS = ["parallel.zero_stage=3"]
 
 
 def planned(*settings, **options):
-    return memplan.plan("qwen3-30b-a3b", set=[*SHARDS, *settings], **{**JOB, **options})
+    return plan_by_share("qwen3-30b-a3b", set=[*SHARDS, *settings], **{**JOB, **options})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-import memplan
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.kernels.family_code import family_code
 from tests.jobs import shipped_catalog
 
@@ -10,7 +10,7 @@ TOKENS = 2 * 512
 
 
 def plan(model: str, version: str, stack: str = "plain-loop", **keys):
-    return memplan.plan(
+    return plan_by_share(
         model,
         gpu="a100-80gb",
         config="bf16-adamw",

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-import memplan
 from memplan.errors import CannotAnswerError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.playing.section import play
 from memplan.step.tapes.linear_forms import Part, Pieces, Quantity, quantities
@@ -77,7 +77,7 @@ def test_products_that_are_kept_are_not_clipped_in_place(tmp_path, targets, plan
     adapter = {} if targets is None else {"adapter": {"kind": "lora", "rank": 4, "targets": [targets]}}
     given = {"gpu": "h100", "config": "bf16-adamw", "activation_checkpointing": "selective", "set": adapter}
     if planned:
-        assert memplan.plan(tmp_path, **given).verdict == "fits"
+        assert plan_by_share(tmp_path, **given).verdict == "fits"
     else:
         with pytest.raises(CannotAnswerError, match="clips in place"):
-            memplan.plan(tmp_path, **given)
+            plan_by_share(tmp_path, **given)

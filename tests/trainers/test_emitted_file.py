@@ -6,6 +6,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, UnknownNameError
+from memplan.library.answers.planned_job import plan_by_share
 
 JOBS = [
     ("axolotl", "qlora"),
@@ -21,8 +22,8 @@ def test_a_starting_file_reads_back_to_the_same_bytes(tmp_path, trainer, config)
     options = {"config": config, "gpu": "a100-80gb", "micro_batch_size": 2, "sequence_length": 512}
     path = tmp_path / "start.yaml"
     path.write_text(memplan.emit("llama-3.2-1b", trainer, **options))
-    said = memplan.plan("llama-3.2-1b", stack=trainer, **options, set=["padded_rows=true"])  # as trainers pad
-    assert memplan.plan(path, gpu="a100-80gb").expected_bytes == said.expected_bytes
+    said = plan_by_share("llama-3.2-1b", stack=trainer, **options, set=["padded_rows=true"])  # as trainers pad
+    assert plan_by_share(path, gpu="a100-80gb").expected_bytes == said.expected_bytes
     assert memplan.import_file(path).to_dict()["keys"]["unknown"] == []
 
 
@@ -37,7 +38,7 @@ def test_a_starting_file_says_that_nothing_runs_under_autocast(tmp_path, trainer
     options = {"config": "lora", "gpu": "a100-80gb", "micro_batch_size": 1, "sequence_length": 512}
     path = tmp_path / "start.yaml"
     path.write_text(memplan.emit("llama-3.2-1b", trainer, **options, set=["autocast=false"]))
-    assert memplan.plan(path, gpu="a100-80gb").training["autocast"] is False
+    assert plan_by_share(path, gpu="a100-80gb").training["autocast"] is False
 
 
 def test_fp16_without_autocast_is_written_where_a_trainer_can_say_it():
@@ -55,9 +56,9 @@ def test_a_starting_file_for_torchtitan_is_toml(tmp_path):
     path = tmp_path / "start.toml"
     path.write_text(memplan.emit("llama-3-8b", "torchtitan", **options))
     assert memplan.import_file(path).to_dict()["model"]["given"] == "llama3-8B"
-    assert memplan.plan(str(path), gpu="h200").training["stack"] == "torchtitan@0.2.2"
+    assert plan_by_share(str(path), gpu="h200").training["stack"] == "torchtitan@0.2.2"
     path.write_text(memplan.emit("qwen3-0.6b", "torchtitan", **options))
-    assert memplan.plan(str(path), gpu="h200").memory.setup.profile.loss == "fp32"
+    assert plan_by_share(str(path), gpu="h200").memory.setup.profile.loss == "fp32"
     with pytest.raises(CannotAnswerError, match="torchtitan has llama-3-8b"):
         memplan.emit("llama-3.2-1b", "torchtitan", **options)
 

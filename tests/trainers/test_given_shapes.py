@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError, UnknownKeyWarning
 from memplan.importer.sources.module_patterns import selected_linears
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.library.lookup.__init__ import open_catalog
 from memplan.library.lookup.model_lookup import Shapes, find_model
 from memplan.model.inventory import parameter_count
@@ -82,12 +83,12 @@ def test_megatrons_experts_and_latent_attention(tmp_path):
     assert (part.q_lora_rank, part.kv_lora_rank, part.qk_head_dim, part.v_head_dim) == (1536, 512, 192, 128)
     quick = model(command(tmp_path, tied.replace("--swiglu", "--quick-geglu")))
     with pytest.raises(CannotAnswerError, match="quick GELU"):
-        memplan.plan(quick, gpu="h100", config="bf16-adamw")
+        plan_by_share(quick, gpu="h100", config="bf16-adamw")
     plainly = model(command(tmp_path, latent.replace("--qk-layernorm", "")))
     normed = model(command(tmp_path, latent))
     assert parameter_count(normed.inventory) - parameter_count(plainly.inventory) == 4 * (512 + 1536)
     with pytest.raises(CannotAnswerError, match="latent attention without norms"):
-        memplan.plan(plainly, gpu="h100", config="bf16-adamw")
+        plan_by_share(plainly, gpu="h100", config="bf16-adamw")
     with pytest.raises(InvalidFileError, match="a 0 or 1 for each of 4 layers"):
         model(command(tmp_path, f"{tied} --num-experts 8 --moe-layer-freq [1]*3"))
 
@@ -178,7 +179,7 @@ AXOLOTL = "base_model: meta-llama/Llama-3.2-1B\ndatasets: [{path: a}]\nsequence_
 
 
 def adapted(folder, targets):
-    return memplan.plan(str(written(folder, f"{AXOLOTL}lora_target_modules: {targets}\n")), gpu="h100").memory
+    return plan_by_share(str(written(folder, f"{AXOLOTL}lora_target_modules: {targets}\n")), gpu="h100").memory
 
 
 def test_targets_with_a_path_select_what_ends_with_it(tmp_path):
@@ -198,7 +199,7 @@ OWN = "dtype: bfloat16\nuse_peft: true\nmax_length: 512\npacking: false\nper_dev
 )
 def test_targets_that_are_not_said_are_pefts_of_the_family(tmp_path, model, targets):
     def planned(more):
-        return memplan.plan(str(written(tmp_path, f"model_name_or_path: {model}\n{OWN}{more}")), gpu="h100").memory
+        return plan_by_share(str(written(tmp_path, f"model_name_or_path: {model}\n{OWN}{more}")), gpu="h100").memory
 
     assert planned("").requested_bytes == planned(f"lora_target_modules: {targets}\n").requested_bytes
 
@@ -207,7 +208,9 @@ def test_targets_that_are_not_said_of_a_family_that_peft_has_none_of(tmp_path):
     with pytest.raises(
         CannotAnswerError, match="PEFT has no list of its own for phi3; name them in lora_target_modules"
     ):
-        memplan.plan(str(written(tmp_path, f"model_name_or_path: microsoft/Phi-3-mini-4k-instruct\n{OWN}")), gpu="h100")
+        plan_by_share(
+            str(written(tmp_path, f"model_name_or_path: microsoft/Phi-3-mini-4k-instruct\n{OWN}")), gpu="h100"
+        )
 
 
 def test_targets_that_a_model_has_not_are_left_out_as_peft_leaves_them(tmp_path):
@@ -231,12 +234,12 @@ FACTORY = "model_name_or_path: meta-llama/Llama-3.2-1B\ncutoff_len: 512\nper_dev
 
 
 def factory(folder, keys):
-    return memplan.plan(str(written(folder, f"{FACTORY}{keys}\n")), gpu="h100").memory
+    return plan_by_share(str(written(folder, f"{FACTORY}{keys}\n")), gpu="h100").memory
 
 
 def test_more_last_layers_than_there_are_is_said(tmp_path):
     frozen = "stage: sft\nfinetuning_type: freeze\nfreeze_trainable_layers: "
-    most = memplan.plan(str(written(tmp_path, f"{FACTORY}{frozen}99\n")), gpu="h100")
+    most = plan_by_share(str(written(tmp_path, f"{FACTORY}{frozen}99\n")), gpu="h100")
     said = "freeze.last_layers 99: Llama-3.2-1B has 16 layers, and all of them train"
     assert said in most.to_dict()["assumptions"]
     assert said in str(most.document(full=False).blocks)
@@ -250,7 +253,7 @@ def test_llama_factorys_reference_model_stays_in_16_bits(tmp_path):
     assert {entry.format_name for entry in weights} == {"bf16"}
     assert {entry.format_name for entry in trained} == {"fp32"}
     with pytest.raises(CannotAnswerError, match="set bf16: true"):
-        memplan.plan(
+        plan_by_share(
             str(written(tmp_path, FACTORY.replace("bf16: true", "stage: dpo\nfinetuning_type: full"))), gpu="h100"
         )
 
@@ -311,4 +314,4 @@ def test_a_loss_that_preferences_are_not_compared_by_is_refused_by_the_key_that_
     keys = {"rlhf_type": "dpo", "model": "Qwen/Qwen2.5-0.5B-Instruct", "tuner_type": "lora", "dataset": ["a/b"]}
     path.write_text(json.dumps({**keys, "max_length": 2048, "use_liger_kernel": True}))
     with pytest.raises(memplan.MemplanError, match="leave it out, there use_liger_kernel"):
-        memplan.plan(path, gpu="h100-sxm-80gb")
+        plan_by_share(path, gpu="h100-sxm-80gb")

@@ -8,6 +8,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 
 EXAMPLES = Path(__file__).parent / "examples"
 
@@ -117,14 +118,14 @@ def test_a_way_of_sharding_that_is_not_known_is_not_passed_over(tmp_path):
 
 def test_a_file_with_the_class_of_a_model_is_a_trainers_all_the_same(tmp_path):
     path = written(tmp_path, f"{JOB}model_type: LlamaForCausalLM\n")
-    assert memplan.plan(str(path), gpu="h100").training["stack"] == "axolotl"
+    assert plan_by_share(str(path), gpu="h100").training["stack"] == "axolotl"
 
 
 def test_what_a_file_does_not_say_is_taken_from_the_options(tmp_path):
     text = JOB.replace("micro_batch_size: 1", "micro_batch_size: ${size}").replace("sequence_len: 128\n", "")
     with pytest.raises(CannotAnswerError, match="without --micro-batch-size N: micro_batch_size is"):
-        memplan.plan(str(written(tmp_path, text)), gpu="h100")
-    training = memplan.plan(str(written(tmp_path, text)), gpu="h100", micro_batch_size=2).training
+        plan_by_share(str(written(tmp_path, text)), gpu="h100")
+    training = plan_by_share(str(written(tmp_path, text)), gpu="h100", micro_batch_size=2).training
     assert training["micro_batch_size"] == 2
 
 
@@ -145,7 +146,7 @@ def test_planning_says_what_is_wrong_with_a_file_that_names_no_model(tmp_path, n
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(InvalidFileError, match=said):
-        memplan.plan(str(path), gpu="h100")
+        plan_by_share(str(path), gpu="h100")
 
 
 def test_what_is_not_modelled_is_said_before_what_is_missing(tmp_path):
@@ -154,7 +155,7 @@ def test_what_is_not_modelled_is_said_before_what_is_missing(tmp_path):
         "model: {_component_: torchtune.models.llama3_2.llama3_2_1b}\nquantizer: {_component_: x}\noptimizer: {_component_: torch.optim.AdamW}\n"
     )
     with pytest.raises(CannotAnswerError, match="quantizer: not modelled"):
-        memplan.plan(str(path), gpu="h100")
+        plan_by_share(str(path), gpu="h100")
 
 
 @pytest.mark.parametrize("trainer", [None, "trl", "transformers"])

@@ -16,6 +16,7 @@ import memplan
 from memplan.catalog.catalog import data_directory
 from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError, MemplanError
 from memplan.importer.classified_keys import known_keys
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.library.lookup.trainer_files import trainer_mappings
 from tests.jobs import yaml_data
 
@@ -86,7 +87,7 @@ def test_llama_factory_upcasts_what_it_trains_whole(tmp_path):
 def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, said):
     text = (EXAMPLES / "llama-factory.yaml").read_text().replace(old, new)
     with pytest.raises(CannotAnswerError, match=said):
-        memplan.plan(str(written(tmp_path, text)), gpu="h100")
+        plan_by_share(str(written(tmp_path, text)), gpu="h100")
 
 
 @pytest.mark.parametrize("path", ["/data/models/Qwen2.5-7B-Instruct/", "~/absent/Qwen2.5-7B", "./no/such/Qwen2.5-7B"])
@@ -200,8 +201,8 @@ def test_a_command_is_what_its_file_says_and_its_flags_count_over_that(tmp_path)
 def test_what_is_set_besides_is_not_refused(tmp_path):
     file = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "liger_cross_entropy: true\n")
     with pytest.raises(CannotAnswerError, match=r"in-place is not modelled yet"):
-        memplan.plan(str(file), gpu="h100")
-    assert memplan.plan(str(file), gpu="h100", set={"kernels.loss": "fused-linear"})
+        plan_by_share(str(file), gpu="h100")
+    assert plan_by_share(str(file), gpu="h100", set={"kernels.loss": "fused-linear"})
 
 
 def test_axolotls_plugin_alone_turns_cut_cross_entropy_on(tmp_path):
@@ -212,7 +213,7 @@ def test_axolotls_plugin_alone_turns_cut_cross_entropy_on(tmp_path):
     assert "loss" not in memplan.import_file(key).to_dict()["training"].get("kernels", {})
     both = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + plugin + "chunked_cross_entropy: true\n")
     with pytest.raises(CannotAnswerError, match="axolotl takes one loss"):
-        memplan.plan(str(both), gpu="h100")
+        plan_by_share(str(both), gpu="h100")
 
 
 def test_a_package_s_own_launcher_file_is_assumed_where_none_lies_there(tmp_path):
@@ -273,10 +274,10 @@ def test_rows_that_are_generated_together_are_whole_groups(tmp_path, gpus, error
         )
     )
     if error is None:
-        assert memplan.plan(file, gpu="h100", gpus=gpus).training["parallel"]["data"] == (gpus or 1)
+        assert plan_by_share(file, gpu="h100", gpus=gpus).training["parallel"]["data"] == (gpus or 1)
         return
     with pytest.raises(error, match="16 rows belong to each prompt"):
-        memplan.plan(file, gpu="h100", gpus=gpus)
+        plan_by_share(file, gpu="h100", gpus=gpus)
 
 
 def test_torchtunes_components_are_overridden_by_their_name_alone():
@@ -366,9 +367,9 @@ def test_rows_that_trl_joins_under_a_mask_are_planned_so_or_refused(tmp_path, mo
 
 def test_a_packed_file_of_trl_is_planned_with_its_rows_joined(tmp_path):
     text = TRL + "packing: true\nper_device_train_batch_size: 2\n"
-    joined = memplan.plan(written(tmp_path, text), gpu="a100-80gb").memory
+    joined = plan_by_share(written(tmp_path, text), gpu="a100-80gb").memory
     assert joined.setup.config.joined_rows
-    apart = memplan.plan(written(tmp_path, text + "packing_strategy: wrapped\n"), gpu="a100-80gb").memory
+    apart = plan_by_share(written(tmp_path, text + "packing_strategy: wrapped\n"), gpu="a100-80gb").memory
     assert joined.requested_bytes != apart.requested_bytes
 
 
@@ -388,7 +389,7 @@ def test_a_packed_file_of_trl_is_planned_with_its_rows_joined(tmp_path):
 )
 def test_what_is_refused_has_the_line_that_says_it(tmp_path, more, said):
     with pytest.raises(CannotAnswerError, match=said):
-        memplan.plan(written(tmp_path, TRL + more), gpu="h100")
+        plan_by_share(written(tmp_path, TRL + more), gpu="h100")
 
 
 def test_a_key_says_what_it_does_in_the_end(tmp_path):
@@ -413,7 +414,7 @@ def test_an_older_trl_is_betrayed_by_its_keys(tmp_path):
     answer = memplan.import_file(written(tmp_path, text)).to_dict()
     assert answer["trainer"]["version"] == "0.19"
     assert answer["training"]["sequence_length"] == 2048
-    plan = memplan.plan(written(tmp_path, text), gpu="h100")
+    plan = plan_by_share(written(tmp_path, text), gpu="h100")
     assert plan.training["description"] == "TRL 0.19, planned as trl 0.29"
 
 
@@ -476,7 +477,7 @@ def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
 def test_what_deepspeed_does_otherwise_is_refused(tmp_path, text, reason):
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(CannotAnswerError, match=reason):
-        memplan.plan(str(EXAMPLES / "trl.yaml"), beside=[str(tmp_path / "ds.json")], gpu="h100", gpus=8)
+        plan_by_share(str(EXAMPLES / "trl.yaml"), beside=[str(tmp_path / "ds.json")], gpu="h100", gpus=8)
 
 
 def test_shards_without_a_number_of_gpus_are_refused_with_the_flag():
@@ -601,12 +602,12 @@ def test_merged_anchors_are_keys_like_others(tmp_path):
 
 @pytest.mark.parametrize("name", ["axolotl.yaml", "trl.yaml", "llama-factory.yaml"])
 def test_a_trainers_file_is_model_and_config_of_a_plan(name):
-    plan = memplan.plan(EXAMPLES / name, gpu="a100-80gb")
+    plan = plan_by_share(EXAMPLES / name, gpu="a100-80gb")
     said = read(name)["training"]
     assert plan.training["micro_batch_size"] == said["micro_batch_size"]
     assert plan.training["stack"].partition("@")[0] == said["stack"]
     assert (
-        memplan.plan(read(name)["model"]["given"], config=EXAMPLES / name, gpu="a100-80gb").expected_bytes
+        plan_by_share(read(name)["model"]["given"], config=EXAMPLES / name, gpu="a100-80gb").expected_bytes
         == plan.expected_bytes
     )
 
@@ -615,13 +616,13 @@ def test_methods_that_are_not_modelled_are_never_planned_as_others(tmp_path):
     text = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: x}]\nsequence_len: 1024\n"
     for stage, said in (("ebft", "full ebft is not modelled"),):
         with pytest.raises(CannotAnswerError, match=said):
-            memplan.plan(written(tmp_path, f"{text}rl: {stage}\n"), gpu="a100-80gb")
+            plan_by_share(written(tmp_path, f"{text}rl: {stage}\n"), gpu="a100-80gb")
 
 
 def test_a_file_for_preference_pairs_is_planned_with_its_reference_model():
-    plan = memplan.plan(EXAMPLES / "dpo.yaml", gpu="a100-80gb")
+    plan = plan_by_share(EXAMPLES / "dpo.yaml", gpu="a100-80gb")
     assert plan.training["method"] == {"stage": "dpo", "reference_model": "resident"}
-    alone = memplan.plan(EXAMPLES / "dpo.yaml", gpu="a100-80gb", set={"method.reference_model": "precomputed"})
+    alone = plan_by_share(EXAMPLES / "dpo.yaml", gpu="a100-80gb", set={"method.reference_model": "precomputed"})
     weights = [one.components["weights"] for one in (plan, alone)]
     assert weights[0] == 2 * weights[1]
 
@@ -629,11 +630,11 @@ def test_a_file_for_preference_pairs_is_planned_with_its_reference_model():
 def test_keys_that_are_not_modelled_refuse_the_plan(tmp_path):
     path = written(tmp_path, (EXAMPLES / "axolotl.yaml").read_text() + "tiled_mlp: true\n")
     with pytest.raises(CannotAnswerError, match=r"job.yaml:23: tiled_mlp: not modelled"):
-        memplan.plan(path, gpu="a100-80gb")
+        plan_by_share(path, gpu="a100-80gb")
 
 
 def test_what_is_set_on_the_command_line_stands_above_the_trainers_file():
-    assert memplan.plan(EXAMPLES / "trl.yaml", gpu="rtx4090", micro_batch_size=1).training["micro_batch_size"] == 1
+    assert plan_by_share(EXAMPLES / "trl.yaml", gpu="rtx4090", micro_batch_size=1).training["micro_batch_size"] == 1
 
 
 def test_litgpt():
@@ -690,7 +691,7 @@ mode = "selective"
 def titan_plan(tmp_path, name, flavor, option="", gpus=8):
     path = tmp_path / "titan.toml"
     path.write_text(TITAN.format(name=name, flavor=flavor, option=option))
-    return memplan.plan(str(path), gpu="h100", gpus=gpus).to_dict()
+    return plan_by_share(str(path), gpu="h100", gpus=gpus).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -716,8 +717,8 @@ def test_a_file_of_torchtitan_before_0_3_is_planned_as_0_2_2_where_that_was_trac
 def test_torchtitan_0_2_2_with_16_bit_weights_under_autocast_is_refused_where_whole_layers_run_again():
     asked = {"gpu": "h100", "config": "bf16-adamw", "stack": "torchtitan@0.2.2", "sequence_length": 64}
     with pytest.raises(memplan.errors.CannotAnswerError, match="full over bf16 weights on one GPU"):
-        memplan.plan("llama-3-8b", set=["activation_checkpointing=full"], **asked)
-    assert memplan.plan("llama-3-8b", set=["activation_checkpointing=none"], **asked).memory.requested_bytes > 0
+        plan_by_share("llama-3-8b", set=["activation_checkpointing=full"], **asked)
+    assert plan_by_share("llama-3-8b", set=["activation_checkpointing=none"], **asked).memory.requested_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -992,9 +993,9 @@ def test_quantised_weights_that_only_the_models_name_tells_are_not_planned_as_fl
     path = written(tmp_path, text)
     if format_name is None:
         with pytest.warns(GuessedNameWarning), pytest.raises(CannotAnswerError, match="the name says that its"):
-            memplan.plan(path, gpu="a100-80gb")
+            plan_by_share(path, gpu="a100-80gb")
     else:
-        assert memplan.plan(path, gpu="a100-80gb").training["weights"]["hidden_matrix"] == format_name
+        assert plan_by_share(path, gpu="a100-80gb").training["weights"]["hidden_matrix"] == format_name
 
 
 def test_evaluation_has_the_rows_that_its_own_key_or_its_trainers_default_says(tmp_path):
@@ -1006,7 +1007,7 @@ def test_evaluation_has_the_rows_that_its_own_key_or_its_trainers_default_says(t
         "eval_strategy: steps\n",
         "eval_on_start: true\n",
     ):
-        plan = memplan.plan(written(tmp_path, text + more), gpu="a100-80gb")
+        plan = plan_by_share(written(tmp_path, text + more), gpu="a100-80gb")
         sizes.append(dict(plan.memory.instants).get("evaluation", 0))
     assert 0 == sizes[0] < sizes[1]
     assert sizes[2] > 4 * sizes[1] - 4 * plan.memory.states.weight_bytes
@@ -1018,9 +1019,9 @@ def test_one_gpu_that_is_said_is_told_from_none(tmp_path):
     text = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: x}]\nsequence_len: 512\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
     path = written(tmp_path, text)
     with pytest.raises(CannotAnswerError, match="--gpus N"):
-        memplan.plan(path, gpu="h100")
+        plan_by_share(path, gpu="h100")
     with pytest.raises(MemplanError, match="one GPU, which has nothing to share"):
-        memplan.plan(path, gpu="h100", gpus=1)
+        plan_by_share(path, gpu="h100", gpus=1)
 
 
 def test_a_misspelt_key_is_named_wherever_its_file_is_planned(cli, tmp_path):
@@ -1095,7 +1096,7 @@ vllm_max_model_length: 1024
 )
 def test_a_file_for_grpo_says_what_generates_and_how_much_together(tmp_path, keys, rollout):
     (tmp_path / "grpo.yaml").write_text(GENERATED + keys, encoding="utf-8")
-    found = memplan.plan(tmp_path / "grpo.yaml", gpu="a100-80gb").training["method"]["rollout"]
+    found = plan_by_share(tmp_path / "grpo.yaml", gpu="a100-80gb").training["method"]["rollout"]
     assert found["completion_length"] == 512
     assert {key: found[key] for key in rollout} == rollout
 
@@ -1113,7 +1114,7 @@ def test_a_file_for_grpo_says_what_generates_and_how_much_together(tmp_path, key
 def test_what_of_generation_is_not_modelled_is_refused_by_its_key(tmp_path, key):
     (tmp_path / "grpo.yaml").write_text(GENERATED + key + "\n", encoding="utf-8")
     with pytest.raises(CannotAnswerError, match=key.rpartition("\n")[2].partition(":")[0]):
-        memplan.plan(tmp_path / "grpo.yaml", gpu="a100-80gb")
+        plan_by_share(tmp_path / "grpo.yaml", gpu="a100-80gb")
 
 
 LAUNCHED = """distributed_type: FSDP
@@ -1161,7 +1162,7 @@ def test_fsdps_hybrid_strategy_asks_how_many_groups_there_are(tmp_path):
 def test_units_of_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, keys, named):
     launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_POST", keys), "launch.yaml")
     with pytest.raises(CannotAnswerError, match=named):
-        memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher])
+        plan_by_share(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher])
 
 
 @pytest.mark.parametrize(
@@ -1176,14 +1177,14 @@ def test_units_of_fsdp_that_are_not_followed_are_refused_by_their_key(tmp_path, 
 def test_blocks_of_a_tower_are_units_where_a_launcher_names_them_beside_layers(tmp_path, classes, blocks):
     keys = f"fsdp_version: 2, {LAYERS}, fsdp_transformer_layer_cls_to_wrap: {classes}"
     launcher = written(tmp_path, f"distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {{{keys}}}\n", "launch.yaml")
-    answer = memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
+    answer = plan_by_share(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
     assert answer["training"]["parallel"]["tower_blocks"] is blocks
 
 
 def test_layers_that_a_launcher_names_are_units(tmp_path):
     keys = f"{LAYERS}, fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"
     launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", keys), "launch.yaml")
-    answer = memplan.plan(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
+    answer = plan_by_share(str(written(tmp_path, TRL)), gpu="h100", beside=[launcher]).to_dict()
     assert answer["training"]["parallel"]["engine"] == "fsdp1"
 
 
@@ -1193,11 +1194,11 @@ def test_weights_in_16_bits_are_upcast_over_fsdp_where_mixed_precision_is_on_alo
     trained = written(tmp_path, f"{TRL.replace('use_peft: false', tuned)}dtype: bfloat16\nbf16: false\n")
     launched = f"distributed_type: FSDP\nnum_processes: 16\nfsdp_config: {{fsdp_version: {version}, {LAYERS}}}\n"
     mixed = written(tmp_path, f"{launched}mixed_precision: bf16\n", "mixed.yaml")
-    training = memplan.plan(str(trained), gpu="h100", beside=[mixed]).to_dict()["training"]
+    training = plan_by_share(str(trained), gpu="h100", beside=[mixed]).to_dict()["training"]
     dtype = training["adapter"]["dtype"] if "true" in tuned else training["weights"]["hidden_matrix"]
     assert dtype == "fp32"
     plain = written(tmp_path, f"{launched}mixed_precision: 'no'\n", "plain.yaml")
-    training = memplan.plan(str(trained), gpu="h100", beside=[plain]).to_dict()["training"]
+    training = plan_by_share(str(trained), gpu="h100", beside=[plain]).to_dict()["training"]
     dtype = training["adapter"]["dtype"] if "true" in tuned else training["weights"]["hidden_matrix"]
     assert (dtype, training["autocast"]) == ("fp32" if "true" in tuned else "bf16", False)
 
@@ -1207,7 +1208,7 @@ def test_a_launchers_mixed_precision_counts_beside_pure_bf16(tmp_path, mixed, st
     trained = written(tmp_path, PURE)
     launched = f"distributed_type: FSDP\nnum_processes: 8\nmixed_precision: '{mixed}'\n"
     beside = written(tmp_path, f"{launched}fsdp_config: {{fsdp_version: 2, {LAYERS}}}\n", "launcher.yaml")
-    training = memplan.plan(str(trained), gpu="h100", beside=[beside]).to_dict()["training"]
+    training = plan_by_share(str(trained), gpu="h100", beside=[beside]).to_dict()["training"]
     assert training["weights"]["hidden_matrix"] == stored
 
 
@@ -1230,11 +1231,11 @@ QLORA = TRL.replace("false", "true") + "dtype: bfloat16\nload_in_4bit: true\nlor
 def test_codes_that_fsdp1_flattens_are_planned_with_adapters_in_fp32(tmp_path):
     launcher = written(tmp_path, LAUNCHED.format("FULL_SHARD", "BACKWARD_PRE", LAYERS), "launch.yaml")
     stored = written(tmp_path, QLORA + "bnb_4bit_quant_storage: bfloat16\n")
-    answer = memplan.plan(str(stored), gpu="h100", beside=[launcher])
+    answer = plan_by_share(str(stored), gpu="h100", beside=[launcher])
     training = answer.to_dict()["training"]
     assert (training["parallel"]["engine"], training["adapter"]["dtype"]) == ("fsdp1", "fp32")
     with pytest.raises(memplan.MemplanError, match="set bnb_4bit_quant_storage: bfloat16"):
-        memplan.plan(str(written(tmp_path, QLORA)), gpu="h100", beside=[launcher])
+        plan_by_share(str(written(tmp_path, QLORA)), gpu="h100", beside=[launcher])
 
 
 def test_groups_of_replicas_that_are_none_are_refused_by_their_key(tmp_path):

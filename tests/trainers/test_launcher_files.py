@@ -8,6 +8,7 @@ import pytest
 
 import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 from memplan.report.document import render
 
 from .test_import_files import EXAMPLES, TRL, written
@@ -109,4 +110,4 @@ def test_the_trainers_file_heads_the_answer_whatever_goes_with_it(tmp_path):
 def test_cut_cross_entropy_is_none_of_trainers_that_never_call_it(stack):
     chosen = {"config": "bf16-adamw", "stack": stack, "set": ["kernels.loss=cut-cross-entropy"]}
     with pytest.raises(CannotAnswerError, match="cut-cross-entropy is not modelled for"):
-        memplan.plan("llama-3.2-1b", gpu="h100", **chosen)
+        plan_by_share("llama-3.2-1b", gpu="h100", **chosen)

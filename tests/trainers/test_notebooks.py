@@ -8,6 +8,7 @@ import pytest
 
 import memplan
 from memplan.errors import InvalidFileError
+from memplan.library.answers.planned_job import plan_by_share
 
 
 def notebook(folder, *cells, name="job.ipynb", **more):
@@ -40,7 +41,7 @@ def test_a_notebook_of_unsloth_is_read_as_its_script_would_be(tmp_path):
     used = {one["key"]: one["line"] for one in answer["keys"]["used"]}
     assert used["SFTConfig.per_device_train_batch_size"] == 6
     path = notebook(tmp_path, *UNSLOTH)
-    assert memplan.plan(str(path), gpu="h100").training["adapter"]["rank"] == 32
+    assert plan_by_share(str(path), gpu="h100").training["adapter"]["rank"] == 32
 
 
 TRL = (

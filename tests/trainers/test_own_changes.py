@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import memplan
+from memplan.library.answers.planned_job import plan_by_share
 
 PROGRAM = """import torch
 from peft import LoraConfig, get_peft_model
@@ -74,24 +75,24 @@ def program(folder, before="", after=""):
 @pytest.mark.parametrize(("before", "after", "said"), CHANGES, ids=[after[-50:] for _, after, _ in CHANGES])
 def test_what_a_program_changes_itself_is_refused_by_name(before, after, said, tmp_path):
     with pytest.raises(memplan.MemplanError) as refusal:
-        memplan.plan(program(tmp_path, before, after), **SHAPE)
+        plan_by_share(program(tmp_path, before, after), **SHAPE)
     assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize(("before", "after"), UNCHANGED, ids=[after[-50:] for _, after in UNCHANGED])
 def test_what_leaves_the_model_as_it_is_changes_no_answer(before, after, tmp_path):
-    plain = memplan.plan(program(tmp_path), **SHAPE)
+    plain = plan_by_share(program(tmp_path), **SHAPE)
     assert (
-        memplan.plan(program(tmp_path, before, after), **SHAPE).memory.requested_bytes == plain.memory.requested_bytes
+        plan_by_share(program(tmp_path, before, after), **SHAPE).memory.requested_bytes == plain.memory.requested_bytes
     )
 
 
 def test_a_program_that_calls_evaluate_is_planned_with_an_evaluation(tmp_path):
     once = program(tmp_path, ', eval_strategy="steps"', "")
-    assert not memplan.plan(once, **SHAPE).training["evaluation"]
+    assert not plan_by_share(once, **SHAPE).training["evaluation"]
     text = (tmp_path / "train.py").read_text()
     (tmp_path / "train.py").write_text(f"{text}print(trainer.evaluate())\n")
-    plan = memplan.plan(once, **SHAPE)
+    plan = plan_by_share(once, **SHAPE)
     assert (plan.training["evaluation"], plan.training["evaluation_batch_size"]) == (True, 8)
 
 
@@ -99,11 +100,11 @@ def test_heads_of_classes_may_be_scored_by_metrics(tmp_path):
     path = tmp_path / "train.py"
     text = PROGRAM.replace(BESIDE, f"{BESIDE}, compute_metrics=metrics")
     path.write_text(text.replace("AutoModelForCausalLM", "AutoModelForSequenceClassification"))
-    assert memplan.plan(str(path), **SHAPE).training["method"]["stage"] == "classification"
+    assert plan_by_share(str(path), **SHAPE).training["method"]["stage"] == "classification"
 
 
 @pytest.mark.parametrize("turns", ["1, 2, 3, 4", "0, 5, 0", "9" * 30, "2, 1", "'a'"])
 def test_numbers_that_no_loop_goes_over_set_no_name(turns, tmp_path):
     """``range`` of too many or too large numbers ended in a traceback."""
     path = program(tmp_path, "# first", f"for number in range({turns}):\n    seed = number")
-    assert memplan.plan(path, **SHAPE).memory == memplan.plan(program(tmp_path), **SHAPE).memory
+    assert plan_by_share(path, **SHAPE).memory == plan_by_share(program(tmp_path), **SHAPE).memory

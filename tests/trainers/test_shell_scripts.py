@@ -13,6 +13,7 @@ import memplan
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.importer.shell.expansions import Scope, fields, filled
 from memplan.importer.shell.shell_commands import shell_commands
+from memplan.library.answers.planned_job import plan_by_share
 
 EXAMPLES = Path(__file__).parent / "examples"
 SCOPE = {"A": "1 2", "N": "8", "L": ["--x", "a b"], "U": None, "P": "a/b/Qwen3-8B.yaml"}
@@ -134,7 +135,7 @@ def test_a_script_plans_as_its_command_does(tmp_path):
     )
     path = written(tmp_path, f"N=2\n{words.replace(' 2 ', ' $N ')}\n", "job.slurm")
     yaml = written(tmp_path, "model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 1024\nper_device_train_batch_size: 2\npacking: false\n", "job.yaml")  # fmt: skip
-    assert memplan.plan(str(path), gpu="h100").expected_bytes == memplan.plan(str(yaml), gpu="h100").expected_bytes
+    assert plan_by_share(str(path), gpu="h100").expected_bytes == plan_by_share(str(yaml), gpu="h100").expected_bytes
 
 
 def test_what_nobody_can_tell_is_asked_for_by_its_line(tmp_path):
@@ -148,7 +149,7 @@ def test_what_nobody_can_tell_is_asked_for_by_its_line(tmp_path):
     assert "what $(cat more) stands for" in "".join(memplan.import_file(words).to_dict()["needs"])
     words.write_text(words.read_text().replace("a/b", "Qwen/Qwen3-0.6B"))
     with pytest.raises(CannotAnswerError, match=r"without what \$\(cat more\) stands for"):
-        memplan.plan(str(words), gpu="h100")
+        plan_by_share(str(words), gpu="h100")
 
 
 def test_the_files_that_a_script_names_lie_beside_it_or_are_asked_for(tmp_path):
