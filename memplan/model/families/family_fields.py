@@ -63,8 +63,14 @@ class FamilyCode:
     names_parts: bool = False  # Whether a layer has names for what attention and feed-forward add until it ends
     # Whether a loop over experts is over those that have rows, whose numbers it reads from the device, and not over all.
     loops_over_hit: bool = False
-    # Whether grouped products of experts run in the dtype of their weights, under autocast too.
+    # Whether grouped products of experts run in the dtype of their weights, under autocast too, and are summed as wide as rows came.
     grouped_uncast: bool = False
+    # Whether the function of routed experts gathers scores and biases of its rows ahead of the products, and names these until it returns.
+    gathers_ahead: bool = False
+    names_routers: bool = False  # Whether a mixture has names, until it ends, for what its router yields
+    casts_routers: bool = False  # Whether a router in fp32 is cast to it by the model's code, and back by autocast
+    # Whether keys of latent attention are formed in the dtype of their dimensions that are not rotated (``expand_kv``), not in the query's.
+    latent_keys: bool = False
     # Whether norms are one kernel where their weights are in fp32, whatever the profile says.
     fused_wide_norms: bool = False
     forms_tables: bool = False  # Whether rotary tables are formed in each forward, and gone when its graph is

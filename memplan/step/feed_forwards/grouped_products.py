@@ -51,7 +51,7 @@ def grouped(
             builder.cast_weight(bias)
         in_place = not builder.settings.selective
         biased = tape.view(out) if in_place else builder.fresh(out)
-        gathered = [] if builder.settings.code.grouped_uncast else [(out.quantity, out.coefficient)]
+        gathered = [] if builder.settings.code.gathers_ahead else [(out.quantity, out.coefficient)]
         saves = [experts] if bias.trainable else []
         return tape.apply("add bias", [(out, SAME)], biased, saves, [bias], traits=Traits(scratch=gathered))
 

@@ -21,7 +21,7 @@ def mixture(builder: Builder, x: Value, part: MixtureOfExperts, prefix: str) -> 
         if code.shared_first and part.shared_intermediate_size:
             return _after_shared(builder, x, part, prefix)
         weights, chosen, logits = _routed(builder, x, part, inside(prefix, names.router))
-        named = (weights, chosen, logits) if code.grouped_uncast else ()  # until transformers' blocks end
+        named = (weights, chosen, logits) if code.names_routers else ()  # until transformers' blocks end
         with tape.alive(weights, chosen, *named):
             given = linear(builder, x, inside(prefix, LATENT[0]), part.latent_size) if part.latent_size else x
             out = routed_experts(builder, given, weights, chosen, part, inside(prefix, names.experts))
@@ -40,7 +40,7 @@ def _after_shared(builder: Builder, x: Value, part: MixtureOfExperts, prefix: st
     shared = mlp(builder, x, Mlp(part.shared_intermediate_size, part.activation), inside(prefix, names.shared_experts))
     with tape.alive(shared):
         weights, chosen, logits = _routed(builder, x, part, inside(prefix, names.router))
-        with tape.alive(weights, chosen, *([logits] if builder.settings.code.grouped_uncast else [])):
+        with tape.alive(weights, chosen, *([logits] if builder.settings.code.names_routers else [])):
             out = routed_experts(builder, x, weights, chosen, part, inside(prefix, names.experts))
             with tape.alive(out):
                 return builder.add(out, _gated_shared(builder, x, shared, part, prefix))
@@ -81,7 +81,7 @@ def _routed(builder: Builder, x: Value, part: MixtureOfExperts, name: str) -> tu
                     share, scratch = builder.fresh(top), [(TOKENS, top.coefficient)]
                     tape.apply("softmax", [(top, NEW)], share, [share], traits=Traits(workspace=scratch))
                     return builder.cast(share, x.element_bytes) if part.fp32_choice else share, indices, logits
-        narrow = part.score_correction and builder.settings.under_autocast and builder.settings.code.grouped_uncast
+        narrow = part.score_correction and builder.settings.under_autocast and builder.settings.code.casts_routers
         narrow = narrow or (part.scores_as_routed and not builder.settings.autocast)
         share = _chosen(builder, logits if narrow else builder.cast(logits, 4), indices, part)
         if part.normalised:
@@ -104,13 +104,13 @@ def _router_logits(builder: Builder, x: Value, part: MixtureOfExperts, name: str
             f"linear {name}", [(x, NEW), (folded, NEW)], logits, [x, folded], [weight], Traits(product=True)
         )
     if not part.fp32_router or builder.settings.under_autocast or weight.coded:
-        recast = part.fp32_router and builder.settings.code.grouped_uncast and weight.element_bytes == 2
+        recast = part.fp32_router and builder.settings.code.casts_routers and weight.element_bytes == 2
         copies = (
             [tape.make("cast weight", builder.constant(weight.rows * weight.columns, builder.compute))]
             if recast
             else []
         )
-        if part.fp32_router and builder.settings.code.grouped_uncast:  # cast to fp32, and back by autocast
+        if part.fp32_router and builder.settings.code.casts_routers:  # cast to fp32, and back by autocast
             x = builder.lowered(builder.cast(x, 4))
         with tape.alive(*copies):
             logits = plain_linear(builder, x, name, part.num_experts)
@@ -187,19 +187,19 @@ def routed_experts(
     x = x if builder.settings.code.grouped_uncast else builder.lowered(x)
     row_order = tape.make("order // used", _indices(builder, used), order)
     rows = tape.apply("gather rows", [(x, NEW)], builder.fresh(x, x.width * used), [row_order])
-    renames = builder.settings.code.grouped_uncast
-    early = [_taken(builder, weights, order)] if renames else []
+    ahead = builder.settings.code.gathers_ahead
+    early = [_taken(builder, weights, order)] if ahead else []
     with tape.alive(rows, experts, order, *early):
         offsets, resident = _offsets(builder, experts, part), list[Value]()
         width, first = (2 if part.gated else 1) * inner * used, f"{name}.{'gate_up' if part.gated else 'up'}_proj"
         biases = _gathered_biases(builder, f"{first}_bias", width, experts)
         both = grouped(builder, rows, first, width, experts, offsets, resident)
-        with tape.alive(offsets, *(() if renames else (both,))):
+        with tape.alive(offsets, *(() if ahead else (both,))):
             with tape.alive(both):
                 hidden = _activated(builder, both, inner * used, part)
             with tape.alive(hidden, *biases):
                 biases = _gathered_biases(builder, f"{name}.down_proj_bias", x.width * used, experts)
-            with tape.alive(*biases, *(() if renames else (hidden,))):
+            with tape.alive(*biases, *(() if ahead else (hidden,))):
                 with tape.alive(hidden):
                     out = grouped(builder, hidden, f"{name}.down_proj", x.width * used, experts, offsets, resident)
                 with tape.alive(out):
@@ -222,7 +222,7 @@ def _activated(builder: Builder, up: Value, width: int, part: MixtureOfExperts) 
 def _gathered_biases(builder: Builder, name: str, width: int, experts: Value) -> list[Value]:
     """Return the biases of each row's expert, where the experts' function has a name for them."""
     bias = builder.weights.get(name)
-    if bias is None or not builder.settings.code.grouped_uncast:
+    if bias is None or not builder.settings.code.gathers_ahead:
         return []
     return [builder.tape.make("gather bias", builder.tape.value(TOKENS, width, bias.element_bytes), experts)]
 
@@ -249,8 +249,8 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
 
     Autocast sums in fp32 (``fp32_set_opt_dtype`` in aten/src/ATen/autocast_mode.h, v2.13.0).
     """
-    uncast = builder.settings.code.grouped_uncast
-    tape, like = builder.tape, x if uncast else out
+    code, tape = builder.settings.code, builder.tape
+    like = x if code.grouped_uncast else out
     with tape.alive(out):
         scaled = builder.fresh(out, element_bytes=max(out.element_bytes, taken.element_bytes))
         # A wider product has wide gradients for both factors, and that of the rows is cast before the other is summed.
@@ -262,13 +262,13 @@ def _combined(builder: Builder, out: Value, taken: Value, order: Value, x: Value
         tape.apply("mul", ways, scaled, [out, taken], traits=traits)
     back = _indices(builder, order.width)
     tape.make("back", back, order, scratch=[(TOKENS, order.coefficient)])
-    with tape.alive(back, *((out, taken) if uncast else (scaled,))):
+    with tape.alive(back, *((out, taken) if code.gathers_ahead else (scaled,))):
         ordered = tape.apply("gather back", [(scaled, NEW)], builder.fresh(scaled), [back])
-        total = builder.fresh(ordered, x.width, 4 if uncast and builder.settings.under_autocast else None)
+        total = builder.fresh(ordered, x.width, 4 if code.grouped_uncast and builder.settings.under_autocast else None)
         # Backward looks at its gradient once for each expert of a token and copies that where they are several, or casts it.
         way = SAME if order.width == 1 and total.element_bytes == ordered.element_bytes else NEW
         tape.apply("sum over experts", [(ordered, way)], total, traits=SAVES_NOTHING)
-        with tape.alive(*([ordered] if uncast else [])):
+        with tape.alive(*([ordered] if code.gathers_ahead else [])):
             return builder.cast(total, like.element_bytes)
 
 

@@ -138,9 +138,7 @@ def latent_attention(builder: Builder, x: Value, part: LatentAttention, prefix: 
             risen = _in_heads(builder, linear(builder, latent, f"{prefix}.{names.key_value_up}", inner), heads)
             key_plain, value = _split(builder, risen, heads * part.qk_nope_head_dim, heads * part.v_head_dim)
             ways = [(key_plain, SAME), (key_turned, NEW)]
-            own = (
-                key_plain if builder.settings.code.grouped_uncast else plain
-            )  # transformers' ``expand_kv``: ``kv_nope.new_empty``
+            own = key_plain if builder.settings.code.latent_keys else plain
             key = tape.apply("cat", ways, builder.fresh(own, heads * part.qk_head_dim), traits=SAVES_NOTHING)
             value.apart = True
             named = (down,) if builder.settings.code.forms_tables else ()  # transformers' ``compressed_kv``

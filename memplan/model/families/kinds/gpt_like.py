@@ -32,7 +32,6 @@ GPT2_NAMES = GPT_NAMES._replace(
     placed_mask=True,
     names_fed=True,
     names_attention=True,
-    grouped_uncast=False,
     drops_residual=True,
     dropout_modules="both",
     dropouts=("wpe", "attn.c_proj", "mlp.c_proj"),
