@@ -90,6 +90,7 @@ class StepForms:
     # Sizes of the tensors that hold a rank's gradients, where they are held unit by unit.
     unit_gradients: tuple[int, ...] = ()
     waiting: tuple[Waiting, ...] = ()  # Activations in host memory when forward has run
+    left: Form = ZERO  # What names and the graph of a step hold while the loop evaluates
 
 
 def step_on_tape(
@@ -114,7 +115,12 @@ def compile_step(inputs: StepInputs, taped: ModelOnTape) -> StepForms:
     left = names + retained_graph(inputs, taped)
     candidates = tuple(step_instants(inputs, taped, partial(_named_pass, inputs, taped, names), left))
     return StepForms(
-        candidates, buffers(inputs), saved_by_layers(taped), inputs.optimizer.formula, waiting=_waiting(inputs, taped)
+        candidates,
+        buffers(inputs),
+        saved_by_layers(taped),
+        inputs.optimizer.formula,
+        waiting=_waiting(inputs, taped),
+        left=left if outlives(inputs.setup, step=False) else ZERO,
     )
 
 

@@ -111,13 +111,13 @@ class FormsByRegime:
         return generation_moments(self.model.spec, setup, requested, tapes)
 
     def _with_evaluation(self, forms: StepForms, length: int) -> tuple[Instant, ...]:
-        """Return instants of which those of evaluation have its own rows, so that a micro-batch does not change them."""
+        """Return instants of which those of evaluation have its own rows, beside what is left of a micro-batch."""
         rows = self.setup.config.evaluation_batch_size
         assert rows is not None
         own = self._forms(regime_of(self.own, self.setup, rows, length))
         values = self.values(rows, length)
         evaluated = [instant for instant in own.candidates if instant.name == EVALUATION]
-        fixed = [replace(one, form=fixed_form(one.form, values)) for one in evaluated]
+        fixed = [replace(one, form=fixed_form(one.form - own.left, values) + forms.left) for one in evaluated]
         return (*(instant for instant in forms.candidates if instant.name != EVALUATION), *fixed)
 
     def _forms(self, regime: Regime) -> StepForms:

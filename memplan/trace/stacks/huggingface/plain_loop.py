@@ -73,19 +73,13 @@ def _kernels(inputs: StackInputs) -> Iterator[None]:
 def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, recorder: Recorder) -> None:
     """Train; names live as long as they do where this is written, the last step's among them, unless the config says less."""
     config, until = inputs.setup.config, inputs.setup.config.outputs_until
-    shape, accumulated = (config.micro_batch_size, config.sequence_length), config.gradient_accumulation_steps
-    for _ in range(STEPS):
+    accumulated = config.gradient_accumulation_steps
+    for step in range(STEPS):
         recorder.next_step()
         for micro_step in range(accumulated):
             recorder.instant("forward", later=micro_step > 0)
             recorder.forward_begins()
-            batch = {name: torch.ones(shape, dtype=torch.long, device=inputs.device) for name in COLLATED}
-            batch |= {
-                name: part.to(inputs.device)
-                for name, part in image_columns(inputs.model.spec, inputs.setup, shape[0]).items()
-            }
-            if pads_rows(inputs.setup):
-                batch["attention_mask"][:, -1] = 0
+            batch = _batch(inputs, config.micro_batch_size)
             with autocast_of(inputs):
                 out = model(**batch)
             if until == "forward":
@@ -105,6 +99,25 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer, inputs: StackInputs, rec
         optimizer.zero_grad()
         if until == "step":
             del out
+        if config.evaluation and step == STEPS - 1:  # as an epoch ends, so that the reported forward follows a step
+            recorder.instant("evaluation")
+            model.eval()
+            batch = _batch(inputs, config.evaluation_batch_size or config.micro_batch_size)
+            with torch.no_grad(), autocast_of(inputs):
+                out = model(**batch)
+            if until != "next":
+                del out
+            model.train()
+
+
+def _batch(inputs: StackInputs, rows: int) -> dict[str, Any]:
+    """Return what a collator makes of so many rows, on the device."""
+    shape = (rows, inputs.setup.config.sequence_length)
+    batch = {name: torch.ones(shape, dtype=torch.long, device=inputs.device) for name in COLLATED}
+    if pads_rows(inputs.setup):
+        batch["attention_mask"][:, -1] = 0
+    images = image_columns(inputs.model.spec, inputs.setup, rows)
+    return batch | {name: part.to(inputs.device) for name, part in images.items()}
 
 
 def autocast_of(inputs: StackInputs) -> AbstractContextManager[Any]:
