@@ -53,6 +53,7 @@ class StackModels:
     uncached: tuple[str, ...] = ()  # Families that make no cache of keys and values where they train
     # Families whose last layer of each kind hands its keys and values on although no other layer attends to them.
     hands_unread: tuple[str, ...] = ()
+    returns_features: bool = False  # Whether a model returns what its tower made of images, as ``image_outputs``
     wide_routers: bool = False  # Whether routers whose products are in fp32 stay so where all else is loaded in 16 bits
     uncheckpointed: tuple[str, ...] = ()  # Families whose layers no function of checkpointing calls, if it is asked for
     narrow_softmax: tuple[str, ...] = ()  # Families whose eager attention forms probabilities in its scores' dtype

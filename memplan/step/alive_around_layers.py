@@ -11,7 +11,7 @@ from memplan.step.offloaded_inputs import STASH, behind_first, gone_in_loss, inp
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, single_form
 from memplan.step.tapes.moments import Instant
-from memplan.step.tower.tower_on_tape import TowerOnTape
+from memplan.step.tower.tower_on_tape import TowerOnTape, returned_features
 from memplan.training.resolved import TrainingSetup
 
 
@@ -20,7 +20,9 @@ def logits_of_loop(setup: TrainingSetup, taped: ModelOnTape) -> Form:
     logits = taped.head.logits
     if "logits" not in setup.stack.loop.holds or logits is None:
         return ZERO
-    return single_form(Part.LOGITS, logits.quantity, logits.coefficient)
+    return single_form(Part.LOGITS, logits.quantity, logits.coefficient) + returned_features(
+        setup, taped.tower, graph=True
+    )
 
 
 def outlives(setup: TrainingSetup, *, step: bool) -> bool:
@@ -223,8 +225,12 @@ def retained_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
 def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
     escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
-    leaves = embedded_leaf(inputs, taped) + (ZERO if taped.tower is None else taped.tower.leaf)
-    return leaves * 2 + called_again(inputs) + taped.handed.left + escaped + left_stretch(inputs, taped)
+    leaves, setup, tower = embedded_leaf(inputs, taped) * 2, inputs.setup, taped.tower
+    if tower is not None:
+        leaves += tower.leaf * 2 + (tower.tables if tower.again and _is_reentrant(setup) else ZERO)
+    if setup.stack.loop.holds:  # what a graph had of the tower is the outputs' alone then
+        leaves += returned_features(setup, tower, graph=False) - returned_features(setup, tower, graph=True)
+    return leaves + called_again(inputs) + taped.handed.left + escaped + left_stretch(inputs, taped)
 
 
 def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
@@ -244,13 +250,17 @@ def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:
 
 def called_again(inputs: StepInputs) -> Form:
     """Return what nodes of reentrant checkpointing keep as long as there is a graph."""
-    if not inputs.setup.stack.checkpointing.reentrant or inputs.setup.checkpointing == "none":
+    if not _is_reentrant(inputs.setup):
         return ZERO
     # Tensors among a layer's own arguments go with its node; what is bound to the function, or in a tuple, does not
     # (``CheckpointFunction`` in torch/utils/checkpoint.py, v2.13.0).
     if inputs.setup.stack.checkpointing.calls_units:
         return tables_of_graph(inputs)
     return passed_on(inputs) - placed_mask(inputs.spec, inputs.setup)
+
+
+def _is_reentrant(setup: TrainingSetup) -> bool:
+    return setup.stack.checkpointing.reentrant and setup.checkpointing != "none"
 
 
 def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
@@ -269,12 +279,11 @@ def let_go(inputs: StepInputs, taped: ModelOnTape, layer: int) -> Form:
     Reentrant checkpointing does not let go of what it has called again.
     """
     spec, setup = inputs.spec, inputs.setup
-    if setup.checkpointing != "none" and setup.stack.checkpointing.reentrant:
+    if _is_reentrant(setup):
         return ZERO
     tables, mask = tables_of_graph(inputs), other_mask(spec, setup, layer)
-    stay = tables is ZERO or bool(
-        taped.handed.graphs and taped.handed.keeps
-    )  # which keys computed again have turned by
+    # which keys computed again have turned by
+    stay = tables is ZERO or bool(taped.handed.graphs and taped.handed.keeps)
     gone = ZERO if stay else other_tables(spec, setup, layer, wide=inputs.regime.wide_tables)
     return gone if setup.checkpointing == "none" else gone + mask
 

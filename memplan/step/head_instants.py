@@ -20,6 +20,7 @@ from memplan.step.step_inputs import LOSS_SCALE_BYTES, StepInputs
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant, Played
 from memplan.step.tapes.taped_operations import Mode, Value, Weight
+from memplan.step.tower.tower_on_tape import returned_features
 
 
 def after_backward(
@@ -155,7 +156,7 @@ def named_rows(head: Head) -> Form:
 
 
 def widened_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form, cast: Form) -> Iterator[Instant]:
-    """Yield the moment at which accelerate makes fp32 copies of what a model returns: of routers' logits, beside their shares, or of a cache.
+    """Yield the moment at which accelerate makes fp32 copies of what a model returns: of routers' logits, beside their shares, of a cache, or of images.
 
     Args:
         around: What is there then, with what all parts have saved.
@@ -171,6 +172,8 @@ def widened_outputs(inputs: StepInputs, taped: ModelOnTape, around: Form, cast: 
     wide = [form * (8 // inputs.setup.compute_bytes * counts[kind]) for kind, form in taped.balanced.items()]
     caches = ((kind, _wide_cache(inputs, section)) for kind, section in enumerate(taped.layers))
     wide += [form * counts[kind] for kind, form in caches if form is not ZERO]
+    features = returned_features(inputs.setup, taped.tower, graph=False, widened=True)
+    wide += [features] if features is not ZERO and inputs.setup.stack.autocast == "always" else []
     if logits is None or not inputs.setup.autocast or not (wide or narrow):
         return
     copied = 0 if inputs.setup.stack.loop.logits == "fp32" and not narrow else 4 * logits.width

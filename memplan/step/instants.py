@@ -67,6 +67,7 @@ from memplan.step.tapes.linear_forms import (
 )
 from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Mode
+from memplan.step.tower.tower_on_tape import returned_features
 from memplan.training.resolved import TrainingSetup
 
 SavedByLayers = tuple[tuple[str, tuple[SavedTensor, ...]], ...]
@@ -308,6 +309,7 @@ def _forward(
     around += retained_arguments(inputs) - forgotten_keys(taped) - arguments - (ZERO if called else named)
     around -= passed_on(inputs) + taped.handed.embedded if taped.lowest_turned is None else ZERO
     around += stashed_inputs(inputs, taped, len(taped.staged_widths))
+    around += returned_features(inputs.setup, taped.tower, graph=True)
     yield from head_forward(inputs, taped.head, played.head, around, cast)
     yield from widened_outputs(inputs, taped, around + played.head.saved, cast)
     around -= named if called else ZERO

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from memplan.documents.frozen_values import dataclass
@@ -16,6 +16,7 @@ from memplan.step.tower.pooled_sections import pooled_block, pooled_closing, poo
 from memplan.step.tower.stacked_sections import deep_section, stacked_block, stacked_closing, stacked_opening
 from memplan.step.tower.tower_sections import Named, cast_pixels, closing_section, opening_section, tower_block
 from memplan.step.tower.tower_settings import ROW_AND_COLUMN_BYTES, TAP_BYTES, TowerSettings
+from memplan.training.resolved import TrainingSetup
 
 Kinds = tuple[tuple[int, int], ...]
 """Runs of equal blocks: which of the kinds they are of, and how many they are."""
@@ -120,6 +121,22 @@ class TowerOnTape:
             size = 4 * self.settings.shape.hidden_size + (0 if taps in saved else TAP_BYTES)
             positions += single_form(Part.ACTIVATIONS, Quantity.PATCHES, size)
         return positions + pixels + self.tables
+
+    def results(self, *, graph: bool) -> Iterator[tuple[Quantity, int, int]]:
+        """Yield quantity, width and bytes of an element of all that it returns, but for what the ``graph`` has: the last block's rows, and images'."""
+        shape, tape, entry = self.settings.shape, self.closing.tape, self.closing.entry
+        made = {item.name: tape.storages[item.makes[0]][2] for item in reversed(tape.operations) if item.makes}
+        if shape.kind == "pooled":  # rows of the last norm, of which a copy is pooled
+            width = made["copy"] // shape.hidden_size
+            yield Quantity.PATCHES, shape.hidden_size, width
+        else:
+            width = made["cat"] // shape.output_size
+            if not (graph and entry.storage in tape.saved_storages()):
+                yield Quantity.PATCHES, shape.hidden_size, entry.element_bytes
+        yield Quantity.IMAGE_TOKENS, shape.output_size, width
+        if self.deep is not None:
+            output = self.deep.output
+            yield Quantity.IMAGE_TOKENS, output.width * len(self.deep_runs), output.element_bytes
 
     @property
     def handed(self) -> Form:
@@ -308,3 +325,16 @@ def _under(weights: Mapping[str, Weight], prefix: str, *, whole: bool = False) -
     """Return the parameters below a module, by name relative to it, or by their ``whole`` name."""
     own = ((name, weight) for name, weight in weights.items() if name.startswith(f"{prefix}."))
     return tuple((name if whole else name.removeprefix(f"{prefix}."), weight) for name, weight in own)
+
+
+def returned_features(setup: TrainingSetup, tower: TowerOnTape | None, *, graph: bool, widened: bool = False) -> Form:
+    """Return what a model returns of its tower beside logits, but for what its ``graph`` has; or fp32 copies of what is in 16 bits.
+
+    Source:
+        ``MultimodalCausalLMOutputWithPast`` in transformers/modeling_outputs.py (5.24.0): ``image_outputs``.
+    """
+    if tower is None or tower.settings.ahead or not setup.stack.models.returns_features:
+        return ZERO
+    results = tower.results(graph=graph)
+    sizes = ((quantity, 4 * (size == 2) if widened else size, width) for quantity, width, size in results)
+    return sum((single_form(Part.ACTIVATIONS, quantity, size * width) for quantity, size, width in sizes), ZERO)

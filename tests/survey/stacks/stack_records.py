@@ -80,7 +80,7 @@ def catalog_at(transformers: str) -> Catalog:
     older, entries = catalog.stack(f"plain-loop@{transformers}"), dict(catalog.stacks.entries)
     for name, stack in entries.items():
         if stack.versions.get("transformers") == newest:
-            keys = ("hands_unread", "own_positions", "wide_routers")
+            keys = ("hands_unread", "own_positions", "returns_features", "wide_routers")
             models = replace(stack.models, **{key: getattr(older.models, key) for key in keys})
             cache = older.loop.cache if stack.loop.cache != "none" else "none"
             entries[name] = replace(stack, models=models, loop=replace(stack.loop, cache=cache))
