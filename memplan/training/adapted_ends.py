@@ -8,7 +8,7 @@ from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.inventory import Inventory, ParameterTensor, Role
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
-from memplan.training.resolved import TrainingSetup
+from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 SAVED_ROLES: tuple[Role, ...] = ("embedding", "head", "norm", "bias")
 """Roles of what can be trained whole as a copy of its module."""
@@ -124,12 +124,15 @@ def with_saved_cast(setup: TrainingSetup, model: Model) -> TrainingSetup:
     """Return a setup in which modules that are trained whole have the dtype of adapters, where the stack casts all that trains.
 
     Raises:
-        CannotAnswerError: What becomes of copies that are cast so was not followed.
+        CannotAnswerError: What becomes of copies that are cast so was not followed, or torch's loss scale takes no gradients of theirs.
 
     Source:
         ``_setup_lora_tuning`` in llamafactory/model/adapter.py (0.9.5).
     """
-    if setup.config.adapter is None or setup.stack.saved_modules == "weights":
+    if setup.config.adapter is None:
+        return setup
+    if setup.stack.saved_modules == "weights":
+        _refuse_unscalable(setup, model)
         return setup
     wide = setup.adapter_dtype
     saved = {t.role for t in model.inventory if is_saved(setup, t) and setup.format_names[t.role] != wide}
@@ -147,6 +150,27 @@ def with_saved_cast(setup: TrainingSetup, model: Model) -> TrainingSetup:
         text = f"{setup.stack.label} casts copies to {wide}, which is modelled {unlike}"
         raise CannotAnswerError(f"{setup.name}: adapter.modules_to_save: {text}")
     return setup.with_floats(dict.fromkeys(saved, wide))
+
+
+def _refuse_unscalable(setup: TrainingSetup, model: Model) -> None:
+    """Raise where copies are in fp16 as the weights are, since torch's loss scale takes no gradients in fp16.
+
+    Beside codes TRL casts all that trains to bf16.
+    """
+    # Source: ``_unscale_grads_`` in torch/amp/grad_scaler.py (v2.13.0); seen with transformers 5.24 and TRL 1.16
+    # (tests/survey/stacks). Line 911 of trl/trainer/sft_trainer.py (1.16.0).
+    config = setup.config
+    if not (config.loss_scaling and setup.autocast and config.master_weights == "none" and config.adapter):
+        return
+    cast = setup.format_names["hidden_matrix"] not in FLOAT_BYTES and setup.stack.adapter_dtype_quantised == "bf16"
+    copies = [
+        t for t in model.inventory if module_of(t).endswith(config.adapter.modules_to_save) and is_saved(setup, t)
+    ]
+    if not cast and any(setup.format_names[tensor.role] == "fp16" for tensor in copies):
+        raise CannotAnswerError(
+            f"{setup.name}: adapter.modules_to_save: torch's GradScaler ends a step with copies in fp16 by 'Attempting to "
+            "unscale FP16 gradients'; use weights: fp32, which autocast computes in fp16, or compute_dtype: bf16"
+        )
 
 
 def targeted_ends(model: Model, setup: TrainingSetup) -> Sequence[str]:

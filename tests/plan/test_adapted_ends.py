@@ -53,8 +53,18 @@ def test_adapters_on_ends_are_a_pair_of_matrices_each():
         ("plain-loop", {"adapter.modules_to_save": ["q_proj"]}, "is no embedding, head or norm; known: embed_tokens"),
         ("plain-loop", {"adapter.modules_to_save": ["norm"], "adapter.kind": "dora"}, "magnitudes; use lora"),
         ("litgpt", {"adapter.modules_to_save": ["lm_head"]}, "copies no modules; use a stack that runs PEFT"),
+        (
+            "trl",
+            {
+                "adapter.modules_to_save": ["lm_head"],
+                "compute_dtype": "fp16",
+                "weights.default": "fp16",
+                "loss_scaling": True,
+            },
+            "copies in fp16 by 'Attempting to unscale",
+        ),
     ],
-    ids=["trl", "dora", "matrix", "dora norm", "litgpt"],
+    ids=["trl", "dora", "matrix", "dora norm", "litgpt", "fp16"],
 )
 def test_what_is_not_planned_says_what_is(stack, settings, told):
     with pytest.raises(memplan.MemplanError, match=told):
