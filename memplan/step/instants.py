@@ -297,9 +297,7 @@ def _forward(
         entered = given if own and kind == taped.kinds[0] else ZERO  # what the first layer is given
         if taped.staged[kind]:
             entered -= stream_form(inputs) if inputs.setup.stack.checkpointing.offloads == "buffers" else ZERO
-            last = next(
-                run for own, run in zip(reversed(taped.kinds), reversed(taped.runs), strict=True) if own == kind
-            )
+            last = [run for own, run in zip(taped.kinds, taped.runs, strict=True) if own == kind][-1]
             entered -= stashed_inputs(inputs, taped, last.first + last.count - 1)
         entered -= named_output(inputs, taped, kind) + returned_before(taped, kind)
         for moment in played.layers[kind].forward:
