@@ -80,11 +80,11 @@ class Player:
                 self.live.retain_all(operation.node.attributes)  # type: ignore[union-attr]
             if graph:
                 self._save(operation)
-                if self.tape.cache_stays:
-                    self.live.retain_all([own for own in operation.makes if own in self.tape.cached])
             elif index in cached:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
+            if self.tape.cache_stays and (graph or not saves):  # the model returns it
+                self.live.retain_all([own for own in operation.makes if own in self.tape.cached])
             self._forget(named, unnamed_after.get(index, ()))
             self.end(operation, "forward")
         self.live.release_all(named - self.tape.regional)
