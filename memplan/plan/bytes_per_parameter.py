@@ -50,11 +50,15 @@ def bytes_per_parameter(setup: TrainingSetup, role: Role = "hidden_matrix") -> B
     )
 
 
-def least_bytes_per_parameter(setup: TrainingSetup) -> Fraction:
-    """Return what each parameter takes at least on one GPU that has them all: the least of any role; 0 where weights may be elsewhere."""
+def least_bytes_per_parameter(setup: TrainingSetup) -> tuple[Fraction, Fraction]:
+    """Return what each parameter that trains takes at least on one GPU that has them all, with its gradient and without.
+
+    The least of any role; 0 where weights may be elsewhere.
+    """
     if setup.config.parallel != Parallel() or setup.offloads_weights:
-        return Fraction(0)
-    return min(bytes_per_parameter(setup, role).total for role in ROLES)
+        return Fraction(0), Fraction(0)
+    sizes = [bytes_per_parameter(setup, role) for role in ROLES]
+    return min(size.total for size in sizes), min(size.total - size.gradients for size in sizes)
 
 
 def _state_bytes(setup: TrainingSetup, role: Role, own: int) -> Fraction:

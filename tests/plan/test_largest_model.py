@@ -119,6 +119,17 @@ def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config, che
     assert plan.persistent_bytes <= least
 
 
+@pytest.mark.parametrize("name", ["llava-onevision-0.5b", "llama-3.2-1b"])
+def test_a_model_that_fits_is_not_ruled_out_before_it_is_planned(name):
+    """A vision tower that text does not pass has no gradients and no states."""
+    keys = replace(CATALOG.configs["mixed-adamw"], stack="trl", micro_batch_size=1, sequence_length=64)
+    model, adamw = catalog_model(name, CATALOG), resolve(keys, CATALOG, "mixed-adamw")
+    needed = CompiledPlan(model, adamw).evaluate(device("b200")).upper_bytes
+    just = Device(custom_gpu(needed + 300 * 2**20, "just enough"), "just enough")
+    assert CompiledPlan(model, adamw).evaluate(just).verdict == "fits"
+    assert largest_models([(name, model)], adamw, [just])[0].largest_fitting == name
+
+
 def test_a_stack_that_plans_no_model_is_refused_rather_than_answered_with_none(refused):
     given = ("max", "--gpu", "h100", "--config")
     assert "planned by memplan fit on several GPUs" in refused(*given, "bf16-adamw", "--stack", "megatron", code=3)

@@ -7,7 +7,8 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import count
 
-from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS
+from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
+from memplan.catalog.training_config import ALL_LINEAR, ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.inventory import parameter_count
@@ -143,13 +144,13 @@ class _Planned:
     """A model under a setup, planned once it is asked for and as far as it takes to say whether it fits.
 
     Args:
-        least: What each parameter takes at least.
+        least: What each parameter that trains takes at least, with its gradient and without.
 
     Attributes:
         played: Its plan whose reserve was simulated last, or none.
     """
 
-    def __init__(self, model: Model, setup: TrainingSetup, least: Fraction) -> None:
+    def __init__(self, model: Model, setup: TrainingSetup, least: tuple[Fraction, Fraction]) -> None:
         self._model, self._setup, self._least = model, setup, least
         self.played: MemoryPlan | None = None
         self._job = setup.config.micro_batch_size, setup.config.sequence_length
@@ -167,12 +168,33 @@ class _Planned:
 
     @cached_property
     def _least_bytes(self) -> int:
-        """Bytes of states that it has at least, without planning it; 0 for one that is refused."""
+        """What it takes at least at the end of the step or of forward, without planning it; 0 for one that is refused."""
         try:
             built = built_by(self._model, self._setup)
         except MemplanError:
             return 0
-        return int(parameter_count(built.inventory) * self._least)
+        size = parameter_count([tensor for tensor in built.inventory if tensor.used and not tensor.frozen])
+        with_gradients, without = self._least
+        return max(int(size * with_gradients), int(size * without) + self._least_inputs(built))
+
+    def _least_inputs(self, built: Model) -> int:
+        """Return the bytes of what layers are given, which each but the first saves where all layers train on one GPU.
+
+        A norm saves it, a projection behind which the norms are, or a checkpoint.
+        """
+        config, (batch, length) = self._setup.config, self._job
+        adapted = config.adapter is None or config.adapter.targets == ALL_LINEAR
+        staged = self._setup.stack.checkpointing.offloads != "none" or config.offload.activations != "none"
+        if (
+            not adapted
+            or staged
+            or config.parallel != Parallel()
+            or config.compile != "none"
+            or config.freeze != ALL_TRAIN
+        ):
+            return 0
+        layers = max(1, built.spec.num_hidden_layers - 1)
+        return layers * batch * length * built.spec.hidden_size * self._setup.residual_bytes
 
     @property
     def refusal(self) -> str:
