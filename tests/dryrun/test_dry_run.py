@@ -193,6 +193,9 @@ import pathlib, shutil
 import datasets
 rows = datasets.Dataset.from_dict({"length": [3, 1, 2]}).map(lambda row: {"twice": 2 * row["length"]}, num_proc=2)
 print(sum(rows["twice"]), len(pathlib.Path("/proc/self/status").read_text()) > 0)
+rows.save_to_disk("rows")
+datasets.load_from_disk("rows").map(lambda row: {"thrice": 3 * row["length"]}).to_pandas().to_parquet("rows.parquet")
+print(datasets.Dataset.from_parquet("rows.parquet").column_names)
 pathlib.Path("kept/notes.txt").write_text("changed")
 print(pathlib.Path("kept/notes.txt").read_text())
 shutil.rmtree("kept")
@@ -208,6 +211,7 @@ def test_a_script_reads_what_is_there_and_changes_nothing(tmp_path):
     ran = run(tmp_path, written(tmp_path, READS + TRAINS), "--json")
     assert ran.returncode == 0, ran.stderr
     assert "12 True" in ran.stderr
+    assert "['length', 'twice', 'thrice']" in ran.stderr
     assert "changed" in ran.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "script.py"}
     assert (tmp_path / "kept" / "notes.txt").read_text() == "as it was"

@@ -88,12 +88,7 @@ class SandboxedFiles:
 
     def _opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            apart = self._apart(file)
-            if apart is not None and _WRITES & set(mode):
-                self.skipped.setdefault(os.fsdecode(file), 0)
-                make_folders(os.path.dirname(apart))
-                return function(apart, mode, *args, **options)
-            return function(apart if apart is not None and _exists(apart) else file, mode, *args, **options)
+            return function(self.sandboxed_file(file, mode), mode, *args, **options)
 
         return opened
 
@@ -165,6 +160,17 @@ class SandboxedFiles:
 
     def _saved_model(self, model: torch.nn.Module, filename: Any, *_: Any, **__: Any) -> None:
         self._saved(model.state_dict(), filename)
+
+    def sandboxed_file(self, path: Any, mode: str = "r") -> Any:
+        """Return where a file lies that is opened in a mode, in place of its path; what is no path is returned as it is."""
+        apart = self._apart(path) if isinstance(path, str | bytes | os.PathLike) and not self._allowed else None
+        if apart is None:
+            return path
+        if _WRITES & set(mode):
+            self.skipped.setdefault(os.fsdecode(path), 0)
+            make_folders(os.path.dirname(apart))
+            return apart
+        return apart if _exists(apart) else path
 
     def sandboxed_folder(self, path: Any) -> str:
         """Return the folder where what is written below Python is to go, in place of one that the script names; it is made."""

@@ -1,0 +1,46 @@
+"""Arrow and Parquet files, which pyarrow opens below Python: what a script writes goes to its sandbox, and is read from there.
+
+``datasets`` keeps what ``map`` makes of rows beside them where they were loaded from a folder, pandas and TRL's logs of
+completions write Parquet.
+
+Source:
+    datasets 5.2.0, arrow_writer.py (``ArrowWriter``), table.py (``memory_map``); pandas 3.1.1, io/parquet.py
+    (``_get_path_or_handle``); pyarrow 26.0.1, parquet/core.py.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
+from memplan.trace.pretended_cuda.fake_devices import replaced
+
+
+def arrow_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
+    """Let what ``pyarrow`` opens by its path be opened where the script's files are."""
+
+    class OSFile(module.OSFile):  # type: ignore[misc]
+        def __new__(cls, path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            return super().__new__(cls, files.sandboxed_file(path, mode), mode, *args, **options)
+
+    def mapped(path: Any, mode: str = "r") -> Any:
+        return memory_map(files.sandboxed_file(path, mode), mode)
+
+    memory_map = module.memory_map
+    stack.enter_context(replaced(module, {"OSFile": OSFile, "memory_map": mapped}))
+
+
+def parquet_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
+    """Let ``pyarrow.parquet`` write and read likewise."""
+    for name, mode in {"ParquetWriter": "w", "ParquetFile": "r", "ParquetDataset": "r"}.items():
+        owner = getattr(module, name)
+        stack.enter_context(replaced(owner, {"__init__": _given_place(owner.__init__, files, mode)}))
+
+
+def _given_place(function: Callable[..., None], files: SandboxedFiles, mode: str) -> Callable[..., None]:
+    @wraps(function)
+    def made(own: Any, place: Any, *args: Any, **options: Any) -> None:
+        function(own, files.sandboxed_file(place, mode), *args, **options)
+
+    return made
