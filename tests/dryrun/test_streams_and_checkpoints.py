@@ -204,6 +204,7 @@ def test_what_a_script_saves_it_can_load_again(tmp_path):
         assert torch.load(tmp_path / "last.pt", map_location="cpu")["tied"]["b"].device.type == "cpu"
         stream = io.BytesIO()
         torch.save(layer.state_dict(), stream)
+        stream.seek(0)
         assert torch.load(stream, map_location={"cuda:0": "cpu"})["bias"].device.type == "cpu"
     assert not (tmp_path / "last.pt").exists()
 

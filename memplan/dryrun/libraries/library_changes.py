@@ -250,16 +250,26 @@ def _quantised_on_the_gpu(module: Any, stack: ExitStack) -> None:
         return state
 
     idle: Any = lambda *_, **__: None  # noqa: E731
-    changes = {
-        "get_paged": paged,
-        "is_on_gpu": lambda _: True,
-        "lib": _NativeKernels(),
-        "prefetch_tensor": idle,
-        "_get_tensor_stream": idle,
-    }
+    changes = {"get_paged": paged, "is_on_gpu": lambda _: True, "lib": _NativeKernels()}
+    changes |= {"prefetch_tensor": idle, "_get_tensor_stream": idle}
     stack.enter_context(
         replaced(functional, {name: value for name, value in changes.items() if hasattr(functional, name)})
     )
+    update = torch.ops.bitsandbytes.optimizer_update_32bit
+    stack.enter_context(replaced(torch.ops.bitsandbytes, {update.__name__: _ToldNorm(update)}))
+
+
+class _ToldNorm:
+    """The update in 32 bits, whose norm of weights (LAMB, LARS) is a tensor, of which torch reads the number (functional.py)."""
+
+    def __init__(self, update: Any) -> None:
+        self._update = update
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._update, name)
+
+    def __call__(self, *args: Any) -> None:
+        self._update(*args[:7], float(args[7]), *args[8:])
 
 
 class _NativeKernels:

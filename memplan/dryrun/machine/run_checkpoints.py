@@ -1,6 +1,6 @@
-"""Checkpoints that a script saves and loads again: nothing is written, and what is loaded has the shapes of what was saved.
+"""Checkpoints that a script saves and loads again: what is loaded has the shapes of what was saved.
 
-A file that is really there is read into ordinary memory, mapped where its format allows, and what belongs on the GPU has
+In the place of what is saved a mark is written, which goes wherever the script moves or copies the file. A file that is really there is read into ordinary memory, mapped where its format allows, and what belongs on the GPU has
 no memory. Tensors that shared a storage share one again, as torch's do.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _LOAD = torch.load
+_MARK = b"a checkpoint of memplan's dry run, number %012d\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,22 @@ class _SavedTensor:
 
 
 class RunCheckpoints:
-    """Remembers what was saved under which name."""
+    """Remembers what was saved."""
 
     def __init__(self) -> None:
-        self._saved: dict[Any, Any] = {}
+        self._saved: dict[bytes, Any] = {}
         self.values: Callable[[Tensor], Tensor | None] = lambda _: None
 
-    def keep(self, thing: Any, file: Any) -> None:
-        """Remember what is saved."""
-        self._saved[_key(file)] = self._frozen(thing)
+    def mark(self, thing: Any) -> bytes:
+        """Remember what is saved; return what is to be written in its place."""
+        mark = _MARK % len(self._saved)
+        self._saved[mark] = self._frozen(thing)
+        return mark
 
     def load(self, f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
         """Load what ``torch.load`` would: of this run, or from a file that is there."""
-        if (key := _key(f)) in self._saved:
-            return _Thawed(map_location).thawed(self._saved[key])
+        if (mark := _mark_in(f)) in self._saved:
+            return _Thawed(map_location).thawed(self._saved[mark])
         places: dict[int, str] = {}
 
         def noted(storage: Any, location: str) -> Any:
@@ -69,8 +72,8 @@ class RunCheckpoints:
         """Return what loads a file of safetensors: of this run, or one that is there."""
 
         def loaded(filename: Any, device: Any = "cpu", *args: Any, **options: Any) -> Any:
-            if (key := _key(filename)) in self._saved:
-                return _Thawed(device).thawed(self._saved[key])
+            if (mark := _mark_in(filename)) in self._saved:
+                return _Thawed(device).thawed(self._saved[mark])
             return {name: tensor.to(device) for name, tensor in original(filename, "cpu", *args, **options).items()}
 
         return loaded
@@ -214,7 +217,12 @@ def _each(value: Any, function: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _key(file: Any) -> Any:
-    """Return what names a file: its path, or a stream itself."""
-    path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-    return os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else id(file)
+def _mark_in(file: Any) -> bytes:
+    """Return what a file or a stream begins with, as long as a mark; the stream stays where it is."""
+    if isinstance(file, str | bytes | os.PathLike):
+        with open(file, "rb") as stream:
+            return stream.read(len(_MARK % 0))
+    place = file.tell()
+    begins = file.read(len(_MARK % 0))
+    file.seek(place)
+    return bytes(begins)

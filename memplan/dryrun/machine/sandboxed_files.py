@@ -150,13 +150,16 @@ class SandboxedFiles:
         return moved
 
     def _saved(self, thing: Any, file: Any, *_: Any, **__: Any) -> None:
-        """Save nothing: the bytes of a checkpoint's tensors are counted, and its file is empty."""
-        name = os.fsdecode(file) if isinstance(file, str | os.PathLike) else "a stream"
-        if name != "a stream":
-            with open(file, "wb"):
-                pass
+        """Save nothing: the bytes of a checkpoint's tensors are counted, and its file says which it stands for."""
+        mark = self.checkpoints.mark(thing)
+        if isinstance(file, str | os.PathLike):
+            name = os.fsdecode(file)
+            with open(file, "wb") as stream:
+                stream.write(mark)
+        else:
+            name = "a stream"
+            file.write(mark)
         self.skipped[name] = _bytes_of(thing)
-        self.checkpoints.keep(thing, file)
 
     def _saved_model(self, model: torch.nn.Module, filename: Any, *_: Any, **__: Any) -> None:
         self._saved(model.state_dict(), filename)

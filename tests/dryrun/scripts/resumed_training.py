@@ -1,6 +1,7 @@
 """An autoencoder that goes back to its best checkpoint after every epoch, optimizer included."""
 
 import os
+import shutil
 
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ for epoch in range(5):
     if loss.item() < best:
         best = loss.item()
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({"epoch": epoch, "loss": best, **states}, "checkpoints/best.pt")
+        torch.save({"epoch": epoch, "loss": best, **states}, "checkpoints/last.tmp")
+        os.replace("checkpoints/last.tmp", "checkpoints/last.pt")
+        shutil.copyfile("checkpoints/last.pt", "checkpoints/best.pt")
         del states
     checkpoint = torch.load("checkpoints/best.pt", map_location=device, weights_only=True)
     model.load_state_dict(checkpoint["model"])
