@@ -17,7 +17,15 @@ from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 
-def arrow_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
+def arrow_changes(files: SandboxedFiles, stack: ExitStack) -> dict[str, Callable[[Any], None]]:
+    """Return what is called with each of pyarrow's modules that is to be changed, by its name."""
+    return {
+        "pyarrow": lambda module: _arrow_in_sandbox(module, files, stack),
+        "pyarrow.parquet.core": lambda module: _parquet_in_sandbox(module, files, stack),
+    }
+
+
+def _arrow_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
     """Let what ``pyarrow`` opens by its path be opened where the script's files are."""
 
     class OSFile(module.OSFile):  # type: ignore[misc]
@@ -31,7 +39,7 @@ def arrow_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> No
     stack.enter_context(replaced(module, {"OSFile": OSFile, "memory_map": mapped}))
 
 
-def parquet_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
+def _parquet_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) -> None:
     """Let ``pyarrow.parquet`` write and read likewise."""
     for name, mode in {"ParquetWriter": "w", "ParquetFile": "r", "ParquetDataset": "r"}.items():
         owner = getattr(module, name)

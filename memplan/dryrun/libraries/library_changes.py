@@ -26,7 +26,7 @@ from urllib.request import OpenerDirector, Request
 import torch
 from torch import Tensor
 
-from memplan.dryrun.libraries.arrow_files import arrow_in_sandbox, parquet_in_sandbox
+from memplan.dryrun.libraries.arrow_files import arrow_changes
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.known_values import KnownValues
@@ -61,7 +61,7 @@ def known_libraries(
     """
     parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
-        changes = {
+        changes = arrow_changes(files, stack) | {
             "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
             "transformers.tokenization_utils_base": lambda module: _saved_below_python(module, files, stack),
@@ -69,8 +69,6 @@ def known_libraries(
             "torch.utils.cpp_extension": lambda module: stack.enter_context(
                 replaced(module, dict.fromkeys(("load", "load_inline"), _refused_extension))
             ),
-            "pyarrow": lambda module: arrow_in_sandbox(module, files, stack),
-            "pyarrow.parquet.core": lambda module: parquet_in_sandbox(module, files, stack),
             "datasets.arrow_dataset": lambda module: _in_one_process(module, stack),
             "peft.tuners.boft.layer": lambda module: stack.enter_context(replaced(module, _OF_BOFT)),
             "bitsandbytes": lambda module: _quantised_on_the_gpu(module, stack),
