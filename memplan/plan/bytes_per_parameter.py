@@ -7,7 +7,7 @@ from memplan.catalog.training_config import ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
 from memplan.model.inventory import ROLES, Role
 from memplan.step.states.parallel_shards import share
-from memplan.step.tensors.update_kernels import slot_bytes
+from memplan.step.tensors.update_kernels import is_on_device, slot_bytes
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
 MATRIX_SIDE = 2**14
@@ -63,11 +63,11 @@ def least_bytes_per_parameter(setup: TrainingSetup) -> tuple[Fraction, Fraction]
 
 def _state_bytes(setup: TrainingSetup, role: Role, own: int) -> Fraction:
     """Return the bytes of optimizer states on the device for each element of a role's matrix."""
-    elements = MATRIX_SIDE**2
+    shape = MATRIX_SIDE, MATRIX_SIDE
     slots = () if setup.offloads_states else setup.optimizers[role].slots
     sizes = (
-        slot_bytes(slot, (MATRIX_SIDE, MATRIX_SIDE), own) - slot.tensor_bytes
+        slot_bytes(slot, shape, own) - slot.tensor_bytes
         for slot in slots
-        if slot.dimensions != "one" and slot.layout == "elementwise"
+        if slot.dimensions != "one" and slot.layout == "elementwise" and is_on_device(slot, shape, fused=False)
     )
-    return Fraction(sum(sizes), elements)
+    return Fraction(sum(sizes), MATRIX_SIDE**2)

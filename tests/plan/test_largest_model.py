@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from memplan.catalog.config_keys.method_keys import Method
 from memplan.errors import MemplanError
 from memplan.library.lookup import catalog_model, custom_gpu
 from memplan.model.inventory import parameter_count
@@ -119,10 +120,18 @@ def test_what_rules_a_model_out_is_less_than_its_step_requests(name, config, che
     assert plan.persistent_bytes <= least
 
 
-@pytest.mark.parametrize("name", ["llava-onevision-0.5b", "llama-3.2-1b"])
-def test_a_model_that_fits_is_not_ruled_out_before_it_is_planned(name):
-    """A vision tower that text does not pass has no gradients and no states."""
-    keys = replace(CATALOG.configs["mixed-adamw"], stack="trl", micro_batch_size=1, sequence_length=64)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llava-onevision-0.5b", {"stack": "trl"}),
+        ("llama-3.2-1b", {"stack": "trl"}),
+        ("llama-3.2-1b", {"stack": "transformers", "optimizer": {"default": "adamw-paged-bnb"}}),
+        ("pythia-410m", {"stack": "llama-factory", "method": Method(stage="reward")}),
+    ],
+)
+def test_a_model_that_fits_is_not_ruled_out_before_it_is_planned(name, keys):
+    """A tower that text does not pass, or a head beside one of values, has no gradients and no states; paged states are not on the device."""
+    keys = replace(CATALOG.configs["mixed-adamw"], micro_batch_size=1, sequence_length=64, **keys)
     model, adamw = catalog_model(name, CATALOG), resolve(keys, CATALOG, "mixed-adamw")
     needed = CompiledPlan(model, adamw).evaluate(device("b200")).upper_bytes
     just = Device(custom_gpu(needed + 300 * 2**20, "just enough"), "just enough")

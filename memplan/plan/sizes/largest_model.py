@@ -173,7 +173,9 @@ class _Planned:
             built = built_by(self._model, self._setup)
         except MemplanError:
             return 0
-        size = parameter_count([tensor for tensor in built.inventory if tensor.used and not tensor.frozen])
+        unreached = ("head",) if self._setup.has_value_head else ()  # no gradient comes to it
+        trained = (tensor for tensor in built.inventory if tensor.used and not tensor.frozen)
+        size = parameter_count([tensor for tensor in trained if tensor.role not in unreached])
         with_gradients, without = self._least
         return max(int(size * with_gradients), int(size * without) + self._least_inputs(built))
 
