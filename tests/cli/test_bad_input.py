@@ -291,6 +291,8 @@ def test_contradictions_are_refused(refused):
         *ONE, "--set", "gradients.lifetime=layer", "--set", "gradient_accumulation_steps=2"
     )
     assert "clipping needs" in refused(*ONE, "--set", "gradients.lifetime=layer", "--set", "clip_gradients=true")
+    stable = ("fit", "pythia-14m", *GPU, "--config", "qlora", "--stack", "litgpt", "--set", "gradients.lifetime=layer")
+    assert "whose embedding no optimizer updates" in refused(*stable, code=3)
 
 
 @pytest.mark.parametrize(

@@ -242,9 +242,17 @@ def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorSta
 
 
 def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
-    """Return the states of tensors that backward forms gradients of and that no optimizer has, by place."""
+    """Return the states of tensors that backward forms gradients of and that no optimizer has, by place.
+
+    Raises:
+        CannotAnswerError: Gradients go layer by layer, as updates use them up.
+    """
     if not setup.stable_embedding:
         return {}
+    if setup.config.gradients.lifetime == "layer":
+        raise CannotAnswerError(
+            f"gradients.lifetime: layer is not modelled for {setup.stack.label} with codes, whose embedding no optimizer updates; use step"
+        )
     tensors = [tensor for tensor in own if tensor.name in stable_names(own)]
     trained = {_place(tensor): tensor_states(setup, tensor, frozen=False) for tensor in tensors}
     return {place: replace(entry, stepper=None, state_bytes=0, host_bytes=0) for place, entry in trained.items()}
