@@ -29,11 +29,16 @@ class BytesPerParameter:
         return self.weights + self.master_weights + self.gradients + self.optimizer_states
 
 
-def bytes_per_parameter(setup: TrainingSetup, role: Role = "hidden_matrix") -> BytesPerParameter:
+def bytes_per_parameter(
+    setup: TrainingSetup, role: Role = "hidden_matrix", *, exempt: bool = False
+) -> BytesPerParameter:
     """Return the exact bytes per parameter of a large matrix of a role under a setup.
 
     The uniform figure that the notes' tables use: every parameter is charged as a hidden matrix,
     whole blocks only, without what a tensor has once.
+
+    Args:
+        exempt: Whether it keeps its optimizer's exempt slots.
     """
     layout = setup.formats[role]
     if setup.config.adapter is not None or setup.config.freeze != ALL_TRAIN:
@@ -46,25 +51,30 @@ def bytes_per_parameter(setup: TrainingSetup, role: Role = "hidden_matrix") -> B
         part * layout.bytes_per_element,
         part * FLOAT_BYTES.get(setup.config.master_weights, 0),
         part * (gradient if accumulates else 0),
-        part * _state_bytes(setup, role, own),
+        part * _state_bytes(setup, role, own, exempt=exempt),
     )
 
 
 def least_bytes_per_parameter(setup: TrainingSetup) -> tuple[Fraction, Fraction]:
     """Return what each parameter that trains takes at least on one GPU that has them all, with its gradient and without.
 
-    The least of any role; 0 where weights may be elsewhere.
+    The least of any role, exempt from its optimizer's slots or not; 0 where weights may be elsewhere.
     """
     if setup.config.parallel != Parallel() or setup.offloads_weights:
         return Fraction(0), Fraction(0)
-    sizes = [bytes_per_parameter(setup, role) for role in ROLES]
+    sizes = [
+        bytes_per_parameter(setup, role, exempt=exempt)
+        for role in ROLES
+        for exempt in {False, bool(setup.optimizers[role].exempt_slots)}
+    ]
     return min(size.total for size in sizes), min(size.total - size.gradients for size in sizes)
 
 
-def _state_bytes(setup: TrainingSetup, role: Role, own: int) -> Fraction:
+def _state_bytes(setup: TrainingSetup, role: Role, own: int, *, exempt: bool) -> Fraction:
     """Return the bytes of optimizer states on the device for each element of a role's matrix."""
     shape = MATRIX_SIDE, MATRIX_SIDE
-    slots = () if setup.offloads_states else setup.optimizers[role].slots
+    optimizer = setup.optimizers[role]
+    slots = () if setup.offloads_states else optimizer.exempt_slots if exempt else optimizer.slots
     sizes = (
         slot_bytes(slot, shape, own) - slot.tensor_bytes
         for slot in slots
