@@ -107,9 +107,8 @@ class MegatronSettings:
     bucket_elements: int = 0  # ``--ddp-bucket-size``; 0 for its default
     # ``--ddp-num-buckets``, which divides a rank's parameters for that size; 0 where it is not given
     buckets: int = 0
-    muon: str = (
-        "none"  # ``whole`` and ``shared``: matrices have Muon, on every rank or on the one that they are given to
-    )
+    # ``whole`` and ``shared``: matrices have Muon, on every rank or on the one that they are given to
+    muon: str = "none"
 
     def __post_init__(self) -> None:
         """Refuse two sizes of buckets.
