@@ -97,6 +97,10 @@ def test_muon_is_refused_with_what_it_does_not_take(tmp_path):
     flags = "--num-experts 4 --moe-ffn-hidden-size 64 --optimizer"
     with pytest.raises(MemplanError, match=r"Muon takes parallel\.zero_stage: 0"):
         memplan.plan_grid(script_of(tmp_path, 8, f"{flags} dist_muon"), gpu="h100")
+    with pytest.raises(MemplanError, match="which Megatron-LM gives to Muon"):
+        memplan.plan_grid(
+            script_of(tmp_path, 8, f"--pipeline-model-parallel-size 2 --mtp-num-layers 1 {flags} muon"), gpu="h100"
+        )
     with pytest.raises(MemplanError, match="another Muon than muon and dist_muon"):
         memplan.plan_grid(script_of(tmp_path, 8, f"{flags} adaptive_muon"), gpu="h100")
 

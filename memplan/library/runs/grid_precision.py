@@ -97,8 +97,14 @@ def _check_muon(config: TrainingConfig, beside: str) -> None:
         beside: Implementation of the optimizer that the rest of the parameters has.
 
     Source:
-        ``get_megatron_muon_optimizer`` in core/optimizer/muon.py (0.16.1); ``validate_args`` in megatron/training/arguments.py
+        ``get_megatron_muon_optimizer`` in core/optimizer/muon.py (0.16.1); ``validate_args`` in megatron/training/arguments.py;
+        ``setup_embeddings_and_output_layer`` in core/models/common/language_module/language_module.py marks the first stage's embedding alone.
     """
+    if config.parallel.megatron.predicted_tokens and config.parallel.pipeline > 1:
+        raise CannotAnswerError(
+            "parallel.megatron.muon: a later stage that predicts more tokens has a copy of the embedding, which Megatron-LM gives to Muon: "
+            "not modelled; use parallel.pipeline: 1, or leave predicted_tokens out"
+        )
     instead = (
         ("parallel.zero_stage: 0", config.parallel.zero_stage),
         ("weights: {default: bf16}", "fp16" in config.weights.values()),
