@@ -20,6 +20,7 @@ from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, 
 from memplan.library.lookup.trainer_files import SUFFIXES, is_trainer_file, training_document
 from memplan.model.model import Model
 from memplan.step.grids.grid import grid_of
+from memplan.step.kernels.refused_row_masks import unpadded
 from memplan.step.states.parallel_shards import FULLY_SHARDED
 from memplan.training.parallelism import divides_model
 from memplan.training.resolution.config_problems import Path as KeyPath
@@ -89,7 +90,16 @@ def find_setup(
         return document.where(path)
 
     setup = resolve(replace(config, **changes), catalog, name if name != "-" else "stdin", where)
+    if is_trainer_file(name) and ("padded_rows",) not in given:
+        setup = _padded_if_planned(setup)
     return replace(setup, changed=True) if overrides.settings else setup
+
+
+def _padded_if_planned(setup: TrainingSetup) -> TrainingSetup:
+    """Return a setup without the padding that a trainer's collator makes, where another kernel or stack is asked for, with which it is not planned."""
+    if not setup.config.padded_rows or not unpadded(setup):
+        return setup
+    return replace(setup, config=replace(setup.config, padded_rows=False))
 
 
 def read_config(config_given: ConfigGiven, overrides: Overrides, catalog: Catalog) -> TrainingConfig:
