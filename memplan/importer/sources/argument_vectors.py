@@ -38,6 +38,8 @@ SHORT = {
     "-npernode": "--npernode",
 }
 """Their flags for processes and machines -> torchrun's and accelerate's (manuals of srun and of Open MPI's mpirun)."""
+HOST_FLAGS = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}
+"""Flags of deepspeed's launcher for machines -> their long names (deepspeed/launcher/runner.py, 0.19.8)."""
 STARTED = ("swift", "megatron", "llamafactory-cli", "axolotl", "trl", "litgpt", "openrlhf")
 """Commands that a launcher may be given in place of a Python program, since they are one."""
 CONFIG_VARIABLE = "CONFIG_FILE"
@@ -82,8 +84,8 @@ def command_line(
     variables, start = _environment(texts)
     texts = texts[: next((at for at, word in enumerate(texts) if word in _ENDS), len(texts))]
     launcher, script = _launcher(texts, start)
-    if launcher in OUTER:
-        texts[start:script] = [_spelled(text) for text in texts[start:script]]
+    if short := SHORT if launcher in OUTER else HOST_FLAGS if launcher == "deepspeed" else {}:
+        texts[start:script] = [_spelled(text, short) for text in texts[start:script]]
     launched = _flags(texts, start, script)
     job = _flags(texts, script, len(texts))
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
@@ -114,10 +116,10 @@ def _short_flags(texts: Sequence[str]) -> dict[str, Any]:
     return {flag: True if value.startswith("-") else _value([value]) for flag, value in pairs if _is_short(flag)}
 
 
-def _spelled(text: str) -> str:
-    """Return a flag of srun or mpirun for processes or machines as torchrun and accelerate name it."""
+def _spelled(text: str, short: Mapping[str, str]) -> str:
+    """Return a flag of a launcher for processes or machines by its other name."""
     flag, equals, value = text.partition("=")
-    return SHORT.get(flag, flag) + equals + value
+    return short.get(flag, flag) + equals + value
 
 
 def _texts(words: Sequence[str], lines: Sequence[int]) -> tuple[list[str], list[int]]:

@@ -44,7 +44,8 @@ def unknown_processes(command: CommandLine) -> tuple[str, Any] | None:
 
 HOSTED, HOSTFILE = "deepspeed", "hostfile"
 """The launcher, and its flag, for a file that lists machines and how many processes each has."""
-_SLOTS = re.compile(r"(\S+)\s+slots=(\d{1,5})\b")
+_SLOTS = re.compile(r"(\S+)\s+slots=(\d{1,5})\b", re.ASCII)
+_SLOT = re.compile(r"\d{1,5}", re.ASCII)
 
 
 def with_hosts(command: CommandLine, lines: Sequence[str]) -> CommandLine:
@@ -58,6 +59,9 @@ def with_hosts(command: CommandLine, lines: Sequence[str]) -> CommandLine:
     """
     flags = command.launched.data
     pool = {match[1]: range(int(match[2])) for line in lines if (match := _SLOTS.match(line.strip()))}
+    per_node = _whole(flags.get("num_gpus"))
+    if sum(per_node or len(every) for every in pool.values()) >= 10**LARGEST_DIGITS:
+        return command
     chosen, left = _hosts(flags.get("include")), _hosts(flags.get("exclude"))
     slots: dict[str, list[int]] = {}
     for host, every in pool.items():
@@ -66,7 +70,6 @@ def with_hosts(command: CommandLine, lines: Sequence[str]) -> CommandLine:
         slots[host] = [slot for slot in wanted if slot not in excluded]
     started = [(host, numbers) for host, numbers in slots.items() if numbers]
     started = started[: _whole(flags.get("num_nodes")) or None]
-    per_node = _whole(flags.get("num_gpus"))
     words = [f"{host}:{','.join(map(str, range(per_node) if per_node else numbers))}" for host, numbers in started]
     if not words:
         return command
@@ -74,10 +77,11 @@ def with_hosts(command: CommandLine, lines: Sequence[str]) -> CommandLine:
 
 
 def _hosts(text: Any) -> dict[str, list[int]]:
-    """Return machines of a list like ``worker-0@worker-1:0,2`` and the GPUs that it names of each; none of them for all."""
+    """Return machines of a list like ``worker-0@worker-1:0,2`` and the GPUs that it names of each, -1 for what is no number; none of them for all."""
     parts = [part.partition(":") for part in _listed(text).split("@") if part.strip()]
     return {
-        host.strip(): [int(slot) for slot in slots.split(",") if slot.strip().isdigit()] for host, _, slots in parts
+        host.strip(): [int(slot) if _SLOT.fullmatch(slot) else -1 for slot in slots.replace(" ", "").split(",") if slot]
+        for host, _, slots in parts
     }
 
 
