@@ -196,6 +196,10 @@ print(sum(rows["twice"]), len(pathlib.Path("/proc/self/status").read_text()) > 0
 rows.save_to_disk("rows")
 datasets.load_from_disk("rows").map(lambda row: {"thrice": 3 * row["length"]}).to_pandas().to_parquet("rows.parquet")
 print(datasets.Dataset.from_parquet("rows.parquet").column_names)
+import pyarrow.parquet
+table = pyarrow.parquet.read_table("rows.parquet")
+with pyarrow.parquet.ParquetWriter(where="more.parquet", schema=table.schema) as writer:
+    writer.write_table(table)
 pathlib.Path("kept/notes.txt").write_text("changed")
 print(pathlib.Path("kept/notes.txt").read_text())
 shutil.rmtree("kept")

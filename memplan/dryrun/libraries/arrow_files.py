@@ -11,6 +11,7 @@ Source:
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
@@ -47,8 +48,13 @@ def _parquet_in_sandbox(module: Any, files: SandboxedFiles, stack: ExitStack) ->
 
 
 def _given_place(function: Callable[..., None], files: SandboxedFiles, mode: str) -> Callable[..., None]:
+    form = signature(function)
+    place = list(form.parameters)[1]
+
     @wraps(function)
-    def made(own: Any, place: Any, *args: Any, **options: Any) -> None:
-        function(own, files.sandboxed_file(place, mode), *args, **options)
+    def made(*args: Any, **options: Any) -> None:
+        bound = form.bind(*args, **options)
+        bound.arguments[place] = files.sandboxed_file(bound.arguments[place], mode)
+        function(*bound.args, **bound.kwargs)
 
     return made

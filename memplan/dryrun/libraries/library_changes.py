@@ -253,8 +253,8 @@ def _quantised_on_the_gpu(module: Any, stack: ExitStack) -> None:
     stack.enter_context(
         replaced(functional, {name: value for name, value in changes.items() if hasattr(functional, name)})
     )
-    update = torch.ops.bitsandbytes.optimizer_update_32bit
-    stack.enter_context(replaced(torch.ops.bitsandbytes, {update.__name__: _ToldNorm(update)}))
+    if update := getattr(torch.ops.bitsandbytes, "optimizer_update_32bit", None):  # no operation of older versions
+        stack.enter_context(replaced(torch.ops.bitsandbytes, {update.__name__: _ToldNorm(update)}))
 
 
 class _ToldNorm:

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _LOAD = torch.load
-_MARK = b"a checkpoint of memplan's dry run, number %012d\n"
+_MARK = b"a checkpoint of memplan's dry run " + uuid4().hex.encode() + b", number %012d\n"
+"""What is written, of this run alone: ``--allow-writes`` leaves it where the script saves."""
 
 
 @dataclass(frozen=True, slots=True)
