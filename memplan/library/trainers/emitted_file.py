@@ -16,8 +16,10 @@ from memplan.library.job_options import DEFAULT_CONFIG, JobOptions, ModelGiven, 
 from memplan.library.lookup.config_lookup import read_config
 from memplan.library.lookup.trainer_files import trainer_job, trainer_mappings, training_document
 from memplan.library.trainers.spliced_text import toml_value
+from memplan.step.kernels.refused_row_masks import unpadded
 from memplan.training.adapters import projections
 from memplan.training.own_settings import own_settings, with_words
+from memplan.training.resolved import TrainingSetup
 
 ALL_LINEAR = "all-linear"
 
@@ -64,7 +66,7 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     gradients = data.get("zero_gradients", plan.training["zero_gradients"])
     told = [f"kernels.loss={loss}"] if other else []
     told += [f"zero_gradients={gradients}"] if gradients != plan.training["zero_gradients"] else []
-    told += ["padded_rows=true"] if data.get("padded_rows") and not plan.memory.setup.config.padded_rows else []
+    told += ["padded_rows=true"] if data.get("padded_rows") and not _settled(plan.memory.setup) else []
     if data["stack"] != plan.training["stack"] or told:  # an older version is what reads such a file
         wanted["stack"] = data["stack"]
         wanted["set"] = [*settings_of(options.get("set")), *told]
@@ -113,6 +115,11 @@ def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
             keys[writes["saved"]] = f"[{', '.join(adapter.modules_to_save)}]"
         keys[writes["dropout"]] = str(adapter.dropout or 0.0)
     return keys
+
+
+def _settled(setup: TrainingSetup) -> bool:
+    """Tell whether rows need not be told to be padded: they are, or such rows are not planned."""
+    return setup.config.padded_rows or bool(unpadded(setup))
 
 
 def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
