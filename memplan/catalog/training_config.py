@@ -178,7 +178,8 @@ class TrainingConfig:
         activation_checkpointing: What a layer keeps for backward; None is as the stack does.
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
         joined_rows: The rows of a micro-batch lie behind one another in one row, whose tokens attend under a mask of all by all.
-        padded_rows: The rows of a micro-batch differ in length and are padded to the longest, of ``sequence_length``: attention is given a mask.
+        padded_rows: The rows of a micro-batch differ in length and are padded to the longest, of ``sequence_length``, or ``multiple``, a single
+            one too, to a multiple: attention is given a mask.
         reentrant_checkpointing: Whether layers run again by torch's older checkpointing, ``use_reentrant=True``; None is as the stack does.
         outputs_until: Until when a loop has a name for what a model returns: its ``forward``, behind which the loss alone is used, a
             ``backward``, the end of the ``step``, where that is a function, or the ``next`` forward; None is as the stack does.
@@ -213,7 +214,7 @@ class TrainingConfig:
     sequence_length: int = 2048
     gradient_accumulation_steps: int = 1
     joined_rows: bool = False
-    padded_rows: bool = False
+    padded_rows: bool | Literal["multiple"] = False
     activation_checkpointing: Checkpointing | None = None
     checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     reentrant_checkpointing: bool | None = None
@@ -240,7 +241,11 @@ class TrainingConfig:
     @property
     def masks_rows(self) -> bool:
         """Whether a collator tells a model more of its rows than that they are full, for which attention is given a mask."""
-        return self.joined_rows or self.padded_rows
+        return self.joined_rows or bool(self.padded_rows)
+
+    def pads(self, rows: int) -> bool:
+        """Whether so many rows have padding: a single one has none, unless it is padded to a multiple."""
+        return bool(self.padded_rows) and (rows > 1 or self.padded_rows == "multiple")
 
     @property
     def checkpointing_words(self) -> str:

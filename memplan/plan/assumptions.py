@@ -117,11 +117,11 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
 def _rows(plan: MemoryPlan) -> str:
     """Return how long the rows of a micro-batch are."""
     setup = plan.setup
-    several = plan.micro_batch_size * setup.rows_per_sample > 1
-    if setup.config.padded_rows and several:
+    rows = plan.micro_batch_size * setup.rows_per_sample
+    if setup.config.pads(rows):
         return "rows are padded to the longest, of full length, for which attention is given a mask"
     full = "every sequence has the full length"
-    if several and not unpadded(setup) and setup.profile.attention != "eager":
+    if rows > 1 and not unpadded(setup) and setup.profile.attention != "eager":
         return f"{full}: rows of several lengths are padded, for which attention is given a mask (padded_rows: true)"
     return full
 

@@ -30,7 +30,7 @@ def forwarded_rows(setup: TrainingSetup, batch: int, length: int) -> tuple[int, 
 
 
 def setup_in(setup: TrainingSetup, *, padded: bool) -> TrainingSetup:
-    """Return a setup as it is for rows with padding or without: a micro-batch of one row has none."""
+    """Return a setup as it is for rows with padding or without: a micro-batch of one row has none, as a rule."""
     if not setup.config.padded_rows or padded:
         return setup
     return replace(setup, config=replace(setup.config, padded_rows=False))
@@ -39,7 +39,7 @@ def setup_in(setup: TrainingSetup, *, padded: bool) -> TrainingSetup:
 def regime_of(model: Model, setup: TrainingSetup, batch: int, length: int) -> Regime:
     """Return which operations run for a micro-batch of ``batch`` and ``length`` tokens; what changes nothing is left at its default."""
     batch, length = forwarded_rows(setup, batch, length)
-    padded = setup.config.padded_rows and batch > 1
+    padded = setup.config.pads(batch)
     setup = setup_in(setup, padded=padded)
     tokens, spec, profile = batch * length, model.spec, setup.profile
     masked, layers = masks_attention(spec, setup, length), setup.config.compile == "layers"

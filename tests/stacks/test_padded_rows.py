@@ -24,6 +24,7 @@ def planned(stack: str = "trl", rows: int = 2, **keys: Any) -> memplan.Plan:
 def test_a_micro_batch_of_one_row_has_no_padding_and_no_mask():
     own, padded = planned(rows=1), planned(rows=1, padded_rows=True)
     assert (padded.instants, padded.expected_bytes) == (own.instants, own.expected_bytes)
+    assert planned(rows=1, padded_rows="multiple").memory.requested_bytes > own.memory.requested_bytes
 
 
 def test_padded_rows_repeat_keys_and_values_and_form_a_bias_in_each_layer():

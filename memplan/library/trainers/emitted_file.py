@@ -66,7 +66,8 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     gradients = data.get("zero_gradients", plan.training["zero_gradients"])
     told = [f"kernels.loss={loss}"] if other else []
     told += [f"zero_gradients={gradients}"] if gradients != plan.training["zero_gradients"] else []
-    told += ["padded_rows=true"] if data.get("padded_rows") and not _settled(plan.memory.setup) else []
+    padded = data.get("padded_rows")
+    told += [f"padded_rows={padded}".lower()] if padded and not _settled(plan.memory.setup) else []
     if data["stack"] != plan.training["stack"] or told:  # an older version is what reads such a file
         wanted["stack"] = data["stack"]
         wanted["set"] = [*settings_of(options.get("set")), *told]
@@ -119,7 +120,7 @@ def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
 
 def _settled(setup: TrainingSetup) -> bool:
     """Tell whether rows need not be told to be padded: they are, or such rows are not planned."""
-    return setup.config.padded_rows or bool(unpadded(setup))
+    return bool(setup.config.padded_rows or unpadded(setup))
 
 
 def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -138,7 +139,7 @@ def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tup
     if config.joined_rows:
         yield "joined_rows", True
     if config.padded_rows:
-        yield "padded_rows", True
+        yield "padded_rows", config.padded_rows
     if config.reentrant_checkpointing is not None:
         yield "reentrant_checkpointing", config.reentrant_checkpointing
     if config.kernels.attention is not None:

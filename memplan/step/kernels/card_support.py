@@ -264,7 +264,7 @@ def _steps_alone(setup: TrainingSetup, model: Model) -> tuple[AttentionKernel, s
 def _masked_kernel(setup: TrainingSetup, model: Model, gpu: Gpu) -> AttentionKernel | None:
     """Return the kernel of attention within a window, or of rows with padding, which takes a mask; None where there is none to see to."""
     unknown = gpu.vendor == "nvidia" and gpu.compute_capability is None
-    code, padded = family_code(setup.stack, model.spec.architecture), setup.config.padded_rows
+    code, padded = family_code(setup.stack, model.spec.architecture), bool(setup.config.padded_rows)
     masks = (code.added_mask or code.masks_layers) and (model.spec.window or padded)
     if not masks or setup.attention_choice != TORCH_CHOOSES or unknown:
         return "efficient" if masks and padded and unknown else None  # flash takes no mask

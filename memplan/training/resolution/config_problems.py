@@ -46,7 +46,11 @@ def _word_fields(kind: Hashable) -> Mapping[str, tuple[Any, ...]]:
             option for part in (hint, *get_args(hint)) if get_origin(part) is Literal for option in get_args(part)
         ]
         if options:
-            result[name] = (*options, *((None,) if type(None) in get_args(hint) else ()))
+            beside = (
+                *((True, False) if bool in get_args(hint) else ()),
+                *((None,) if type(None) in get_args(hint) else ()),
+            )
+            result[name] = (*options, *beside)
     return result
 
 

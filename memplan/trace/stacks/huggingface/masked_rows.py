@@ -26,5 +26,5 @@ def masked_rows(inputs: StackInputs) -> AbstractContextManager[Any]:
 
 
 def pads_rows(setup: TrainingSetup) -> bool:
-    """Tell whether a micro-batch has rows with padding: several, which differ in length."""
-    return setup.config.padded_rows and setup.config.micro_batch_size * setup.rows_per_sample > 1
+    """Tell whether a micro-batch has rows with padding."""
+    return setup.config.pads(setup.config.micro_batch_size * setup.rows_per_sample)
