@@ -107,7 +107,7 @@ def test_muon_is_refused_with_what_it_does_not_take(tmp_path):
 
 def test_chunks_that_micro_batches_do_not_fill_are_refused():
     settings = {"parallel.pipeline": 4, "parallel.virtual": 2, "parallel.micro_batches": 3}
-    with pytest.raises(InvalidFileError, match="3 do not fill the 4 that pass each of 2 chunks"):
+    with pytest.raises(InvalidFileError, match="3 do not fill 4 stages of 2 chunks each"):
         memplan.plan_grid("llama-8b", gpu="h100", gpus=8, stack="megatron", set=settings)
 
 
