@@ -2,11 +2,10 @@
 
 The jobs are those of the stack records, some of memplan's own loop that were drawn once by tests/survey and kept, and further
 ones that reach what these do not: refusals, cards of other vendors, what no record has. The last line of each file has digests
-of how its plans come to their figures, moment by moment and in words. Of jobs that were drawn at random each fourth is planned
-in the README's test command, and the others with the tests of many jobs. Of the stack records each third one is ``WHOLE``: all
-of its jobs are planned in tests/stacks, with the tests of many jobs, which hold the same plans against what libraries did; of the
-others that is slow, but for each fourth job, which is planned here. That figures are right is held by the records and by traces;
-``pytest tests/golden -m "not slow" --update-golden`` and ``pytest tests/stacks/test_stack_records.py -m thorough
+of how its plans come to their figures, moment by moment and in words. Of jobs that were drawn at random, and of one stack record
+of each library, each fourth is planned in the README's test command, and the others with the tests of many jobs: those of stack
+records in tests/stacks, which hold the same plans against what libraries did. That figures are right is held by the records and by
+traces; ``pytest tests/golden -m "not slow" --update-golden`` and ``pytest tests/stacks/test_stack_records.py -m thorough
 --update-golden`` rewrite the digests.
 """
 
@@ -30,12 +29,10 @@ RECORDS = Path(__file__).parents[1] / "stacks" / "records"
 OWN = [Path(__file__).with_name(f"{name}_jobs.json") for name in ("bundled", "further")]
 DIGESTS = Path(__file__).with_name("digests.json")
 FILES = {path.stem: path for path in (*OWN, *sorted(RECORDS.glob("*.json")))}
-WHOLE = {path.stem for path in sorted(RECORDS.glob("*.json"))[1::3]}
-"""Records whose jobs are all planned with the tests of many jobs, some of every library; one that is called as its library is here too."""
 CASES = [
     pytest.param(stem, quarter, marks=pytest.mark.thorough if quarter and stem == "bundled_jobs" else ())
     for stem in FILES
-    if stem not in WHOLE or "." not in stem
+    if "." not in stem
     for quarter in (range(4) if FILES[stem] in OWN else [0])
 ]
 TOLD_EVERY = 3

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.golden.test_recorded_jobs import WHOLE, hold
+from tests.golden.test_recorded_jobs import hold
 from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned, stack_setup
@@ -369,9 +369,7 @@ def follows(plan, record) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=() if path.stem in WHOLE else pytest.mark.slow, id=path.stem) for path in FILES]
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_formula_agrees_with_the_librarys_own_code_as_the_page_says_but_for_known_gaps(path, request):
     planned_jobs = planned_records(path)
     assert {StackJob.read(record.job).stack for _, record in planned_jobs} == {path.stem.partition(".")[0]}

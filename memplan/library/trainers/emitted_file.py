@@ -19,7 +19,6 @@ from memplan.library.trainers.spliced_text import toml_value
 from memplan.step.kernels.refused_row_masks import unpadded
 from memplan.training.adapters import projections
 from memplan.training.own_settings import own_settings, with_words
-from memplan.training.resolved import TrainingSetup
 
 ALL_LINEAR = "all-linear"
 
@@ -61,13 +60,7 @@ def emit(model: ModelGiven = None, trainer: str = "", **options: Unpack[JobOptio
     name = f"emitted.{'toml' if toml else 'yaml'}"
     text = _text(_keys(plan, str(model), writes), toml=toml)
     data = _read(text, name, plan, wanted)
-    loss = data.get("kernels", {}).get("loss", plan.memory.setup.profile.loss)
-    other = loss != plan.memory.setup.profile.loss and plan.memory.setup.config.kernels.loss is None
-    gradients = data.get("zero_gradients", plan.training["zero_gradients"])
-    told = [f"kernels.loss={loss}"] if other else []
-    told += [f"zero_gradients={gradients}"] if gradients != plan.training["zero_gradients"] else []
-    padded = data.get("padded_rows")
-    told += [f"padded_rows={padded}".lower()] if padded and not _settled(plan.memory.setup) else []
+    told = list(_read_besides(data, plan))
     if data["stack"] != plan.training["stack"] or told:  # an older version is what reads such a file
         wanted["stack"] = data["stack"]
         wanted["set"] = [*settings_of(options.get("set")), *told]
@@ -118,9 +111,18 @@ def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
     return keys
 
 
-def _settled(setup: TrainingSetup) -> bool:
-    """Tell whether rows need not be told to be padded: they are, or such rows are not planned."""
-    return bool(setup.config.padded_rows or unpadded(setup))
+def _read_besides(data: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """Yield the settings of a text as it is read that its plan leaves to the stack: a loss, what becomes of gradients, padding."""
+    setup = plan.memory.setup
+    loss = data.get("kernels", {}).get("loss", setup.profile.loss)
+    if loss != setup.profile.loss and setup.config.kernels.loss is None:
+        yield f"kernels.loss={loss}"
+    gradients = data.get("zero_gradients", plan.training["zero_gradients"])
+    if gradients != plan.training["zero_gradients"]:
+        yield f"zero_gradients={gradients}"
+    padded = data.get("padded_rows")
+    if padded and not (setup.config.padded_rows or unpadded(setup)):
+        yield f"padded_rows={padded}".lower()
 
 
 def _settings(config: TrainingConfig, writes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
