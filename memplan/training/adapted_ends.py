@@ -153,7 +153,7 @@ def with_saved_cast(setup: TrainingSetup, model: Model) -> TrainingSetup:
 
 
 def _refuse_unscalable(setup: TrainingSetup, model: Model) -> None:
-    """Raise where copies are in fp16 as the weights are, since torch's loss scale takes no gradients in fp16.
+    """Raise where copies, or a head of scores, are in fp16 as the weights are, since torch's loss scale takes no gradients in fp16.
 
     Beside codes TRL casts all that trains to bf16.
     """
@@ -166,9 +166,11 @@ def _refuse_unscalable(setup: TrainingSetup, model: Model) -> None:
     copies = [
         t for t in model.inventory if module_of(t).endswith(config.adapter.modules_to_save) and is_saved(setup, t)
     ]
-    if not cast and any(setup.format_names[tensor.role] == "fp16" for tensor in copies):
+    whole = {tensor.role: "adapter.modules_to_save" for tensor in copies}
+    whole |= {"head": "method.stage"} if setup.scores else {}
+    if key := next((key for role, key in whole.items() if setup.format_names[role] == "fp16" and not cast), ""):
         raise CannotAnswerError(
-            f"{setup.name}: adapter.modules_to_save: torch's GradScaler ends a step with copies in fp16 by 'Attempting to "
+            f"{setup.name}: {key}: torch's GradScaler ends a step with what trains whole in fp16 by 'Attempting to "
             "unscale FP16 gradients'; use weights: fp32, which autocast computes in fp16, or compute_dtype: bf16"
         )
 

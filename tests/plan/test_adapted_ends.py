@@ -61,10 +61,20 @@ def test_adapters_on_ends_are_a_pair_of_matrices_each():
                 "weights.default": "fp16",
                 "loss_scaling": True,
             },
-            "copies in fp16 by 'Attempting to unscale",
+            "modules_to_save: .* whole in fp16 by 'Attempting to unscale",
+        ),
+        (
+            "transformers",
+            {
+                "method": {"stage": "classification", "labels": 2},
+                "compute_dtype": "fp16",
+                "weights.default": "fp16",
+                "loss_scaling": True,
+            },
+            "method.stage: .* whole in fp16 by 'Attempting to unscale",
         ),
     ],
-    ids=["trl", "dora", "matrix", "dora norm", "litgpt", "fp16"],
+    ids=["trl", "dora", "matrix", "dora norm", "litgpt", "fp16", "fp16 scores"],
 )
 def test_what_is_not_planned_says_what_is(stack, settings, told):
     with pytest.raises(memplan.MemplanError, match=told):
