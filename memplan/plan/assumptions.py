@@ -85,7 +85,7 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
     """Yield what is assumed of every step."""
     config, profile = plan.setup.config, plan.setup.profile
     yield (
-        f"kernels ({plan.setup.stack.name}): attention {profile.attention}, norm {profile.norm}, rotary {profile.rotary}, "
+        f"kernels ({plan.setup.stack.name}): attention {plan.attention}, norm {profile.norm}, rotary {profile.rotary}, "
         f"activation {profile.activation}, optimizer {profile.optimizer}, newton_schulz {profile.newton_schulz}, loss {profile.loss}"
     )
     if profile.muon_batch_bytes:
@@ -117,11 +117,10 @@ def _step(plan: MemoryPlan) -> Iterator[str]:
 def _rows(plan: MemoryPlan) -> str:
     """Return how long the rows of a micro-batch are."""
     setup = plan.setup
-    rows = plan.micro_batch_size * setup.rows_per_sample
-    if setup.config.pads(rows):
+    if plan.pads_rows:
         return "rows are padded to the longest, of full length, for which attention is given a mask"
     full = "every sequence has the full length"
-    if rows > 1 and not unpadded(setup) and setup.profile.attention != "eager":
+    if plan.micro_batch_size * setup.rows_per_sample > 1 and not unpadded(setup) and setup.profile.attention != "eager":
         return f"{full}: rows of several lengths are padded, for which attention is given a mask (padded_rows: true)"
     return full
 

@@ -176,6 +176,17 @@ class MemoryPlan:
         return instant_forms(self)
 
     @property
+    def pads_rows(self) -> bool:
+        """Whether rows of the micro-batch have padding."""
+        return self.setup.config.pads(self.micro_batch_size * self.setup.rows_per_sample)
+
+    @property
+    def attention(self) -> str:
+        """The kernel of attention that runs: rows with padding have a mask, which not every kernel takes."""
+        masked = self.setup.masked_attention if self.pads_rows else None
+        return masked or self.setup.profile.attention
+
+    @property
     def gpu_count(self) -> int:
         """GPUs that the plan is about: those of its parallel setup, or those whose memory is pooled."""
         return max(self.device.count, self.setup.config.parallel.gpus)

@@ -49,3 +49,10 @@ def test_padded_rows_repeat_keys_and_values_and_form_a_bias_in_each_layer():
 def test_padded_rows_are_refused_where_they_were_not_traced(stack, keys, said):
     with pytest.raises(MemplanError, match=said):
         planned(stack, padded_rows=True, **keys)
+
+
+def test_an_answer_names_the_kernel_that_runs_under_the_mask():
+    own, padded = planned().memory, planned(padded_rows=True).memory
+    assert (own.attention, padded.attention) == ("flash", "efficient")
+    assert any("attention efficient, norm" in line for line in padded.assumptions)
+    assert planned(rows=1, padded_rows=True).memory.attention == "flash"

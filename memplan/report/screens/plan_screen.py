@@ -238,10 +238,10 @@ def _assumed(plan: MemoryPlan) -> str:
     kernels = recurrent_kernels(plan)
     scanned = "state space layers" if plan.model.spec.state_space is not None else "linear attention"
     parts = (
-        f"{profile.attention} attention",
+        f"{plan.attention} attention",
         f"{scanned} by {profile.linear_attention}{installed.get(kernels, '')}" if kernels else "",
         f"{profile.loss} loss",
-        f"full sequences{_seen(plan)}",
+        f"{'padded rows' if plan.pads_rows else 'full sequences'}{_seen(plan)}",
         "the text model alone" if runs_text_alone(plan) else "",
         f"experts in {experts}, as bitsandbytes quantises linear layers alone" if experts else "",
         "quantised weights whole on each GPU (parallel.engine=fsdp1 shards them)" if has_whole_codes(plan) else "",

@@ -69,10 +69,13 @@ def on_card(setup: TrainingSetup, model: Model, gpu: Gpu) -> TrainingSetup:
         raise CannotAnswerError(
             f"kernels.attention: what unsloth takes instead of cuDNN on {card_label(gpu)} is not modelled"
         )
-    if reason:
-        notes = (*notes, reason)
     wide = _wide_kernel(setup, model, gpu)
     masked, tower = _masked_kernel(setup, model, gpu), _tower_kernel(setup, model, gpu)
+    if reason:
+        notes = (
+            *notes,
+            reason + f"; {masked} under the mask of padded rows" * bool(setup.config.padded_rows and masked),
+        )
     profile = setup.profile if kernel == setup.profile.attention else replace(setup.profile, attention=kernel)
     if profile.loss == "tiled-linear" and gpu.cuda_total_bytes > LARGE_CARD_BYTES:
         profile = replace(profile, loss="pieced-linear")
