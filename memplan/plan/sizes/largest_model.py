@@ -154,7 +154,7 @@ class _Planned:
         self._model, self._setup, self._least = model, setup, least
         self.played: MemoryPlan | None = None
         self._job = setup.config.micro_batch_size, setup.config.sequence_length
-        self._untaped_bytes = 0  # not known
+        self._untaped_bytes: int | None = None
         self._refused: set[CardKind] = set()
         self._saved: dict[CardKind, int] = {}
         self._needed: dict[CardKind, tuple[int, int]] = {}
@@ -222,7 +222,7 @@ class _Planned:
 
     def _fits(self, planned: CompiledPlan, card: CardKind, room: _Room) -> bool:
         """Tell whether what it requests fits."""
-        if not self._untaped_bytes:
+        if self._untaped_bytes is None:
             self._untaped_bytes = planned.least_bytes(*self._job)
         if not room.holds(self._untaped_bytes, 0):
             return False
