@@ -9,6 +9,8 @@ from memplan.documents.frozen_values import dataclass
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.training.resolved import FLOAT_BYTES, TrainingSetup
 
+SHORTEST_CONTEXT = 512
+"""Contexts are not suggested to be shorter."""
 Setting = tuple[str, Any]
 """A key of a training config, with dots, and its value."""
 
@@ -79,9 +81,8 @@ def changes(config: TrainingConfig, setup: TrainingSetup) -> Iterator[Change]:
         yield Change("the head's matrix product is recomputed in backward", (("kernels.loss", "chunked"),))
     if config.gradients.lifetime == "step" and config.adapter is None and config.gradient_accumulation_steps == 1:
         yield Change("no gradient accumulation and no clipping by the global norm", _released(config))
-    if config.micro_batch_size > 1:
-        half = config.micro_batch_size // 2
-        yield Change(accumulation_cost(config.micro_batch_size, half), (("micro_batch_size", half),))
+    for smaller in halvings(config.micro_batch_size, 1):
+        yield Change(accumulation_cost(config.micro_batch_size, smaller), (("micro_batch_size", smaller),))
     if config.activation_checkpointing == "none":
         yield Change(
             "norms and elementwise operations are recomputed in backward", (("activation_checkpointing", "selective"),)
@@ -106,6 +107,18 @@ def of_every_layer(config: TrainingConfig) -> tuple[Setting, ...]:
     layers, whole = config.checkpointed_layers, CheckpointedLayers()
     names = [name for name in ("every", "first") if getattr(layers, name) != getattr(whole, name)]
     return tuple((f"checkpointed_layers.{name}", getattr(whole, name)) for name in names)
+
+
+def halvings(size: int, least: int) -> Iterator[int]:
+    """Yield a size halved once, twice and so on, down to the least.
+
+    Example:
+        >>> list(halvings(12, 1)), list(halvings(4096, 1024))
+        ([6, 3, 1], [2048, 1024])
+    """
+    while size // 2 >= least:
+        size //= 2
+        yield size
 
 
 def accumulation_cost(before: int, after: int) -> str:
@@ -150,8 +163,9 @@ def _costly_changes(config: TrainingConfig, *, offloads: bool) -> Iterator[Chang
     if offloads and config.activation_checkpointing == "full" and config.offload.activations == "none":
         yield Change("host memory for the input of each layer, copied out and back", (("offload.activations", "cpu"),))
     yield from _offloaded_engine(config)
-    if config.sequence_length >= 1024:
-        yield Change("half the context", (("sequence_length", config.sequence_length // 2),))
+    for part, shorter in enumerate(halvings(config.sequence_length, SHORTEST_CONTEXT), 1):
+        share = "half the context" if part == 1 else f"1/{2**part} of the context"
+        yield Change(share, (("sequence_length", shorter),))
 
 
 def _offloaded_engine(config: TrainingConfig) -> Iterator[Change]:

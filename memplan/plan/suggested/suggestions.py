@@ -22,6 +22,8 @@ LEAST_SHARE = 200
 """Changes that save less than one part in this many of the device bytes are not worth a line."""
 MOST = 6
 """Suggestions that are shown, at most."""
+MOST_SIMULATED = 8
+"""Suggestions that are simulated, at most, of which some turn out to be more or less than enough."""
 
 
 def with_suggestions(plan: MemoryPlan, catalog: Catalog) -> MemoryPlan:
@@ -52,7 +54,10 @@ def suggestions(plan: MemoryPlan, catalog: Catalog) -> tuple[Suggestion, ...]:
     if not any(item.flips_verdict for item in results):
         resorts = _tried(trial, fp16, last_resorts(config), (*changes(config, plan.setup),))
         results = [*(item for item in resorts if item.flips_verdict), *results]
-    return tuple(results[:MOST]) if plan.reserve_by_share == SEARCHED else _simulated(trial, results[:MOST], plan)
+    if plan.reserve_by_share == SEARCHED:
+        return tuple(_one_of_each_kind(results)[:MOST])
+    shown = _simulated(trial, _at_the_edge(results)[:MOST_SIMULATED], plan)
+    return tuple(_one_of_each_kind(shown)[:MOST])
 
 
 def _simulated(trial: Trial, results: Sequence[Suggestion], final: MemoryPlan) -> tuple[Suggestion, ...]:
@@ -108,6 +113,29 @@ def _tried(
     return [*(result for change, _ in changed for result in _combination(trial, [change, *able])[:1]), *results]
 
 
+def _kind(item: Suggestion) -> tuple[str, ...]:
+    """Return the keys that a suggestion sets."""
+    return tuple(setting.partition("=")[0] for setting in item.change.split(" "))
+
+
+def _one_of_each_kind(results: Sequence[Suggestion]) -> list[Suggestion]:
+    """Return of suggestions of the same keys the first that flips the verdict, that which saves most where none does."""
+    chosen: dict[tuple[str, ...], Suggestion] = {}
+    for item in results:
+        other = chosen.setdefault(_kind(item), item)
+        if not other.flips_verdict and (item.flips_verdict or item.saves_bytes > other.saves_bytes):
+            chosen[_kind(item)] = item
+    return list(chosen.values())
+
+
+def _at_the_edge(results: Sequence[Suggestion]) -> list[Suggestion]:
+    """Return of suggestions of the same keys the first that flips the verdict and the last that does not: with shares
+    as reserves, that may fit, too.
+    """
+    short = {_kind(item): item for item in results if not item.flips_verdict}
+    return [one for item in _one_of_each_kind(results) for one in dict.fromkeys((short.get(_kind(item), item), item))]
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A plan, and its config to try changes on."""
@@ -152,7 +180,9 @@ def _combination(trial: Trial, options: Sequence[Change]) -> list[Suggestion]:
 
 
 def _grown(trial: Trial, options: Sequence[Change]) -> tuple[tuple[Change, MemoryPlan] | None, list[Change]]:
-    """Return a combination that fits, grown from the cheap end, then thinned; and the changes that none took."""
+    """Return a combination that fits, grown from the cheap end, the dearest that it can do without left out; and the
+    changes that none took.
+    """
     chosen: list[Change] = []
     refused: list[Change] = []
     best: MemoryPlan | None = None
@@ -166,7 +196,7 @@ def _grown(trial: Trial, options: Sequence[Change]) -> tuple[tuple[Change, Memor
                 break
     if best is None or best.verdict != "fits":
         return None, refused
-    for change in chosen[:-1]:
+    for change in chosen[-2::-1]:
         fewer = [other for other in chosen if other is not change]
         changed = trial.plan_with(_joined(fewer))
         if changed is not None and changed.verdict == "fits":

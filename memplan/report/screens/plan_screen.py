@@ -56,6 +56,7 @@ CHANGE_WORDS = {
 }
 """A change in words by its key; one that is not here goes with another."""
 MORE = "More: -v (every instant and formula); memplan explain, suggest, compare, why"
+MORE_GPUS = "More: memplan where (GPUs that hold it), suggest, explain, compare, why; -v"
 
 
 def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, int]) -> tuple[Block, ...]:
@@ -65,12 +66,13 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
         room: For a job that fits: key of the training config -> the largest value that fits by itself.
     """
     unit = unit or "GiB"
+    more = MORE if plan.verdict == "fits" else MORE_GPUS
     return (
         (*headline(plan, canvas, unit), *_job(plan, canvas)),
         (*_components(plan, canvas, unit), *_gauge(plan, canvas, unit)),
         *([ranks_table(plan, unit)] if plan.ranks else []),
         tuple(_changes(plan, canvas, unit) if plan.suggestions else _room(plan, canvas, room)),
-        tuple(part for line in (_assumed(plan), *_notes(plan), MORE) for part in canvas.folded(line, 0, 2)),
+        tuple(part for line in (_assumed(plan), *_notes(plan), more) for part in canvas.folded(line, 0, 2)),
     )
 
 
@@ -151,9 +153,12 @@ def _gauge(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
 
 
 def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
-    """Yield the cheapest changes, in the words of the job's stack, each with what the device holds then, with memory to spare."""
-    flips = any(change.flips_verdict for change in plan.suggestions)
-    yield from canvas.folded("What to change:" if flips else "No change by itself makes it fit; what to start with:")
+    """Yield changes in the words of the job's stack, each with what the device holds then, with memory to spare: the
+    cheapest of those that make the job fit; where none does, those that leave the least.
+    """
+    fitting = [change for change in plan.suggestions if change.flips_verdict]
+    shown = fitting or sorted(plan.suggestions, key=lambda change: change.needed_bytes)
+    yield from canvas.folded("What to change:" if fitting else "Nothing that was tried makes it fit; what saves most:")
     if plan.needed_bytes != plan.device_bytes:
         as_it_is = f"(with memory to spare, where the job as it is takes {format_bytes(plan.device_bytes, unit)})"
         yield from canvas.folded(as_it_is, 2)
@@ -164,7 +169,7 @@ def _changes(plan: MemoryPlan, canvas: Canvas, unit: str) -> Iterator[str]:
                 _words(change),
                 _settings(change),
             )
-            for number, change in enumerate(plan.suggestions[:MOST_CHANGES], 1)
+            for number, change in enumerate(shown[:MOST_CHANGES], 1)
         ]
     )
 
