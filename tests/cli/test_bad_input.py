@@ -42,7 +42,7 @@ def test_an_option_that_would_change_nothing_is_refused(refused, arguments, code
 def test_a_job_of_petabytes_is_answered(cli):
     ran = cli(*ONE, "-b", str(2**24), "--format", "plain")
     assert (ran.exit_code, ran.err) == (1, "")
-    assert "TiB too much" in ran.out
+    assert "it fits with micro_batch_size=32 (saves 9680.01 TiB" in ran.out
 
 
 # ------------------------------------------------------------------ names

@@ -64,9 +64,9 @@ def test_suggestions_are_written_in_the_stacks_own_keys_and_name_nothing_it_cann
         "--set",
         "compute_dtype=fp32",
     )
-    assert "[per_device_train_batch_size: 2]" in cli(*asked, "-v").out
+    assert "[per_device_train_batch_size: 1]" in cli(*asked, "-v").out
     rows = cli(*asked, "--json").data["suggestions"]
-    half = next(row for row in rows if row["change"] == "micro_batch_size=2")
-    assert half["own"] == [
-        {"setting": "micro_batch_size=2", "own_key": "per_device_train_batch_size", "own_value": "2"}
+    least = next(row for row in rows if row["change"] == "micro_batch_size=1")
+    assert least["own"] == [
+        {"setting": "micro_batch_size=1", "own_key": "per_device_train_batch_size", "own_value": "1"}
     ]
