@@ -177,6 +177,23 @@ MODEL = "--model_name_or_path Qwen/Qwen2.5-0.5B"
             "ms-swift",
             {"training.stack": "megatron", "training.master_weights": "fp32", "training.parallel.zero_stage": 1},
         ),
+        (
+            "torchrun --nproc_per_node 8 swift/cli/_megatron/rlhf.py --rlhf_type grpo --model Qwen/Qwen2.5-7B --micro_batch_size 2"
+            " --global_batch_size 64 --steps_per_generation 2 --tensor_model_parallel_size 2",
+            "ms-swift",
+            {"method.rollout.micro_batches": 16, "training.gradient_accumulation_steps": 8},
+        ),
+        (
+            "python -m torchtitan.train --model.name llama3 --model.flavor 8B --parallelism.data_parallel_shard_degree 4"
+            " --parallelism.tensor_parallel_degree 2 --training.global_batch_size 64 --training.local_batch_size 2",
+            "torchtitan",
+            {"training.parallel.data": 4, "training.gradient_accumulation_steps": 8, "needs": []},
+        ),
+        (
+            f"llamafactory-cli train {MODEL} --stage sft --ray_num_workers 4",
+            "llamafactory",
+            {"training.parallel.data": 4},
+        ),
     ],
 )
 def test_commands_say_what_their_program_and_flags_mean_together(command, trainer, said):
@@ -487,6 +504,12 @@ def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
             '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
             "none beside weights in host memory",
         ),
+        (
+            '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3}',
+            "per_device_train_batch_size, with",
+        ),
+        ('{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}', "gradient_accumulation_steps, with"),
+        ('{"zero_optimization": {"stage": 2}, "train_batch_size": 64}', "another number than GPUs x"),
     ],
 )
 def test_what_deepspeed_does_otherwise_is_refused(tmp_path, text, reason):

@@ -64,15 +64,18 @@ def holds(condition: Mapping[str, Any], lookup: Lookup) -> bool:
     """Tell whether all parts of a condition hold; each part is one accepted value, or several of which one has to be.
 
     ``given`` and ``absent`` ask whether there is a key at all, ``on`` and ``off`` whether it switches something on,
-    ``<``, ``>=`` and the like compare numbers and versions; anything else is a value, with ``*`` for any text.
+    ``<``, ``>=`` and the like compare numbers and versions; anything else is a value, with ``*`` for any text, and with
+    ``$`` in front that of a result.
     """
-    return all(_matches(lookup(name), wanted) for name, wanted in condition.items())
+    return all(_matches(lookup(name), wanted, lookup) for name, wanted in condition.items())
 
 
-def _matches(value: Any, wanted: Any) -> bool:
+def _matches(value: Any, wanted: Any, lookup: Lookup) -> bool:
     if isinstance(wanted, list):
-        return any(_matches(value, one) for one in wanted)
+        return any(_matches(value, one, lookup) for one in wanted)
     text = word(wanted)
+    if text.startswith("$"):
+        text = word(lookup(text))
     if text in ("given", "absent"):
         return (value is not MISSING) == (text == "given")
     if text in ("on", "off") and not isinstance(wanted, bool):

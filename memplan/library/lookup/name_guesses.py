@@ -22,7 +22,7 @@ _DECIMAL = re.compile(r"(?<=[\d_-])(\d)_(\d+[bm])", re.IGNORECASE)
 """A size with an underscore for its point, as components are called: ``qwen3_0_6b``."""
 
 _ENDING = re.compile(
-    "instruct|it|chat|base|hf|pt|sft|dpo|rlhf|bnb|gptq|awq|gguf|mlx|dynamic|quantized|unsloth|preview|latest|text|only|dwq|exl"
+    "instruct|it|chat|base|hf|pt|sft|dpo|rlhf|bnb|gptq|awq|gguf|mlx|mcore|dynamic|quantized|unsloth|preview|latest|text|only|dwq|exl"
     r"|marlin|sym|asym|channel|tensor|per|static|block|(?:int|fp|bf|nf|mxfp|nvfp)\d+|w\d+a\d+|\d-?bit|\d+k|\d{4}"
 )
 """Words that say how a model was tuned or stored, and nothing of its shapes."""
