@@ -90,7 +90,15 @@ def test_what_llama_factory_refuses_is_refused_by_its_key(tmp_path, old, new, sa
         plan_by_share(str(written(tmp_path, text)), gpu="h100")
 
 
-@pytest.mark.parametrize("path", ["/data/models/Qwen2.5-7B-Instruct/", "~/absent/Qwen2.5-7B", "./no/such/Qwen2.5-7B"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/data/models/Qwen2.5-7B-Instruct/",
+        "~/absent/Qwen2.5-7B",
+        "./no/Qwen2.5-7B",
+        "/out/Qwen2.5-7B/full/checkpoint-500",
+    ],
+)
 def test_a_models_folder_on_another_machine_is_guessed_from_and_said_so(tmp_path, path, cli):
     text = (EXAMPLES / "axolotl.yaml").read_text().replace("base_model: Qwen/Qwen2.5-7B", f"base_model: {path}")
     file = written(tmp_path, text)

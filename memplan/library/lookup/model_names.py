@@ -64,7 +64,7 @@ def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) 
 
     Args:
         elsewhere: Whether a path may lie on another machine, as one in a trainer's file may: where nothing lies there, its
-            last part is guessed from.
+            last part that is no word of a trained copy's (``checkpoint-500``) is guessed from.
 
     Raises:
         InvalidFileError: It is written as a path, and nothing lies there.
@@ -79,11 +79,28 @@ def resolve_model_name(text: str, catalog: Catalog, *, elsewhere: bool = False) 
         elsewhere = elsewhere and path_kind(usable_path(text)) == "nothing"
         if elsewhere and (repository := _cached_repository(text)):
             return _resolved(repository, catalog, MOST_BASES)
-        last = text.rstrip("/").rpartition("/")[2]
-        guess = guessed_name(last, catalog) if elsewhere else None
+        guess = guessed_name(_named_part(text), catalog) if elsewhere else None
         if guess is None:
             raise
         return _guessed(text, guess, catalog)
+
+
+_COPY = re.compile(
+    r"(?:checkpoint|global_step|step|epoch)[-_]?\d*|full|q?lora|sft|dpo|kto|ppo|pt|final|merged|best|last|latest|hf",
+    re.I,
+)
+"""Folders of one trained copy of a model, below the one that is called after it."""
+
+
+def _named_part(path: str) -> str:
+    """Return the last part of a path that may name a model.
+
+    Example:
+        >>> _named_part("/saves/Llama-3-70B-Instruct/full/sft"), _named_part("out/Qwen3-8B/checkpoint-500/")
+        ('Llama-3-70B-Instruct', 'Qwen3-8B')
+    """
+    parts = [part for part in path.split("/") if part]
+    return next((part for part in reversed(parts) if not _COPY.fullmatch(part)), "")
 
 
 def _cached_repository(text: str) -> str:
