@@ -470,9 +470,14 @@ def test_preference_pairs_are_read_as_what_they_are():
     assert (answer["method"]["reference_model"], answer["method"]["rows_per_sample"]) == ("resident", 2)
 
 
-def test_a_launcher_joins_the_trainer():
+def test_a_launcher_joins_the_trainer(tmp_path):
     answer = read("trl.yaml", beside=[EXAMPLES / "accelerate.yaml"])
     assert answer["training"]["parallel"] == {"data": 4}
+    deepspeed = written(
+        tmp_path, "num_processes: 4\ndistributed_type: DEEPSPEED\ndeepspeed_config: {gradient_accumulation_steps: 4}\n"
+    )
+    refused = read("trl.yaml", beside=[deepspeed])["keys"]["not_modelled"]
+    assert [one["key"] for one in refused] == ["deepspeed_config.gradient_accumulation_steps"]
     sharded = read("trl.yaml", beside=[EXAMPLES / "ds_z3.json"], gpus=8)["training"]
     assert (sharded["parallel"], sharded["master_weights"]) == (
         {
