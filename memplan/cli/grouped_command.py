@@ -1,9 +1,9 @@
-"""Commands whose options are declared in groups: frozen values, whose fields are the options."""
+"""Commands whose options are parameters, or are declared in groups: frozen values, whose fields are the options."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, field, fields
-from inspect import Parameter, Signature
+from dataclasses import MISSING, field, fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from itertools import chain
 from textwrap import fill
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -47,19 +47,25 @@ def with_defaults(**defaults: Any) -> Variation:
 
 
 def command(example: str) -> Callable[[Callable[..., int]], Callable[..., NoReturn]]:
-    """Return a decorator for a command that takes groups of options and returns an exit code."""
+    """Return a decorator for a command that takes options and groups of them, and returns an exit code."""
 
     def declared(function: Callable[..., int]) -> Callable[..., NoReturn]:
         hints = get_type_hints(function, include_extras=True)
-        parted = {name: _parted(hint) for name, hint in hints.items() if name != "return"}
-        groups = {name: (group, _parameters(group, variations)) for name, (group, variations) in parted.items()}
-        parameters = [one for _, own in groups.values() for one in own]
+        groups: dict[str, tuple[Any, list[Parameter]]] = {}
+        parameters: list[Parameter] = []
+        for one in signature(function).parameters.values():
+            group, variations = _parted(hints[one.name])
+            if is_dataclass(group):
+                groups[one.name] = group, _parameters(group, variations)
+                parameters += groups[one.name][1]
+            else:
+                parameters.append(one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name]))
 
         def run(**given: Any) -> NoReturn:
             values = {
-                name: group(**{one.name: given[one.name] for one in own}) for name, (group, own) in groups.items()
+                name: group(**{one.name: given.pop(one.name) for one in own}) for name, (group, own) in groups.items()
             }
-            raise typer.Exit(function(**values))
+            raise typer.Exit(function(**values, **given))
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -11,7 +11,6 @@ from memplan.catalog.catalog import SECTIONS, Catalog
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import OutputOptions
 from memplan.cli.output import emit, emit_as
-from memplan.documents.frozen_values import dataclass
 from memplan.host.this_machine import nvidia_devices
 from memplan.report.document import Document, Table
 from memplan.units import format_bytes
@@ -25,24 +24,18 @@ SchemaName = Literal[
 """Things that have a JSON Schema."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaOptions:
-    """Whose schema."""
-
-    name: Annotated[
-        SchemaName, typer.Argument(metavar="NAME", help=f"Whose schema to print: {', '.join(get_args(SchemaName))}.")
-    ] = "plan"
-
-
 @command(example="memplan schema training -o training.schema.json")
 def schema_command(
-    schema: SchemaOptions, output: Annotated[OutputOptions, without("form", "units", "quiet", "catalog_path")]
+    *,
+    name: Annotated[
+        SchemaName, typer.Argument(metavar="NAME", help=f"Whose schema to print: {', '.join(get_args(SchemaName))}.")
+    ] = "plan",
+    output: Annotated[OutputOptions, without("form", "units", "quiet", "catalog_path")],
 ) -> int:
     """Print a JSON Schema: of answers, of training configs, or of catalog entries."""
-    from memplan.report.document import Document
     from memplan.report.json_schemas import schema_of
 
-    return emit_as(Document(schema_of(schema.name)), "json", output)
+    return emit_as(Document(schema_of(name)), "json", output)
 
 
 @command(example="memplan doctor --json")

@@ -59,14 +59,6 @@ class CheckOptions:
     ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class DiffOptions:
-    """What is compared."""
-
-    base: Annotated[Path, _side("BASE")]
-    head: Annotated[Path, _side("HEAD")]
-
-
 @command(example="memplan check --format github")
 def check_command(check: CheckOptions, output: Annotated[OutputOptions, without("form")]) -> int:
     """Does every job of a budget file still fit its budget? All jobs, the worst first.
@@ -94,11 +86,15 @@ def check_command(check: CheckOptions, output: Annotated[OutputOptions, without(
 
 
 @command(example="memplan diff base.json memplan-baseline.json")
-def diff_command(sides: DiffOptions, output: Annotated[OutputOptions, without("catalog_path")]) -> int:
+def diff_command(
+    base: Annotated[Path, _side("BASE")],
+    head: Annotated[Path, _side("HEAD")],
+    output: Annotated[OutputOptions, without("catalog_path")],
+) -> int:
     """What moved between two baselines, and why? Your config, or memplan's own figures."""
     from memplan.report.checks.difference_answer import diff_document, diff_markdown
 
-    both = read_baseline(sides.base), read_baseline(sides.head)
+    both = read_baseline(base), read_baseline(head)
     if output.form == "md" and not output.quiet:
         deliver(diff_markdown(*both), output.file)
         return 0

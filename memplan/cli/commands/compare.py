@@ -18,25 +18,18 @@ from memplan.cli.option_groups import (
 )
 from memplan.cli.output import Waiting, draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
-from memplan.documents.frozen_values import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedOptions:
-    """What is put side by side."""
-
-    gpu: Annotated[
-        list[str] | None, option(DEVICE, "--gpu -g NAME", "A GPU of the catalog, or local; repeat it for each.")
-    ] = None
-    configs: Annotated[
-        list[str] | None, option(TRAINING, "--config -c NAME|FILE", "A training config; repeat it for each.")
-    ] = None
 
 
 @command(example="memplan compare llama-8b -c qlora -c tier3 --gpu rtx4090")
 def compare_command(
+    *,
     model: ModelOptions,
-    compared: ComparedOptions,
+    gpu: Annotated[
+        list[str] | None, option(DEVICE, "--gpu -g NAME", "A GPU of the catalog, or local; repeat it for each.")
+    ] = None,
+    configs: Annotated[
+        list[str] | None, option(TRAINING, "--config -c NAME|FILE", "A training config; repeat it for each.")
+    ] = None,
     device: Annotated[DeviceOptions, without("gpu", "profile")],
     training: Annotated[TrainingOptions, without("config", "qlora", "lora", "full")],
     grid: Annotated[GridOptions, without("rank")],
@@ -52,9 +45,9 @@ def compare_command(
     from memplan.library.lookup.trainer_files import is_trainer_file
 
     own = [model.model] if model.model is not None and is_trainer_file(model.model) else []
-    configs = [*own, *(compared.configs or ["qlora", "lora", "bf16-adamw"])]
-    options = job_options(output, grid.over(training), model, grid.counted(device), configs=tuple(configs))
-    answer = memplan.compare(model.model, configs, on=compared.gpu or (), **options)
+    every = [*own, *(configs or ["qlora", "lora", "bf16-adamw"])]
+    options = job_options(output, grid.over(training), model, grid.counted(device), configs=tuple(every))
+    answer = memplan.compare(model.model, every, on=gpu or (), **options)
     draw(answer, plot)
     return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
 

@@ -9,7 +9,6 @@ from memplan.cli.grouped_command import command
 from memplan.cli.option_groups import OUTPUT, DeviceOptions, ModelOptions, OutputOptions, option
 from memplan.cli.output import emit
 from memplan.cli.training_options import TrainingOptions, job_options
-from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say
 
 
@@ -31,19 +30,13 @@ LOGS = (".log", ".txt", ".out", ".err")
 """Endings of files that are torch's message and no model, where they stand in its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageOptions:
-    """Where the message stands."""
-
-    message: Annotated[
-        Path, option(OUTPUT, "--message FILE", "A log with torch's message, or - for standard input.")
-    ] = Path("-")
-
-
 @command(example="memplan why llama-8b --config lora --message train.log")
 def why_command(
+    *,
     model: ModelOptions,
-    message: MessageOptions,
+    message: Annotated[
+        Path, option(OUTPUT, "--message FILE", "A log with torch's message, or - for standard input.")
+    ] = Path("-"),
     device: DeviceOptions,
     training: TrainingOptions,
     output: OutputOptions,
@@ -54,7 +47,7 @@ def why_command(
     that it names.
     """
     options = job_options(output, training, model, device)
-    job, log = model.model, message.message
+    job, log = model.model, message
     if job is not None and log == Path("-") and job.endswith(LOGS):
         log, job = Path(job), None
     if log == Path("-") and sys.stdin.isatty():

@@ -17,7 +17,6 @@ from memplan.cli.option_groups import (
 )
 from memplan.cli.output import Waiting, draw, emit
 from memplan.cli.training_options import TrainingOptions, job_options
-from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides
 from memplan.library.several.capacity import Sizes
@@ -29,49 +28,26 @@ Accounting = Literal["notes-scale", "notes-precision", "notes-min-gpus"]
 _SEARCH = "Search"
 
 
-@dataclass(frozen=True, slots=True)
-class AccountingOptions:
-    """Whose rule counts."""
-
-    accounting: Annotated[
-        Accounting | None,
-        option(
-            _SEARCH,
-            "--accounting RULE",
-            f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(get_args(Accounting))}.",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class LargestOptions:
-    """What is sought, and how it is shown."""
-
-    what: Annotated[
-        Sizes | None,
-        option(_SEARCH, "--for WHAT", f"{', '.join(get_args(Sizes))}. Without MODEL: parameters; with one: batch."),
-    ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class PriceOptions:
-    """What GPUs cost."""
-
-    price: Annotated[
-        Path | None,
-        option(
-            _SEARCH,
-            "--price FILE",
-            "Your own prices, GPU: price of an hour, as YAML or JSON; the cheapest comes first.",
-        ),
-    ] = None
+AccountingOption = Annotated[
+    Accounting | None,
+    option(
+        _SEARCH,
+        "--accounting RULE",
+        f"Answer by a rule of the notes, the published tables that memplan tables checks: {', '.join(get_args(Accounting))}.",
+    ),
+]
+"""Whose rule counts."""
 
 
 @command(example="memplan max llama-8b --for sequence --qlora --gpu rtx4090")
 def max_command(
+    *,
     model: Annotated[ModelOptions, without(*SHAPES)],
-    sought: LargestOptions,
-    rule: AccountingOptions,
+    what: Annotated[
+        Sizes | None,
+        option(_SEARCH, "--for WHAT", f"{', '.join(get_args(Sizes))}. Without MODEL: parameters; with one: batch."),
+    ] = None,
+    accounting: AccountingOption = None,
     device: Annotated[DeviceOptions, without("profile")],
     training: TrainingOptions,
     verdict: VerdictOptions,
@@ -84,12 +60,12 @@ def max_command(
     Without --gpu: every GPU of the catalog. Without --config: qlora, lora, bf16-adamw and tier3; for MODEL
     bf16-adamw (lora for a rank). What is answered FITS, and one more does not.
     """
-    what: Sizes = sought.what or ("batch" if model.model is not None else "parameters")
-    if rule.accounting is not None:
+    what = what or ("batch" if model.model is not None else "parameters")
+    if accounting is not None:
         if plot.plot is not None:
             raise InvalidFileError(["--plot: a rule of the notes has no picture; leave out --accounting"])
         given = model.model if what == "parameters" else f"--for {what}"
-        return _max_by_notes(rule.accounting, given, device, training, output)
+        return _max_by_notes(accounting, given, device, training, output)
     options = job_options(output, training, device=device)
     options["beside"] = tuple(model.beside or ())
     waiting = Waiting("max")
@@ -127,10 +103,18 @@ def _refuse_details(accounting: Accounting, overrides: Overrides, other: str | N
 
 @command(example="memplan where llama-70b --config tier1")
 def where_command(
+    *,
     model: ModelOptions,
     device: Annotated[DeviceOptions, without("gpus", "profile")],
-    price: PriceOptions,
-    rule: AccountingOptions,
+    price: Annotated[
+        Path | None,
+        option(
+            _SEARCH,
+            "--price FILE",
+            "Your own prices, GPU: price of an hour, as YAML or JSON; the cheapest comes first.",
+        ),
+    ] = None,
+    accounting: AccountingOption = None,
     training: TrainingOptions,
     detail: DetailOptions,
     output: OutputOptions,
@@ -140,11 +124,11 @@ def where_command(
     Without --config: bf16-adamw. Where a config is not planned on several GPUs, a bound from pooled memory is
     shown, which is no answer. Exit code 0: it fits; 1: on none; 3: only bounds.
     """
-    if rule.accounting is not None:
-        return _where_by_notes(rule.accounting, model, device, price.price, training, output)
+    if accounting is not None:
+        return _where_by_notes(accounting, model, device, price, training, output)
     waiting = Waiting("where")
     job = job_options(output, training, model, device)
-    answer = memplan.where(model.model, price=price.price, progress=waiting, **job)
+    answer = memplan.where(model.model, price=price, progress=waiting, **job)
     waiting.end()
     return emit(answer.document(output.unit, full=output.whole), output, detail)
 

@@ -64,21 +64,15 @@ def import_command(files: ImportOptions, output: Annotated[OutputOptions, withou
     return emit(document, output)
 
 
-@dataclass(frozen=True, slots=True)
-class EmitOptions:
-    """Whose file to write."""
-
-    trainer: Annotated[
-        str, option("File", "--as TRAINER", "Whose keys: axolotl, trl, llama-factory, torchtitan, deepspeed.")
-    ] = "trl"
-
-
 @command(example="memplan emit llama-8b --as axolotl --qlora -b 2 -s 4k --gpu rtx4090 -o axolotl.yaml")
 def emit_command(
+    *,
     model: Annotated[ModelOptions, without("beside")],
     device: Annotated[DeviceOptions, without("profile")],
     training: Annotated[TrainingOptions, without("stack")],
-    file: EmitOptions,
+    trainer: Annotated[
+        str, option("File", "--as TRAINER", "Whose keys: axolotl, trl, llama-factory, torchtitan, deepspeed.")
+    ] = "trl",
     output: Annotated[OutputOptions, without("as_json", "form", "units", "quiet")],
 ) -> int:
     """How do I say that in my trainer's file? A starting file that reads back to the same bytes.
@@ -86,5 +80,5 @@ def emit_command(
     Exit code 0: it is written; 3: that trainer has no keys for it.
     """
     options = job_options(output, training, model, device)
-    deliver(memplan.emit(model.model, file.trainer, **options), output.file)
+    deliver(memplan.emit(model.model, trainer, **options), output.file)
     return 0

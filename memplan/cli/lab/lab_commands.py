@@ -13,7 +13,6 @@ from memplan.cli.lab.matrix_commands import orthogonality, precision, variance
 from memplan.cli.lab.training_commands import largest_command, train_command
 from memplan.cli.option_groups import OutputOptions, argument, option
 from memplan.cli.output import emit
-from memplan.documents.frozen_values import dataclass
 from memplan.errors import InvalidFileError, MemplanError, printable
 from memplan.library.lookup import open_catalog
 from memplan.report.document import Table
@@ -24,18 +23,15 @@ lab_command = typer.Typer(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordOptions:
-    """Which record, and its picture."""
-
-    record: Annotated[str | None, argument("Record", "RECORD", "A file, or the name of a record that is shipped.")] = (
-        None
-    )
-    plot: Annotated[Path | None, option("Record", "--plot FILE", "Draw the record, as SVG or PNG.")] = None
-
-
 @command(example="memplan lab show precision")
-def show_record(shown: RecordOptions, output: Annotated[OutputOptions, without("catalog_path")]) -> int:
+def show_record(
+    *,
+    name: Annotated[str | None, argument("Record", "RECORD", "A file, or the name of a record that is shipped.")] = (
+        None
+    ),
+    plot: Annotated[Path | None, option("Record", "--plot FILE", "Draw the record, as SVG or PNG.")] = None,
+    output: Annotated[OutputOptions, without("catalog_path")],
+) -> int:
     """Show a record of training or of an experiment; with --plot, draw it again. Without RECORD: all that are shipped.
 
     Needs no torch.
@@ -44,7 +40,6 @@ def show_record(shown: RecordOptions, output: Annotated[OutputOptions, without("
     from memplan.report.figures import check_drawable, save_figure
     from memplan.report.training_records import SCHEMA, list_document, training_record_document
 
-    name, plot = shown.record, shown.plot
     folder = open_catalog(None).root / "configs" / "evidence"
     if name is None:
         if plot is not None:

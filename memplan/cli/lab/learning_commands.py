@@ -50,40 +50,6 @@ class Problem(StrEnum):  # of which typer takes several, as it does not of a Lit
     language_model = "language-model"
 
 
-@dataclass(frozen=True, slots=True)
-class MomentumOptions:
-    """What is compared."""
-
-    momentum: Annotated[list[str] | None, names_option("--momentum", "A format of momentum, beside fp32")] = None
-    problem: Annotated[
-        list[Problem] | None,
-        option("Compared", "--problem NAME", f"{' or '.join(Problem)}; repeatable, both by default."),
-    ] = None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsOptions:
-    """What is compared."""
-
-    weights: Annotated[list[str] | None, names_option("--weights", "A format of weights, beside fp32")] = None
-
-
-@dataclass(frozen=True, slots=True)
-class GradientOptions:
-    """What is compared."""
-
-    gradient: Annotated[list[str] | None, names_option("--gradient", "A way to keep gradients, beside fp32")] = None
-
-
-@dataclass(frozen=True, slots=True)
-class MomentOptions:
-    """What is compared."""
-
-    moment: Annotated[list[str] | None, names_option("--moment", "A way to store the second moment, beside fp32")] = (
-        None
-    )
-
-
 def _learn(
     name: str, run: RunOptions, output: OutputOptions, size: SizeOptions, *compared: Sequence[str] | None
 ) -> int:
@@ -103,32 +69,57 @@ def dynamic_range(
 
 
 @command(example="memplan lab momentum-bits --momentum int4 --problem teacher-student")
-def momentum_bits(compared: MomentumOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
+def momentum_bits(
+    *,
+    momentum: Annotated[list[str] | None, names_option("--momentum", "A format of momentum, beside fp32")] = None,
+    problem: Annotated[
+        list[Problem] | None,
+        option("Compared", "--problem NAME", f"{' or '.join(Problem)}; repeatable, both by default."),
+    ] = None,
+    size: SizeOptions,
+    run: RunOptions,
+    output: LabOutput,
+) -> int:
     """Measure loss against bits, codebook, block and rounding of Muon's momentum, the notes' quantiser included."""
-    return _learn("momentum_bits", run, output, size, compared.momentum, [one.value for one in compared.problem or ()])
+    return _learn("momentum_bits", run, output, size, momentum, [one.value for one in problem or ()])
 
 
 @command(example="memplan lab weight-bits --steps 20 --seed 0")
 def weight_bits(
-    compared: WeightsOptions,
+    *,
+    weights: Annotated[list[str] | None, names_option("--weights", "A format of weights, beside fp32")] = None,
     size: Annotated[SizeOptions, with_defaults(steps=100, layers=1, hidden=256, intermediate=256)],
     run: RunOptions,
     output: LabOutput,
 ) -> int:
     """Measure loss against format and rounding of the weights, which have no master copy."""
-    return _learn("weight_bits", run, output, size, compared.weights)
+    return _learn("weight_bits", run, output, size, weights)
 
 
 @command(example="memplan lab gradient-dtype --steps 20 --seed 0")
-def gradient_dtype(compared: GradientOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
+def gradient_dtype(
+    *,
+    gradient: Annotated[list[str] | None, names_option("--gradient", "A way to keep gradients, beside fp32")] = None,
+    size: SizeOptions,
+    run: RunOptions,
+    output: LabOutput,
+) -> int:
     """Measure loss against the dtype of gradients between backward and step, with a scale and by a plain cast."""
-    return _learn("gradient_dtype", run, output, size, compared.gradient)
+    return _learn("gradient_dtype", run, output, size, gradient)
 
 
 @command(example="memplan lab adam-bits --steps 20 --seed 0")
-def adam_bits(compared: MomentOptions, size: SizeOptions, run: RunOptions, output: LabOutput) -> int:
+def adam_bits(
+    *,
+    moment: Annotated[list[str] | None, names_option("--moment", "A way to store the second moment, beside fp32")] = (
+        None
+    ),
+    size: SizeOptions,
+    run: RunOptions,
+    output: LabOutput,
+) -> int:
     """Measure loss against bits, levels and range of Adam's second moment, the notes' quantiser included."""
-    return _learn("adam_bits", run, output, size, compared.moment)
+    return _learn("adam_bits", run, output, size, moment)
 
 
 def _number(flag: str, what: str, least: int = 1) -> Any:

@@ -12,21 +12,15 @@ from memplan.cli.option_groups import DeviceOptions, ModelOptions, OutputOptions
 from memplan.cli.output import deliver, emit
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.escaping import json_text
-from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say
 from memplan.report.plans.plan_answer import exit_code
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Where the page is served."""
-
-    port: Annotated[int, option("Server", "--port N", "On 127.0.0.1; 0 for one that is free.", min=0, max=65535)] = 0
-
-
 @command(example="memplan ui")
 def ui_command(
-    server: ServerOptions, output: Annotated[OutputOptions, without("form", "units", "file", "quiet")]
+    *,
+    port: Annotated[int, option("Server", "--port N", "On 127.0.0.1; 0 for one that is free.", min=0, max=65535)] = 0,
+    output: Annotated[OutputOptions, without("form", "units", "file", "quiet")],
 ) -> int:
     """A page on this machine whose answer follows sliders. It shows the command line that asks the same.
 
@@ -38,7 +32,7 @@ def ui_command(
     def tell(address: str) -> None:
         deliver(json_text({"schema": "memplan/ui/1", "address": address}) if output.as_json else f"{address}\n", None)
 
-    serve(server.port, output.catalog_path, tell)
+    serve(port, output.catalog_path, tell)
     return 0
 
 
