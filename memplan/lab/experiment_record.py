@@ -1,6 +1,6 @@
 """The record of an experiment: rows of measurements over several seeds, and the settings behind them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memplan.lab.training.training_record import machine_class
+from memplan.report.training_records import EXPERIMENT
 
-SCHEMA = "memplan/experiment/1"
 DIGITS = 6
 """Significant digits of a measurement in a record."""
 
@@ -39,7 +39,7 @@ def record(outcome: Outcome, command: str, date: str, device: str) -> dict[str, 
         date: Of the run, ISO 8601.
     """
     return {
-        "schema": SCHEMA,
+        "schema": EXPERIMENT,
         "experiment": outcome.experiment,
         "settings": dict(outcome.settings),
         "seeds": list(outcome.seeds),
@@ -60,11 +60,6 @@ def interval(values: Sequence[float]) -> dict[str, Any] | None:
         return None
     rounded = [_rounded(value) for value in values]
     return {"mean": _rounded(fmean(values)), "low": min(rounded), "high": max(rounded), "values": rounded}
-
-
-def row_of(rows: Iterable[Row], /, **keys: Any) -> Row | None:
-    """Return the first row with these values, or None."""
-    return next((row for row in rows if all(row.get(key) == value for key, value in keys.items())), None)
 
 
 def _rounded(value: float) -> float:

@@ -12,7 +12,7 @@ from memplan.measure.measured import Measurement, Progress
 from memplan.measure.storage_bytes import component_bytes, gradient_bytes
 from memplan.measure.task import Task
 from memplan.trace.jobs.reference_job import Session
-from memplan.trace.recording.trace_result import LATER_MICRO_STEP, Component
+from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 
 MARK = "memplan instant: "
 NEXT_STEP = "next step"
@@ -42,26 +42,10 @@ class Marker:
         if tensor.requires_grad and not self._backward and self.now != LATER_MICRO_STEP:
             tensor.register_hook(lambda _: self.instant(instant, backward=True))  # type: ignore[no-untyped-call]
 
-    def forward_begins(self) -> None:
-        """Do nothing."""
+    def mark(self, *_: Any, **__: Any) -> None:
+        """Do nothing; nor can the CPU's allocator tell host from device."""
 
-    def forward_ends(self) -> None:
-        """Do nothing."""
-
-    def section(self, name: str) -> None:
-        """Do nothing."""
-
-    def recomputing(self, begins: bool) -> None:
-        """Do nothing."""
-
-    def weight_copy(self, tensor: Tensor) -> None:
-        """Do nothing."""
-
-    def mark(self, tensor: Tensor, component: Component, name: str = "") -> None:
-        """Do nothing."""
-
-    def on_host(self, tensor: Tensor) -> None:
-        """Do nothing: the CPU's allocator cannot tell host from device."""
+    forward_begins = forward_ends = section = recomputing = weight_copy = on_host = mark
 
 
 def peaks_of(tree: list[Any]) -> dict[str, int]:

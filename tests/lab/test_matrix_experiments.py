@@ -13,13 +13,18 @@ pytest.importorskip("matplotlib")
 from memplan.catalog.catalog import data_directory  # noqa: E402
 from memplan.errors import UnitError  # noqa: E402
 from memplan.lab.experiment_record import record as record_of  # noqa: E402
-from memplan.lab.experiment_record import row_of  # noqa: E402
 from memplan.lab.matrices import orthogonality, precision, variance  # noqa: E402
 from memplan.lab.matrices.matrix_draws import DTYPES, errors, gaussian, iterated, normalised  # noqa: E402
 from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_reference  # noqa: E402
 from memplan.muon.orthogonalisation.schedules import SCHEDULES, resolved_schedule  # noqa: E402
 from memplan.report.document import Table  # noqa: E402
-from memplan.report.experiments import read_record, record_document, record_text, reporter_of  # noqa: E402
+from memplan.report.experiments import (  # noqa: E402
+    read_record,
+    record_document,
+    record_text,
+    reporter_of,
+    row_of,
+)
 from memplan.report.figures import save_figure  # noqa: E402
 from memplan.report.json_schemas import schema_of  # noqa: E402
 from tests.jobs import follow_schema  # noqa: E402

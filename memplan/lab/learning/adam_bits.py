@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Row, row_of
+from memplan.lab.experiment_record import Row
 from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Trainer, TrainingOptions
+from memplan.report.experiments import row_of
 
 BLOCK = 128
 ADAMW_RATE = 0.002

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Row, row_of
+from memplan.lab.experiment_record import Row
 from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Trainer, TrainingOptions
 from memplan.muon.stores.gradient_stores import GRADIENT_FORMATS, GradientStore
+from memplan.report.experiments import row_of
 
 
 @dataclass(frozen=True, slots=True)

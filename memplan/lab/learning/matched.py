@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import unknown_name
-from memplan.lab.experiment_record import Outcome, Progress, Row, interval, row_of
+from memplan.lab.experiment_record import Outcome, Progress, Row, interval
 from memplan.lab.learning.variants import (
     LIMITS,
     Size,
@@ -29,6 +29,7 @@ from memplan.lab.training.training_record import thinned
 from memplan.model.inventory import parameter_count
 from memplan.muon.state_codecs.codecs import codec_bytes
 from memplan.muon.state_codecs.state_formats import momentum_codec
+from memplan.report.experiments import row_of
 
 SHAPES: dict[str, Size] = {
     "tiny": Size(4, 128, 4, 352, 256, batch=8, length=128, steps=100),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
-from memplan.lab.experiment_record import Outcome, Progress, Row, interval, row_of
+from memplan.lab.experiment_record import Outcome, Progress, Row, interval
 from memplan.lab.learning.teacher_student import STEPS, StudentRun, store_of, student_run
 from memplan.lab.learning.variants import (
     LIMITS,
@@ -22,6 +22,7 @@ from memplan.lab.learning.variants import (
 from memplan.lab.training.loop import TrainingOptions, library_text
 from memplan.lab.training.optimizer_groups import with_momentum
 from memplan.muon.state_codecs.state_formats import DEFAULT_BLOCK, momentum_codec
+from memplan.report.experiments import row_of
 
 TEACHER, LANGUAGE = "teacher-student", "language-model"
 PROBLEMS = (TEACHER, LANGUAGE)

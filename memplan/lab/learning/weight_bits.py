@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError
-from memplan.lab.experiment_record import Row, row_of
+from memplan.lab.experiment_record import Row
 from memplan.lab.learning.variants import Size, Task, Variant, chosen, comparison_task, lab_setup, percent_text
 from memplan.lab.training.loop import Rounding, TrainingOptions
+from memplan.report.experiments import row_of
 from memplan.training.resolved import TrainingSetup
 
 WEIGHTS = ("fp32", "bf16", "q8-0", "q4-0", "iq3-xxs", "iq2-xxs")

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from memplan.lab.experiment_record import Outcome, Progress, Row, interval, row_of
+from memplan.lab.experiment_record import Outcome, Progress, Row, interval
 from memplan.lab.matrices.matrix_draws import (
     DTYPES,
     check_sizes,
@@ -25,6 +25,7 @@ from memplan.lab.matrices.matrix_draws import (
     polar_factor,
 )
 from memplan.muon.orthogonalisation.schedules import SCHEDULES, Schedule, resolved_schedule
+from memplan.report.experiments import row_of
 
 QR = "qr"
 MEASURES = {"frobenius": "Frobenius", "largest_element": "largest-element"}

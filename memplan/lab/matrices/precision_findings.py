@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from memplan.lab.experiment_record import Row, row_of
+from memplan.lab.experiment_record import Row
 from memplan.lab.matrices.matrix_draws import mean
+from memplan.report.experiments import row_of
 
 EXPLODED = 2.0
 """Largest-element error beyond which a result is lost: an entry of X X^T is then off by more than two."""

@@ -12,6 +12,7 @@ from memplan.errors import CannotAnswerError
 from memplan.lab.training.optimizer_groups import state_tensors
 from memplan.lab.training.trained_model import TrainedModel
 from memplan.measure.measure_cuda import context_bytes, used_bytes
+from memplan.measure.storage_bytes import distinct_bytes
 from memplan.model.model import Model
 from memplan.muon import Muon
 from memplan.plan.memory_plan import MemoryPlan
@@ -107,21 +108,15 @@ def planned_bytes(model: Model, setup: TrainingSetup) -> dict[str, int]:
 def measured_bytes(model: TrainedModel, optimizer: Muon) -> dict[str, int]:
     """Return the bytes of each component, between backward and step."""
     return {
-        "weights": storage_bytes(weight.tensor for weight in model.weights),
-        "gradients": storage_bytes(_gradients(optimizer)),
-        "optimizer_states": storage_bytes(state_tensors(optimizer)),
+        "weights": distinct_bytes(weight.tensor for weight in model.weights),
+        "gradients": distinct_bytes(_gradients(optimizer)),
+        "optimizer_states": distinct_bytes(state_tensors(optimizer)),
     }
 
 
 def comparisons(planned: dict[str, int], measured: dict[str, int]) -> tuple[Comparison, ...]:
     """Return one comparison for each component."""
     return tuple(Comparison(name, size, measured[name]) for name, size in planned.items())
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of distinct storages."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _gradients(optimizer: Muon) -> Iterable[Tensor]:

@@ -14,9 +14,9 @@ from memplan.lab.training.trained_model import products_of
 from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.model.spec import Attention, Mlp
+from memplan.report.training_records import SCHEMA
 from memplan.training.resolved import TrainingSetup
 
-SCHEMA = "memplan/evidence/1"
 LIMITS = "a tiny model and a short run say how methods rank, not what a model of billions of parameters will do"
 CURVE_POINTS = 30
 

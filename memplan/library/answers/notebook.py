@@ -32,22 +32,19 @@ MARK = "position:absolute;top:0;bottom:0;width:0;border-left:2px"
 def plan_html(plan: MemoryPlan, sentence: str) -> str:
     """Return a plan as HTML: its answer, and a bar for each component against what is usable."""
     scale = max(plan.usable_bytes, plan.upper_bytes, 1)
-    rows = "".join(_component_row(line.name, line.bytes, scale, plan.usable_bytes) for line in plan.components)
+    usable = plan.usable_bytes
+    rows = "".join(_bar_row(line.name, line.bytes, scale, COLOURS[line.name], usable) for line in plan.components)
     color = VERDICT_COLORS[plan.verdict]
     totals = (
         ("expected", plan.needed_bytes, color),
         ("upper end", plan.upper_bytes, color),
-        ("usable", plan.usable_bytes, "#bdbdbd"),
+        ("usable", usable, "#bdbdbd"),
     )
-    rows += "".join(_bar_row(name, size, scale, shade, plan.usable_bytes) for name, size, shade in totals)
+    rows += "".join(_bar_row(name, size, scale, shade, usable) for name, size, shade in totals)
     head = f'<p style="margin:4px 0;color:{color}"><strong>{_text(sentence)}</strong></p>'
     note = f"Peak at the {plan.peak.name} ({plan.peak.operation}). The dashed line is what is usable."
     table = f'<table style="border-collapse:collapse;width:100%;max-width:64em">{rows}</table>'
     return f'<div style="font-family:sans-serif;font-size:13px">{head}{table}<p style="margin:4px 0">{_text(note)}</p></div>'
-
-
-def _component_row(name: str, size: int, scale: int, usable: int) -> str:
-    return _bar_row(name, size, scale, COLOURS[name], usable)
 
 
 def _bar_row(name: str, size: int, scale: int, color: str, usable: int) -> str:

@@ -19,7 +19,7 @@ from memplan.library.answers.answer import Answer
 from memplan.library.answers.trace_answer import TracedStep, model_line, trace_document
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, model_of, settings_of
-from memplan.library.lookup.released_keys import released_keys
+from memplan.library.lookup.model_lookup import released_keys
 from memplan.model.model import Model
 from memplan.plan.jobs.forms_by_regime import refuse_unlearned
 from memplan.plan.memory_plan import Device

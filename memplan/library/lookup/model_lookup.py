@@ -1,6 +1,8 @@
 """Models: from a catalog name, a published id, a file or shapes to a model."""
 
+import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -8,13 +10,16 @@ from typing import Any
 
 from memplan.catalog.catalog import Catalog
 from memplan.documents.frozen_values import dataclass
-from memplan.errors import GuessedNameWarning, InvalidFileError
+from memplan.documents.opening import is_file, is_folder, read_text
+from memplan.errors import CannotAnswerError, GuessedNameWarning, InvalidFileError
 from memplan.library.lookup.model_names import ResolvedName, resolve_model_name, without_address
 from memplan.library.lookup.trainer_files import file_model, is_trainer_file, refuse_no_model
-from memplan.model.families import model_spec
+from memplan.model.families import model_spec, with_towers
 from memplan.model.model import Model
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.readers import read_model
+from memplan.model.readers.given_shapes import SOURCE as SHAPES
+from memplan.model.spec import Attention, Mlp, ModelSpec
 
 KEYS = {
     "layers": "num_hidden_layers",
@@ -115,3 +120,46 @@ def read_model_file(path: Path, catalog: Catalog) -> Model:
         }
 
     return read_model(path, layouts)
+
+
+# ------------------------------------------------------------------ what other libraries build a model from
+CATALOG = "catalog:"
+
+
+def released_keys(model: Model, catalog: Catalog) -> Mapping[str, Any]:
+    """Return the keys of the ``config.json`` of a model, ``model_type`` among them.
+
+    Raises:
+        CannotAnswerError: It was read from a file that has none.
+    """
+    if model.source.startswith(CATALOG):
+        entry = catalog.models.entries[model.source.removeprefix(CATALOG)]
+        return {**entry.config, "model_type": entry.architecture}
+    if model.source == SHAPES:
+        return _llama_keys(model.spec)
+    path = Path(model.source)
+    file = path / "config.json" if is_folder(path) else path
+    if file.name.endswith(".json") and is_file(file):
+        keys: dict[str, Any] = json.loads(read_text(file))
+        inner = keys if keys.get("model_type") in with_towers() else keys.get("text_config")
+        return inner if isinstance(inner, dict) else keys
+    raise CannotAnswerError(f"{model.source}: a library builds its model from a config.json, which this is not")
+
+
+def _llama_keys(spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys of a model that was given by its shapes, which are Llama's."""
+    layer = spec.runs[0].layer
+    part, feed_forward = layer.attention, layer.feed_forward
+    assert isinstance(part, Attention)
+    assert isinstance(feed_forward, Mlp)
+    return {
+        "model_type": "llama",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": feed_forward.intermediate_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "num_attention_heads": part.num_heads,
+        "num_key_value_heads": part.num_key_value_heads,
+        "head_dim": part.head_dim,
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+    }

@@ -13,7 +13,7 @@ from memplan.catalog.training_config import TrainingConfig
 from memplan.errors import CannotAnswerError, InvalidFileError, match_hint, printable
 from memplan.library.answers.answer import Answer
 from memplan.library.lookup import find_device
-from memplan.library.lookup.released_keys import released_keys
+from memplan.library.lookup.model_lookup import released_keys
 from memplan.model.inventory import ROLES, Role
 from memplan.model.model import Model
 from memplan.plan.inference.served_plan import Request, Served, ServedModel

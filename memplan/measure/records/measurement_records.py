@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -21,16 +21,15 @@ from memplan.documents.writing import write_file
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.measure.measured import Measurement, measurement_of
 from memplan.measure.records.comparison_rows import Row, rows_of
-from memplan.measure.records.completeness import missing_figures, other_instants
 from memplan.measure.records.prediction import Prediction, predict
 from memplan.measure.task import Task, task_data, task_of
 
 SCHEMA = "memplan/record/1"
-TOTALS: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"requested"}),
-    "cuda": frozenset({"requested", "allocated", "reserved", "device"}),
-}
-"""Device -> totals that its allocator's counters have."""
+COMPONENTS = ("weights", "buffers", "master_weights", "optimizer_states", "gradients")
+CUDA_COUNTERS = ("context_bytes", "total_bytes", "compute_capability")
+"""Counters that predictions for a card are made with."""
+TOTALS = {"cpu": ("requested",), "cuda": ("requested", "allocated", "reserved", "device")}
+"""Kind of device -> totals that its allocator can be asked for: all that is compared has to be in a record."""
 INSTEAD = "give a record of memplan validate --record, or a folder of them"
 
 
@@ -98,7 +97,7 @@ def read_record(path: Path, catalog: Catalog) -> Record:
     data = read_data(path)
     task = task_of(data["task"], catalog, f"{shown_path(path)}: task")
     measurement = measurement_of(data["measurement"], f"{shown_path(path)}: measurement")
-    unknown = sorted(measurement.totals.keys() - TOTALS[task.device])
+    unknown = sorted(measurement.totals.keys() - set(TOTALS[task.device]))
     if unknown:
         raise InvalidFileError(
             [f"{shown_path(path)}: measurement.totals: {unknown[0]!r} is not measured on a {task.device}"]
@@ -107,6 +106,35 @@ def read_record(path: Path, catalog: Catalog) -> Record:
         names = ", ".join(missing)
         raise InvalidFileError([f"{shown_path(path)}: measurement: a record of such a run has {names}; this has not"])
     return Record(str(path), task, measurement, *(str(data.get(key, "")) for key in ("date", "command")))
+
+
+def missing_figures(task: Task, measurement: Measurement) -> Iterator[str]:
+    """Yield the key of each figure that a run of a task gives and a measurement lacks.
+
+    A run that ended for want of memory has none: that it ended so is what is compared. The memory
+    history is recorded on CUDA unless memory is limited or coded weights are trained, whose events are
+    too many (``memplan.measure.records.measurement_plans``).
+    """
+    if measurement.status == "out of memory":
+        return
+    cuda = task.device == "cuda"
+    host = ("host",) if task.setup.offloads_states else ()
+    yield from _missing("components", (*COMPONENTS, *host), measurement.components)
+    yield from _missing("totals", TOTALS[task.device], measurement.totals)
+    history = ("history",) if not (task.capacity_bytes or task.setup.trains_codes) else ()
+    yield from _missing("counters", (*CUDA_COUNTERS, *history) if cuda else (), measurement.counters)
+    if not measurement.instants:
+        yield "instants"
+
+
+def other_instants(prediction: Prediction, measurement: Measurement) -> Iterator[str]:
+    """Yield the instants that only the trace has, or only a measurement of a whole run."""
+    if measurement.status != "out of memory":
+        yield from sorted(prediction.traced_instants.keys() ^ measurement.instants.keys())
+
+
+def _missing(section: str, names: tuple[str, ...], present: Container[str]) -> Iterator[str]:
+    return (f"{section}.{name}" for name in names if name not in present)
 
 
 RECORDS_PER_PROCESS = 8
