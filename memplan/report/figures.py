@@ -16,8 +16,10 @@ from memplan.documents.writing import write_file
 from memplan.errors import CannotAnswerError, InvalidFileError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:  # matplotlib is imported when a picture is drawn; those who draw take its names from here
+    Axes = Figure = Any
 
 # Eight colours that people with any colour vision tell apart: Okabe and Ito,
 # https://jfly.uni-koeln.de/color/ (checked 2026-11-20). Yellow comes last, since it is faint on paper.

@@ -1,24 +1,20 @@
 """Records of experiments as tables and pictures: one module for each experiment, with ``blocks`` and ``figure``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from memplan.documents.escaping import escaped_json
 from memplan.documents.opening import files_in, is_file, path_kind
 from memplan.documents.strict_json import read_json
 from memplan.errors import InvalidFileError, UnknownNameError, match_hint, printable
 from memplan.report.document import Document, Table
+from memplan.report.figures import Figure
 from memplan.report.training_records import EXPERIMENT
 from memplan.report.training_records import SCHEMA as TRAINING
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Reporter(Protocol):

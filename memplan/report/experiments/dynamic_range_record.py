@@ -1,15 +1,9 @@
 """The record of ``memplan lab dynamic-range`` as a table and a picture."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
-from memplan.report.figures import PALETTE, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from memplan.report.figures import PALETTE, Axes, Figure, new_figure
 
 NAMES = {
     "adam-v": "Adam's v, all weights",

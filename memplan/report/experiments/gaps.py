@@ -1,18 +1,13 @@
 """Gaps to a baseline, drawn as a dot for each mean and a bar over the seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.documents.frozen_values import dataclass
 from memplan.report.document import Table
 from memplan.report.experiments import interval_text
-from memplan.report.figures import MARKERS, PALETTE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from memplan.report.figures import MARKERS, PALETTE, Axes
 
 TICKS = {15: (-1, -0.5, 0, 0.5, 1, 2, 5, 10), 150: (-1, 0, 1, 3, 10, 30, 100), inf: (-1, 0, 1, 10, 100, 1000, 10000)}
 """Percent to name on an axis that ends below each key."""

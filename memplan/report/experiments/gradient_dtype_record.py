@@ -1,15 +1,10 @@
 """The record of ``memplan lab gradient-dtype`` as a table and a picture."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
 from memplan.report.experiments.gaps import Series, draw_gaps, gap_table, line_label
-from memplan.report.figures import new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from memplan.report.figures import Figure, new_figure
 
 SCALED = {False: "plain cast", True: "one scale for each tensor"}
 

@@ -1,18 +1,12 @@
 """The record of ``memplan lab matched-8bit`` as tables and a picture."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
 from memplan.report.experiments import interval_text
 from memplan.report.experiments.gaps import gap_cell
-from memplan.report.figures import LINES, PALETTE, new_figure
+from memplan.report.figures import LINES, PALETTE, Axes, Figure, new_figure
 from memplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COMPONENTS = {"weights": "weights", "gradients": "gradients", "optimizer_states": "optimizer states"}
 HATCHES = ("", "////", "xx")

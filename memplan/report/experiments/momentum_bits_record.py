@@ -1,15 +1,10 @@
 """The record of ``memplan lab momentum-bits`` as tables and a picture."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
 from memplan.report.experiments.gaps import Series, draw_gaps, gap_table, line_label
-from memplan.report.figures import new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from memplan.report.figures import Figure, new_figure
 
 TITLES = {"teacher-student": "One layer learns from a teacher (the notes' test)", "language-model": "Language model"}
 WEIGHTS = {"q4-0": "Q4_0 weights", "fp32": "fp32 weights"}

@@ -1,17 +1,11 @@
 """Tables and picture of ``memplan lab orthogonality``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
 from memplan.report.experiments import interval_text, row_of
-from memplan.report.figures import line_style, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from memplan.report.figures import Axes, Figure, line_style, new_figure
 
 Row = dict[str, Any]
 

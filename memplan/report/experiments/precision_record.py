@@ -1,16 +1,10 @@
 """Tables and picture of ``memplan lab precision``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
 from memplan.report.experiments import interval_text, row_of
-from memplan.report.figures import PALETTE, line_style, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from memplan.report.figures import PALETTE, Axes, Figure, line_style, new_figure
 
 Row = dict[str, Any]
 

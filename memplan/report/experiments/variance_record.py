@@ -1,17 +1,11 @@
 """Tables and picture of ``memplan lab variance``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.report.document import Table
 from memplan.report.experiments import interval_text
-from memplan.report.figures import MARKERS, PALETTE, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from memplan.report.figures import MARKERS, PALETTE, Axes, Figure, new_figure
 
 Row = dict[str, Any]
 

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memplan.errors import InvalidFileError
-from memplan.report.figures import MARKERS, PALETTE, new_figure
+from memplan.report.figures import MARKERS, PALETTE, Axes, Figure, new_figure
 from memplan.report.largest.largest_value_answer import WORDS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from memplan.solver.largest_per_device import Largest, Quantity
 
 MOST_ROWS = 40

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from memplan.report.figures import new_figure
+from memplan.report.figures import Axes, Figure, new_figure
 from memplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from memplan.plan.memory_plan import Verdict
     from memplan.solver.batch_frontier import Frontier
 

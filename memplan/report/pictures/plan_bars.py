@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memplan.plan.components import COMPONENTS
-from memplan.report.figures import new_figure
+from memplan.report.figures import Axes, Figure, new_figure
 from memplan.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from memplan.plan.memory_plan import MemoryPlan
 
 

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memplan.documents.frozen_values import dataclass
-from memplan.report.figures import new_figure
+from memplan.report.figures import Axes, Figure, new_figure
 from memplan.report.pictures.plan_bars import COLOURS
 from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
 from memplan.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from memplan.plan.memory_plan import MemoryPlan
     from memplan.plan.reserve.step_timeline import Timeline
 
