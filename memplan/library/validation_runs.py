@@ -79,12 +79,12 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
         return calibration_document([read_data(path) for path in record_files(request.calibrate)])
     require_torch("measuring needs")
     if request.replay is not None:
-        return _replayed(request, request.replay, catalog, unit)
+        return _replayed(request, request.replay, catalog)
     device = request.device or ("cuda" if request.processes == 1 and _cuda() else "cpu")
     if device == "cuda" and not _cuda():
         raise CannotAnswerError("no CUDA device that torch can use; --device cpu measures on this machine's CPU")
     if request.plan:
-        return _planned(request, device, catalog, unit)
+        return _planned(request, device, catalog)
     task = _task(request, device, catalog)
     if request.record is not None and task.model.source != f"catalog:{task.name}":
         raise InvalidFileError(
@@ -260,17 +260,17 @@ def _compared(task: Task, measurements: Sequence[Measurement], unit: str) -> Doc
 
 
 # ------------------------------------------------------------------ many
-def _replayed(request: ValidateRequest, place: Path, catalog: Catalog, unit: str) -> Document:
+def _replayed(request: ValidateRequest, place: Path, catalog: Catalog) -> Document:
     from memplan.measure.records.measurement_records import record_files, replay_records
 
     rows = [
         (_facts(item.record.task, item.record.measurement), Path(item.record.name).stem, item.rows)
         for item in replay_records(record_files(place), catalog, request.say)
     ]
-    return replay_document(rows, unit)
+    return replay_document(rows)
 
 
-def _planned(request: ValidateRequest, device: str, catalog: Catalog, unit: str) -> Document:
+def _planned(request: ValidateRequest, device: str, catalog: Catalog) -> Document:
     """Run the measurement plan; what has a record already is not run again."""
     from memplan.measure.process import measure
     from memplan.measure.records.measurement_plans import cpu_tasks, cuda_tasks, task_label
@@ -294,7 +294,7 @@ def _planned(request: ValidateRequest, device: str, catalog: Catalog, unit: str)
             write_record(path, task, measurement, request.command)
         else:
             failed.append((label, f"{measurement.status}: {measurement.reason}"))
-    answer = _replayed(request, folder, catalog, unit) if any(folder.glob("*.json")) else None
+    answer = _replayed(request, folder, catalog) if any(folder.glob("*.json")) else None
     return plan_document(len(tasks), failed, answer)
 
 

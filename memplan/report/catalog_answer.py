@@ -64,8 +64,7 @@ def _gpu_cells(entry: Gpu, unit: str) -> tuple[str, ...]:
     )
 
 
-def _model_cells(entry: ModelEntry, unit: str) -> tuple[str, ...]:
-    del unit
+def _model_cells(entry: ModelEntry, _: str) -> tuple[str, ...]:
     active = entry.expected_active_parameters
     return (
         entry.title,
@@ -77,8 +76,7 @@ def _model_cells(entry: ModelEntry, unit: str) -> tuple[str, ...]:
     )
 
 
-def _format_cells(entry: StorageFormat, unit: str) -> tuple[str, ...]:
-    del unit
+def _format_cells(entry: StorageFormat, _: str) -> tuple[str, ...]:
     return (
         str(entry.block_elements),
         str(entry.block_bytes),
@@ -92,13 +90,11 @@ def _format_cells(entry: StorageFormat, unit: str) -> tuple[str, ...]:
 _TRAINING = {"float": "trained", "coded": "trained as codes", "frozen": "frozen only"}
 
 
-def _gradient_cells(entry: GradientDtype, unit: str) -> tuple[str, ...]:
-    del unit
+def _gradient_cells(entry: GradientDtype, _: str) -> tuple[str, ...]:
     return (str(entry.element_bytes), str(entry.tensor_bytes or ""), entry.description)
 
 
-def _optimizer_cells(entry: Optimizer, unit: str) -> tuple[str, ...]:
-    del unit
+def _optimizer_cells(entry: Optimizer, _: str) -> tuple[str, ...]:
     return (
         slots_text(entry),
         entry.takes,
@@ -120,13 +116,11 @@ def slots_text(entry: Optimizer) -> str:
     return ", ".join(texts) or "none"
 
 
-def _config_cells(entry: TrainingConfig, unit: str) -> tuple[str, ...]:
-    del unit
+def _config_cells(entry: TrainingConfig, _: str) -> tuple[str, ...]:
     return (entry.status, entry.activation_checkpointing or "", entry.description)
 
 
-def _stack_cells(entry: Stack, unit: str) -> tuple[str, ...]:
-    del unit
+def _stack_cells(entry: Stack, _: str) -> tuple[str, ...]:
     package, version = next(iter(entry.versions.items()))
     return (f"{package} {version}", entry.level, entry.checkpointing.default, entry.kernels.loss, entry.description)
 

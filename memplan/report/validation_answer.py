@@ -156,9 +156,8 @@ def _sentence(rows: Sequence[Comparison]) -> str:
 Replay = tuple[Facts, str, Sequence[Comparison]]
 
 
-def replay_document(replays: Sequence[Replay], unit: str) -> Document:
+def replay_document(replays: Sequence[Replay]) -> Document:
     """Return the errors of many records by component, with the worst of each."""
-    del unit
     devices: dict[str, dict[str, list[tuple[Fraction, str, Comparison]]]] = {}
     for facts, name, rows in replays:
         groups = devices.setdefault(_place(facts), {})

@@ -79,9 +79,8 @@ def is_trainer_file(text: str) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _has_trainers_keys(path: Path, changed: int, size: int) -> bool:
+def _has_trainers_keys(path: Path, _changed: int, _size: int) -> bool:
     """Tell it of a file as it was changed last: a command asks several times, and a long list takes seconds to read."""
-    del changed, size
     from memplan.importer.files.file_sources import read_source
     from memplan.importer.given_job import commands_within
     from memplan.importer.imported_job import Question

@@ -27,17 +27,15 @@ def _gguf(path: Path, layouts: Layouts) -> Model:
     return read_gguf(path, {number: BlockLayout(*layout) for number, layout in layouts().items()})
 
 
-def _safetensors(path: Path, layouts: Layouts) -> Model:
+def _safetensors(path: Path, _: Layouts) -> Model:
     from memplan.model.readers.safetensors import read_safetensors
 
-    del layouts
     return read_safetensors(path)
 
 
-def _huggingface(path: Path, layouts: Layouts) -> Model:
+def _huggingface(path: Path, _: Layouts) -> Model:
     from memplan.model.readers.huggingface import read_huggingface
 
-    del layouts
     return read_huggingface(path)
 
 
