@@ -24,7 +24,7 @@ from memplan.library.answers.traced_step import DEFAULT_CAPABILITY, DEFAULT_GPU,
 from memplan.library.argument_kinds import checked
 from memplan.library.job_options import FilePath
 from memplan.library.lookup import find_device, open_catalog
-from memplan.library.runs.dry_run_answer import budgeted_job, dry_run_document, findings, fits
+from memplan.library.runs.dry_run_answer import budgeted_job, dry_run_document, findings
 from memplan.library.trainers.written_back import suggested
 from memplan.plan.memory_plan import Device, Suggestion
 from memplan.report.document import Document
@@ -121,7 +121,7 @@ class DryRun(Answer):
     @property
     def fits(self) -> bool:
         """Whether the allocator gets by on the GPU."""
-        return fits(self)
+        return self.outcome.runs_out is None and self.on_device.survives
 
     @property
     def over_budget(self) -> tuple[Finding, ...]:

@@ -27,11 +27,6 @@ MOST_ANSWERS = 10
 """Values asked for that the tables list; the JSON has all."""
 
 
-def fits(run: DryRun) -> bool:
-    """Tell whether the script gets by on the GPU."""
-    return run.outcome.runs_out is None and run.on_device.survives
-
-
 def dry_run_document(run: DryRun, unit: str) -> Document:
     """Return the answer of ``memplan run``."""
     blocks: list[Block] = [
@@ -52,20 +47,20 @@ def dry_run_document(run: DryRun, unit: str) -> Document:
         blocks.append(suggestions_table(run.suggestions, run.device.usable_bytes(0), unit))
     blocks.append(_sentence(run))
     blocks += [f"Over the budget of {run.job.name}: {finding.message}." for finding in run.over_budget if run.job]
-    return Document(_data(run), tuple(blocks), 1 if run.over_budget or not fits(run) else 0)
+    return Document(_data(run), tuple(blocks), 1 if run.over_budget or not run.fits else 0)
 
 
 def _heading(run: DryRun) -> tuple[str, str]:
     device, outcome = run.device, run.outcome
     needs, usable = run.to_spare.reserved_peak_bytes + run.context_bytes, device.usable_bytes(0)
-    if fits(run) and needs > usable:
+    if run.fits and needs > usable:
         room = (
             f"runs in {format_bytes(usable)} on {device.name}; with memory to spare it reserves {format_bytes(needs)}"
         )
     else:
         room = f"needs {format_bytes(needs)} of {format_bytes(usable)} on {device.name}"
     return (
-        f"{'FITS' if fits(run) else 'NO'}: {run.script} {room}",
+        f"{'FITS' if run.fits else 'NO'}: {run.script} {room}",
         f"{outcome.model or 'no module'}, {outcome.steps} steps run on tensors without memory in {outcome.seconds:.1f} s",
     )
 
@@ -128,7 +123,7 @@ def _data(run: DryRun) -> dict[str, Any]:
         "script": run.script,
         "model": outcome.model,
         "gpu": {"name": run.device.name, "usable_bytes": run.device.usable_bytes(0)},
-        "verdict": "fits" if fits(run) else "no",
+        "verdict": "fits" if run.fits else "no",
         "answer": _sentence(run),
         "components": [{"name": name, "bytes": sizes[name]} for name in COMPONENTS if name in sizes],
         "instants": [
@@ -147,7 +142,7 @@ def _data(run: DryRun) -> dict[str, Any]:
         "steps": outcome.steps,
         "step_peaks": list(outcome.peaks),
         "events": len(trace.events),
-        "survives": fits(run),
+        "survives": run.fits,
         "runs_out": None if outcome.runs_out is None else asdict(outcome.runs_out),
         "suggestions": [asdict(suggestion) for suggestion in run.suggestions],
         "over_budget": [asdict(finding) for finding in run.over_budget],
