@@ -16,9 +16,7 @@ from memplan.library.lookup.model_names import ResolvedName, resolve_model_name,
 from memplan.library.lookup.trainer_files import file_model, is_trainer_file, refuse_no_model
 from memplan.model.families import model_spec, with_towers
 from memplan.model.model import Model
-from memplan.model.parameter_tensors import inventory_of
 from memplan.model.readers import read_model
-from memplan.model.readers.given_shapes import SOURCE as SHAPES
 from memplan.model.spec import Attention, Mlp, ModelSpec
 
 KEYS = {
@@ -32,6 +30,9 @@ KEYS = {
     "tied": "tie_word_embeddings",
 }
 """Shape -> the key of a config that holds it."""
+
+CATALOG = "catalog:"
+"""What the source of a model of the catalog begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ def named_model(resolved: ResolvedName, catalog: Catalog) -> Model:
 def catalog_model(name: str, catalog: Catalog) -> Model:
     """Return a model of the catalog by its exact name; those of the shipped one are all read once."""
     entry = catalog.models.entries[name]
-    spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"catalog:{name}")
-    return Model(spec, inventory_of(spec), f"catalog:{name}")
+    spec = model_spec({**entry.config, "model_type": entry.architecture}, entry.title, f"{CATALOG}{name}")
+    return Model.from_spec(spec, f"{CATALOG}{name}")
 
 
 def read_model_file(path: Path, catalog: Catalog) -> Model:
@@ -123,19 +124,18 @@ def read_model_file(path: Path, catalog: Catalog) -> Model:
 
 
 # ------------------------------------------------------------------ what other libraries build a model from
-CATALOG = "catalog:"
-
-
 def released_keys(model: Model, catalog: Catalog) -> Mapping[str, Any]:
     """Return the keys of the ``config.json`` of a model, ``model_type`` among them.
 
     Raises:
         CannotAnswerError: It was read from a file that has none.
     """
+    from memplan.model.readers.given_shapes import SOURCE
+
     if model.source.startswith(CATALOG):
         entry = catalog.models.entries[model.source.removeprefix(CATALOG)]
         return {**entry.config, "model_type": entry.architecture}
-    if model.source == SHAPES:
+    if model.source == SOURCE:
         return _llama_keys(model.spec)
     path = Path(model.source)
     file = path / "config.json" if is_folder(path) else path
