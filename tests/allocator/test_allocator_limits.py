@@ -8,19 +8,12 @@ from fractions import Fraction
 
 import pytest
 
-from memplan.allocator.caching_allocator import CachingAllocator, replay
+from memplan.allocator.caching_allocator import replay
 from memplan.allocator.results import AllocationError
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.errors import MemplanError
 from memplan.units import MIB
-
-
-def filled(*sizes, settings=None, capacity_bytes=None):
-    """An allocator that served requests 0, 1, 2, ... of these MiB."""
-    allocator = CachingAllocator(settings, capacity_bytes)
-    for key, size in enumerate(sizes):
-        allocator.malloc(key, size * MIB)
-    return allocator
+from tests.allocator.test_caching_allocator import filled
 
 
 def test_oversize_blocks_are_not_split_and_not_given_to_smaller_requests():
@@ -76,26 +69,24 @@ def test_after_a_failure_the_allocator_still_works():
     assert allocator.allocated_bytes == 25 * MIB
 
 
-def test_an_oversize_block_is_released_before_everything_else():
-    """release_available_cached_blocks: the smallest oversize block that is enough, and no retry counted."""
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "request_size", "released"),
+    [
+        # the smallest oversize block that is enough
+        ((30, 90, 100), 220, 60, [90]),
+        # when no single one is enough, several, starting with the largest
+        ((40, 50, 60), 150, 100, [60, 50]),
+    ],
+)
+def test_oversize_blocks_are_released_before_everything_else(sizes, capacity, request_size, released):
+    """release_available_cached_blocks: as few as are enough, and no retry counted."""
     settings = AllocatorSettings(max_split_bytes=40 * MIB)
-    allocator = filled(30, 90, 100, settings=settings, capacity_bytes=220 * MIB)
+    allocator = filled(*sizes, settings=settings, capacity_bytes=capacity * MIB)
     for key in range(3):
         allocator.free(key)
-    allocator.malloc("new", 60 * MIB)
+    allocator.malloc("new", request_size * MIB)
     freed = [call.size_bytes // MIB for call in allocator.driver.calls if call.action == "segment_free"]
-    assert (freed, allocator.retries) == ([90], 0)
-
-
-def test_oversize_blocks_are_released_from_the_largest_on_until_they_are_enough():
-    """release_available_cached_blocks: when no single one is enough, several, starting with the largest."""
-    settings = AllocatorSettings(max_split_bytes=40 * MIB)
-    allocator = filled(40, 50, 60, settings=settings, capacity_bytes=150 * MIB)
-    for key in range(3):
-        allocator.free(key)
-    allocator.malloc("new", 100 * MIB)
-    freed = [call.size_bytes // MIB for call in allocator.driver.calls if call.action == "segment_free"]
-    assert (freed, allocator.retries) == ([60, 50], 0)
+    assert (freed, allocator.retries) == (released, 0)
 
 
 def test_the_memory_fraction_limits_what_is_reserved():

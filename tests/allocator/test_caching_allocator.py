@@ -21,9 +21,9 @@ def segment(block):
     return blocks
 
 
-def filled(*sizes):
+def filled(*sizes, settings=None, capacity_bytes=None):
     """An allocator that served requests 0, 1, 2, ... of these MiB."""
-    allocator = CachingAllocator()
+    allocator = CachingAllocator(settings, capacity_bytes)
     for key, size in enumerate(sizes):
         allocator.malloc(key, size * MIB)
     return allocator

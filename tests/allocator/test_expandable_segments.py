@@ -1,21 +1,17 @@
 """Rules of expandable segments, with the function of c10/cuda/CUDACachingAllocator.cpp that has each."""
 
+from functools import partial
+
 import pytest
 
 from memplan.allocator.caching_allocator import CachingAllocator, replay
 from memplan.allocator.results import AllocationError
 from memplan.allocator.settings import AllocatorSettings, parse_alloc_conf
 from memplan.units import MIB
+from tests.allocator import test_caching_allocator
 
 EXPANDABLE = parse_alloc_conf("expandable_segments:True")
-
-
-def filled(*sizes, settings=EXPANDABLE, capacity_bytes=None):
-    """An allocator that served requests 0, 1, 2, ... of these MiB."""
-    allocator = CachingAllocator(settings, capacity_bytes)
-    for key, size in enumerate(sizes):
-        allocator.malloc(key, size * MIB)
-    return allocator
+filled = partial(test_caching_allocator.filled, settings=EXPANDABLE)
 
 
 def mapped(allocator):

@@ -190,9 +190,6 @@ def replicas_train_alike() -> None:
 
 def trained(folder: str, save: bool) -> None:
     """Train a model under fully_shard, and save its optimizer, or load what others saved and hold it against that."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
     model = small_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     for layer in (model[1], model[2]):
@@ -203,11 +200,7 @@ def trained(folder: str, save: bool) -> None:
     )
     if save:
         train(model, optimizer)
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    else:
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _save_or_load(model, optimizer, folder, save)
     alone = small_model()
     reference = Muon.from_model(
         alone, lr=0.02, momentum_format="int8", block_elements=16, adamw={"adamw_format": "bf16"}
@@ -218,6 +211,18 @@ def trained(folder: str, save: bool) -> None:
         for name, tensor in own.items():
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             assert torch.equal(whole.reshape(-1), other[name].reshape(-1)), (number, name)
+
+
+def _save_or_load(model: nn.Module, optimizer: Muon, folder: str, save: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 def small_model() -> nn.Sequential:
@@ -259,19 +264,12 @@ def divided_models_step_to_the_bit() -> None:
 
 def divided_states(folder: str, save: bool) -> None:
     """Train such a model, and save its optimizer, or load what other ranks saved and hold it against one that was trained here."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
     options = {"lr": 0.02, "momentum_format": "int8", "block_elements": 8, "adamw": {"adamw_format": "bf16"}}
     model = _divided_model()
     optimizer = Muon.from_model(model, **options)
     if save:
         _train_on_given(model, optimizer)
-        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    else:
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=folder)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _save_or_load(model, optimizer, folder, save)
     other = _divided_model()
     trained_here = Muon.from_model(other, **options)
     _train_on_given(other, trained_here)

@@ -11,7 +11,7 @@ from memplan.catalog.training_config import Offload
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
 from memplan.step.events.ranks.flat_events import REDUCES
 from memplan.step.events.ranks.partitioned_events import GATHERS
-from tests.step.test_events import peak_of
+from tests.step.test_events import alive_at, peak_of
 from tests.step.test_gathered_events import CATALOG, plan_of
 from tests.step.test_replicated_events import alive_before
 
@@ -40,10 +40,7 @@ def test_the_fullest_moment_of_a_ranks_events_is_the_peak_of_the_formula(
     assert not shares_reason(plan)
     events = events_of(plan)
     assert peak_of(events) == pytest.approx(plan.requested_bytes, rel=0.01)
-    left = [
-        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
-    ]
-    assert left[1] == left[2]
+    assert alive_at(events, events.steps[1]) == alive_at(events, events.steps[2])
     assert {*events.stream.streams.values()} <= ({REDUCES} if overlaps else set())
 
 
@@ -68,10 +65,7 @@ def test_gathered_parameters_and_reduced_gradients_are_as_many_bytes_as_the_form
     events = events_of(plan)
     step = replace(events, codes=[2 * s for s in alive_before(events)] + list(events.codes[events.steps[0] :]))
     assert peak_of(step) == pytest.approx(plan.requested_bytes, rel=0.01)
-    left = [
-        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
-    ]
-    assert left[1] == left[2]
+    assert alive_at(events, events.steps[1]) == alive_at(events, events.steps[2])
     assert {*events.stream.streams.values()} == (set() if overlaps is False else {GATHERS, REDUCES})
 
 

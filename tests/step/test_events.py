@@ -38,6 +38,11 @@ def plan_of(config, model="small", rows=2, **keys):
         return None
 
 
+def alive_at(events, place):
+    """Return the bytes alive before the event at a place."""
+    return sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place])
+
+
 def peak_of(events):
     """Return the most bytes alive, workspaces of libraries left out; each event has to be possible."""
     alive, total, most = set(), 0, 0
@@ -71,12 +76,8 @@ def test_what_a_forward_makes_for_its_layers_is_told_and_goes(stack, attention, 
     plan = plan_of("bf16-adamw", stack=stack, kernels=kernels, activation_checkpointing=checkpointing)
     events = events_of(plan)
     assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 1000
-    left = []
-    for place in (*events.steps[1:], len(events.codes)):
-        codes = events.codes[:place]
-        sizes = [events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in codes]
-        left.append(sum(sizes))
-    assert left[0] == left[1] == left[2]
+    left = {alive_at(events, place) for place in (*events.steps[1:], len(events.codes))}
+    assert len(left) == 1
     tables = 2 * 2 * 300 * plan.model.spec.runs[0].layer.attention.rotary_dim // 2
     in_step = [events.sizes[code >> 1] for code in events.codes[events.steady_from :] if not code & 1]
     assert in_step.count(tables) >= 2

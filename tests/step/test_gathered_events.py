@@ -18,7 +18,7 @@ from memplan.step.events.ranks.unit_events import AMONG_GROUPS, CASTS, GATHERS, 
 from memplan.training.resolution.resolve_config import resolve
 from memplan.units import MIB
 from tests.jobs import SHAPES, shipped_catalog
-from tests.step.test_events import peak_of
+from tests.step.test_events import alive_at, peak_of
 from tests.survey.agreement import cut_model
 
 CATALOG = shipped_catalog()
@@ -76,10 +76,9 @@ def test_the_fullest_moment_of_a_ranks_events_is_the_peak_of_the_formula(layout,
         pytest.skip("refused, or not told")
     events = events_of(plan)
     assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 250
-    left = [
-        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
-    ]
-    assert left[1] == left[2]  # a step leaves what the one before left
+    assert alive_at(events, events.steps[1]) == alive_at(
+        events, events.steps[2]
+    )  # a step leaves what the one before left
 
 
 SHARED = {
@@ -119,10 +118,7 @@ def test_a_rank_that_shares_matrices_sequences_or_experts_is_told_as_a_whole_one
     plan = CompiledPlan(cut_model(model, CATALOG), resolve(changed, CATALOG, config)).evaluate(CARD)
     events = events_of(plan)
     assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 250
-    left = [
-        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
-    ]
-    assert left[1] == left[2]
+    assert alive_at(events, events.steps[1]) == alive_at(events, events.steps[2])
     assert simulated(plan).reserve_by_share == ""
 
 
@@ -210,7 +206,7 @@ def test_rounds_of_muon_have_as_many_bytes_alive_as_the_formula_has_in_the_optim
     assert simulated(plan).reserve_by_share == ""
     events = events_of(plan)
     start = max(place for place, phase in events.stream.phases if phase == "optimizer step")
-    alive = most = sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:start])
+    alive = most = alive_at(events, start)
     for code in events.codes[start:]:
         alive += events.sizes[code >> 1] * (1 - 2 * (code & 1))
         most = max(most, alive)

@@ -15,7 +15,7 @@ from memplan.plan.reserve.simulation import MOST_LAYERS, events_of, shares_reaso
 from memplan.step.pipelines.pipeline_schedules import stages_of
 from memplan.training.resolution.resolve_config import resolve
 from tests.jobs import shipped_catalog
-from tests.step.test_events import peak_of
+from tests.step.test_events import alive_at, peak_of
 from tests.survey.agreement import cut_model
 
 CATALOG = shipped_catalog()
@@ -52,10 +52,9 @@ def test_the_fullest_moment_of_a_stages_events_is_the_peak_of_the_formula(name, 
     plan = plan_of(replace(SCHEDULES[name], stage=stage), config, kernels=Kernels(loss=loss))
     events = events_of(plan)
     assert abs(peak_of(events) - plan.requested_bytes) <= plan.requested_bytes // 250
-    left = [
-        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
-    ]
-    assert left[1] == left[2]  # a step leaves what the one before left
+    assert alive_at(events, events.steps[1]) == alive_at(
+        events, events.steps[2]
+    )  # a step leaves what the one before left
     assert simulated(plan).reserve_by_share == ""
 
 

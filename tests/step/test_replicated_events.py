@@ -11,7 +11,7 @@ from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.plan.reserve.simulation import events_of, shares_reason, simulated
 from memplan.step.events.ranks.replicated_events import BUCKET_LIMITS, bucketed
 from memplan.units import MIB
-from tests.step.test_events import peak_of
+from tests.step.test_events import alive_at, peak_of
 from tests.step.test_gathered_events import plan_of
 
 DDP = Parallel(data=2)
@@ -52,10 +52,7 @@ def test_the_fullest_moment_of_a_replicas_events_is_the_peak_of_the_formula(conf
     events = events_of(plan)
     step = replace(events, codes=[2 * s for s in alive_before(events)] + list(events.codes[events.steps[0] :]))
     assert abs(peak_of(step) - plan.requested_bytes) <= plan.requested_bytes // 250
-    left = [
-        sum(events.sizes[code >> 1] * (1 - 2 * (code & 1)) for code in events.codes[:place]) for place in events.steps
-    ]
-    assert left[1] == left[2]
+    assert alive_at(events, events.steps[1]) == alive_at(events, events.steps[2])
 
 
 @pytest.mark.parametrize("looks", [False, True])

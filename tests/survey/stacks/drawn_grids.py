@@ -281,9 +281,7 @@ def staged_job(job: StackJob, seed: int, number: int) -> StackJob:
 def staying_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job over ``fully_shard`` whose layers stay gathered until their backward, on ranks drawn."""
     rng, training = Random(f"memplan staying {seed} {number}"), dict(job.job.training)
-    if "parallel" not in training:
-        training["parallel"] = _drawn_shards(rng)
-        _in_shards(training, rng)
+    _put_in_shards(training, rng)
     training["parallel"] = {**training["parallel"], "reshard_after_forward": False}
     return replace(job, job=Job(job.job.model, training))
 
@@ -291,9 +289,7 @@ def staying_job(job: StackJob, seed: int, number: int) -> StackJob:
 def towered_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job over shards, on ranks drawn where it has none, and whether blocks of its model's tower are units of torch's."""
     rng, training = Random(f"memplan towers {seed} {number}"), dict(job.job.training)
-    if "parallel" not in training:
-        training["parallel"] = _drawn_shards(rng)
-        _in_shards(training, rng)
+    _put_in_shards(training, rng)
     if training["parallel"].get("engine") == "deepspeed":
         left_out = "adapter" in training and (training["parallel"]["zero_stage"] < 3 or rng.random() < 0.5)
         training |= {"adapter": {**training["adapter"], "vision": False}} if left_out else {}
@@ -307,8 +303,11 @@ def _drawn_shards(rng: Random) -> dict[str, int]:
     return {"data": shards * groups, "replicate": groups, "zero_stage": 3}
 
 
-def _in_shards(training: dict[str, Any], rng: Random) -> None:
-    """Let a job train in what shards are trained in."""
+def _put_in_shards(training: dict[str, Any], rng: Random) -> None:
+    """Let a job train in shards, on ranks drawn and in what shards are trained in, where it has none."""
+    if "parallel" in training:
+        return
+    training["parallel"] = _drawn_shards(rng)
     training.pop("loss_scaling", None)
     if training["compute_dtype"] == "fp16":
         training["compute_dtype"] = "bf16"
@@ -319,9 +318,7 @@ def _in_shards(training: dict[str, Any], rng: Random) -> None:
 def offloaded_job(job: StackJob, seed: int, number: int) -> StackJob:
     """Return a job whose weights, gradients and states lie in host memory; over ``fully_shard`` on ranks drawn, where it has none."""
     rng, training = Random(f"memplan offload {seed} {number}"), dict(job.job.training)
-    if "parallel" not in training:
-        training["parallel"] = _drawn_shards(rng)
-        _in_shards(training, rng)
+    _put_in_shards(training, rng)
     if training["parallel"].get("engine") == "deepspeed":
         weights = rng.choice(("none", "cpu")) if training["parallel"]["zero_stage"] == 3 else "none"
         training["offload"] = {"weights": weights, "optimizer_states": "cpu"}
