@@ -1,7 +1,5 @@
 """Settings of the site; ``sphinx-build -W docs OUTPUT`` builds it, the reference pages from the code and the data."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

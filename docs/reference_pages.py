@@ -1,7 +1,5 @@
 """Write the reference pages of the site: what each command takes, and what the catalog and the configs hold."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

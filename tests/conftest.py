@@ -1,7 +1,5 @@
 """What several folders of tests share: the catalog, setups and plans by name, and the command in process."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Models small enough to trace and to train, the shipped catalog, loaded once, and how files and answers are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

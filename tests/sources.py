@@ -1,7 +1,5 @@
 """Modules of the package as trees, each parsed and walked once for all tests that read them."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from functools import cache

@@ -1,7 +1,5 @@
 """Errors refine a built-in, carry their exit code, and name the nearest match."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The layout: imports go one way, folders are small, names are unique, and torch lives in the side folders only."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

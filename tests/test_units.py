@@ -1,7 +1,5 @@
 """Sizes need a unit, GiB and GB are never mixed, and rounding carries."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -4,8 +4,6 @@ That this is what torch does is held elsewhere, by laws, published figures and t
 --update-golden`` rewrites the digests.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The quick loop is the simulator: equal peaks, survival and retries on streams drawn at random."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -4,8 +4,6 @@ In process, from the budget's text to the answer, as after the program has start
 own pair of model and config or GPU, so that little can be shared; a second figure has ten configs on fifty GPUs.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -3,8 +3,6 @@
 Run it itself: ``python tests/benchmarks/bench_grid_formats.py``.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

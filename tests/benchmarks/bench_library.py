@@ -4,8 +4,6 @@ The job is made once; verdict and expected bytes of every plan are read. Process
 programs count as little as they can.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import product
 

@@ -4,8 +4,6 @@ Run ``python tests/benchmarks/bench_muon_step.py [--models NAME...] [--layers 2]
 bf16, momentum as each optimizer keeps it by default. The optimizers take turns, and the least time of each counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -5,8 +5,6 @@ Run ``python tests/benchmarks/bench_newton_schulz.py [--width 1024 4096] [--thre
 take bf16 parameters and gradients. On CUDA the share of the card's measured bf16 peak is added.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """The page in a headless browser: first paint, and from a control to its answer; ``python tests/benchmarks/bench_page.py``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import median

@@ -3,8 +3,6 @@
 Compiling joins a model and a setup into closed forms; evaluating puts in a batch, a length and a device.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

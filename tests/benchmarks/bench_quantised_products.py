@@ -5,8 +5,6 @@ Run ``python tests/benchmarks/bench_quantised_products.py [--width 1024 4096] [-
 singular values mean what they would on a GPU, to the order of sums, and times mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

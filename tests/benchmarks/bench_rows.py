@@ -4,8 +4,6 @@ In process, after the program has started: the methods of ``memplan fit``, every
 and every GPU of ``memplan where``. Shares alone are what they took before.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

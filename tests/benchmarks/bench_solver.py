@@ -4,8 +4,6 @@ Process time of this process alone, so that what else the machine does hardly co
 starts afresh each time: nothing is kept between searches.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

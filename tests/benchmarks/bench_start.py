@@ -5,8 +5,6 @@ that they meet the same machine, and what is compared are medians of processor t
 their bytecode written beforehand, as an installed package has.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Budget files, and a run of ``memplan check`` on one, in a folder of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Baselines: the same bytes for the same figures, and whole at every moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

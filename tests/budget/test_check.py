@@ -1,7 +1,5 @@
 """``memplan check``: every job against its limits, the worst first, and an exit code that can be trusted."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

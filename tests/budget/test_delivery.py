@@ -1,7 +1,5 @@
 """The Action, the pre-commit hook, ``assert_fits`` and the project's own budget, each as people use it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``memplan diff``: what moved, and whether the user's config or memplan moved it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Budget files: defaults, and files that include files."""
 
-from __future__ import annotations
-
 import pytest
 
 JOB = "{{name: {}, model: gpt2, config: lora, gpu: t4}}"

@@ -1,7 +1,5 @@
 """Formats for forges and test reports follow their published schemas and documentation."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ``memplan check`` writes: the same bytes twice, by its schema, and nowhere but where it was asked to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Entries as a user would add them: each touches one place, the user's own catalog."""
 
-from __future__ import annotations
-
 GPU = """\
   name: My Card
   vendor: nvidia

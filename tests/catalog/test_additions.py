@@ -1,7 +1,5 @@
 """An addition touches one place, and what it leaves out is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """Every shipped entry obeys the strict schema, has sources, and is found by its name and aliases."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict
 from fractions import Fraction

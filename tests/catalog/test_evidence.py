@@ -1,7 +1,5 @@
 """A status rests on a record that is there, and a record says how it came about."""
 
-from __future__ import annotations
-
 import json
 import re
 

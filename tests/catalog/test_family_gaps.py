@@ -1,7 +1,5 @@
 """Families whose own code in a library saves more than its stack says: strict data, named in the answers they are about."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.catalog.catalog import data_directory

@@ -1,7 +1,5 @@
 """No dispatch over a catalog name, or over an algorithm's, outside the module that owns it: an entry carries its behaviour."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Stacks: every file is complete and sourced, names real keys, and older versions are told from newer ones."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, fields, replace
 from typing import get_args, get_type_hints
 

@@ -1,7 +1,5 @@
 """A user's own file or folder adds to the catalog or overrides it, under the same rules as ours."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever is wrong with the input: one readable line each, exit code 2, no traceback, at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every command: help, JSON that follows its schema, every format, a file, and the same bytes twice."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Shells complete names of models, GPUs, configs and stacks, and that imports nothing that takes time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

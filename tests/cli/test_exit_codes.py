@@ -1,7 +1,5 @@
 """Exit codes are API: 0 yes, 1 no, 2 bad input, 3 cannot answer, 70 a bug of ours."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.library.lookup import custom_gpu

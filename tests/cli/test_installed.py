@@ -1,7 +1,5 @@
 """The installed command, in a process of its own: exit codes, pipes, and what it imports."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

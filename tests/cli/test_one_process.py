@@ -1,7 +1,5 @@
 """Many commands in one process, as a notebook or a test may run them: none leaves anything behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

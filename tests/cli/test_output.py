@@ -1,7 +1,5 @@
 """Piped answers have no colour, and no terminal is too narrow for a number."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.usefixtures("answered_once")

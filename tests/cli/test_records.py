@@ -1,7 +1,5 @@
 """``memplan lab show``: what is shipped, one record in full, and what cannot be shown."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The default answer: the verdict in the first line, 80 columns, and what a terminal cannot show in ASCII."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

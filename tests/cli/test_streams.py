@@ -5,8 +5,6 @@ The default run takes some of the commands and formats; the others::
     pytest -m slow tests/cli/test_streams.py
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """What fit suggests is true: each change saves what it says, and what flips the answer fits."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -13,8 +13,6 @@ A command's exit code is 0 unless a comment behind it says otherwise: "# exit 1"
 that ``python3 tests/docs/page_blocks.py run`` prints a first-screen command before anything is installed.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

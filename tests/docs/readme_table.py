@@ -1,7 +1,5 @@
 """The README's table of stacks, put together from the rows of docs/accuracy.md: ``python tests/docs/readme_table.py`` rewrites it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """The glossary is short enough to be read, and defines each term once."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

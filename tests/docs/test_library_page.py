@@ -1,7 +1,5 @@
 """The page on the library: its examples run, and it names every function and every error."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

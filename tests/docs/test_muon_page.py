@@ -1,7 +1,5 @@
 """The page on the optimizer: its examples run, and it names every option that a reader may need."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The README and the pages in docs/ say what is so: their commands run, their outputs are current, and no command is missing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The pages build as a site, strictly: no broken link, no page outside the contents."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

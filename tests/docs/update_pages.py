@@ -3,8 +3,6 @@
 Only the layout is changed: lines are folded at 100 columns. Figures are as printed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Draw terminals of 80 and 120 columns for docs/pictures: ``python tests/docs/update_screens.py``."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

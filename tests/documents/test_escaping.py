@@ -1,7 +1,5 @@
 """Text from outside is shown, and never obeyed."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.documents.escaping import csv_cell, escaped, markdown, workflow_data, workflow_property

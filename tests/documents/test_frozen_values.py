@@ -1,7 +1,5 @@
 """Frozen values whose methods come late behave as those of the standard library do."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

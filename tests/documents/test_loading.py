@@ -1,7 +1,5 @@
 """Outside text becomes validated values, or one line per problem with file, line and key."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Patterns over names: matching takes no time, or they are refused."""
 
-from __future__ import annotations
-
 import re
 import time
 import warnings

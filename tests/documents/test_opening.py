@@ -1,7 +1,5 @@
 """One way in: nothing else opens files, and whatever a path names is read within bounds or refused in one line."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """JSON is read as strictly as its grammar is, and within bounds."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

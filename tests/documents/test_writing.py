@@ -1,7 +1,5 @@
 """What is saved is there whole or not at all; what is printed is there whole, or there is an error."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

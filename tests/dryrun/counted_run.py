@@ -1,7 +1,5 @@
 """Really run a script on the CPU, and print the most bytes that torch's allocator had handed out: ``counted_run.py N SCRIPT``."""
 
-from __future__ import annotations
-
 import contextlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """``memplan run``: a script runs unchanged, what it needs is what it would need, and its failures can be read."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

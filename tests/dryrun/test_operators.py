@@ -1,7 +1,5 @@
 """Operators that allocate inside themselves need, forward and backward, what the CPU's allocator hands out for them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of a dry run that need no process of their own: steps, limits, files, values."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A script and the trace of its stack, two ways to the same number: jobs drawn at random peak at the same byte in both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

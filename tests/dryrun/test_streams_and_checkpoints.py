@@ -1,7 +1,5 @@
 """What a script finds of CUDA's streams, graphs, counters and failures, and of the checkpoints that it saves."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Torch's out-of-memory messages, of every wording that there has been, and what is said of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

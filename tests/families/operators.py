@@ -1,7 +1,5 @@
 """The operators of a training step as a multiset: what is computed, on which shapes, with which numbers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Both run on tensors without memory, in bf16, by the same attention kernel; what 
 :data:`DELIBERATE` says, with its reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Twins: memplan's reference model and transformers' own implementation, with the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

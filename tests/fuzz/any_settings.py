@@ -1,7 +1,5 @@
 """Settings drawn at random: every key of a training config, with its own words, small numbers, names of the catalog, or hostile words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from random import Random

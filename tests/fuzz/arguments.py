@@ -1,7 +1,5 @@
 """Command lines drawn at random: real commands with hostile words in the places of names, sizes and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path

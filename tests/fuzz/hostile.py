@@ -1,7 +1,5 @@
 """Damage to valid content: to its values and keys, its text, its bytes. All choices are drawn from a ``Random``."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Commands that print text of others: names of files, keys, descriptions, titles, records."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

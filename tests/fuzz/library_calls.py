@@ -1,7 +1,5 @@
 """Calls of the library drawn at random: its functions with values of every kind in the places of names, numbers and keys."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from fractions import Fraction

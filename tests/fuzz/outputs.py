@@ -1,7 +1,5 @@
 """What hostile text may never do in an answer, whatever it is printed as."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

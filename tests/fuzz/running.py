@@ -1,7 +1,5 @@
 """A command in this process, and what has to hold of whatever it is given."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """A valid file of every kind that memplan reads, and the commands that read it."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 """What hostile values in a valid file are not: whole files made to hurt, what else may lie at a path, keys of every trainer,
 variables of the environment, and requests to the page. All choices are drawn from a ``Random``."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

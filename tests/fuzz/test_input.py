@@ -8,8 +8,6 @@ The default run takes some hundred cases, the same each time; as many as are wan
 and others by ``MEMPLAN_FUZZ_SEED``, the number of the first case; a failure names its own.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ The default run takes some seconds. The long one, with as many cases as there is
     MEMPLAN_FUZZ_CASES=20000 pytest -m slow tests/fuzz/test_output.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ whose files belong to the answer. JSON is compared key by key, text line by line
 where an answer differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

@@ -4,8 +4,6 @@ The commands are those of ``commands.txt`` that name a GPU and ask for JSON. ``p
 --update-golden`` rewrites the digests.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from hashlib import sha256

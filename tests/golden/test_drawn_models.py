@@ -4,8 +4,6 @@ Also of the same without one of their keys, and with another value of one: refus
 right is held by the real implementations. ``pytest tests/golden --update-golden`` rewrites the digests.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ or resolved to what.
 ``pytest tests/golden --update-golden`` rewrites the answers.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``pytest tests/golden --update-golden`` rewrites the expected files.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

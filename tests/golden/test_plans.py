@@ -4,8 +4,6 @@ The jobs are those of a survey (tests/survey, tests/survey/stacks) that between 
 that the figures are right is held by traces and records elsewhere. ``pytest tests/golden --update-golden`` rewrites them.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple, replace
 from hashlib import sha256

@@ -9,8 +9,6 @@ traces; ``pytest tests/golden -m "not slow" --update-golden`` and ``pytest tests
 --update-golden`` rewrite the digests.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from hashlib import sha256

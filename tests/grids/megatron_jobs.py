@@ -5,8 +5,6 @@ megatron-core that is unpacked in FOLDER (``pip download megatron-core --no-deps
 over a fake process group, on a CPU: all stages, one tensor rank, every data parallel rank's ranges.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

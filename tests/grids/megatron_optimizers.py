@@ -5,8 +5,6 @@ models are wrapped in the megatron-core of FOLDER's ``DistributedDataParallel`` 
 which steps once on a CPU; on the first, the last and one more rank of the first and of the last stage.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 

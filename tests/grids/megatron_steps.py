@@ -5,8 +5,6 @@ with the megatron-core and einops that are unpacked in FOLDER: its GPT model of 
 its ``DistributedDataParallel``, its schedule without pipelining and its loss, as rank 0 of a fake process group.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

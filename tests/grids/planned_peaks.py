@@ -1,7 +1,5 @@
 """What is planned for a drawn step of Megatron-LM, on the stage that was traced."""
 
-from __future__ import annotations
-
 from memplan.model.spec import Attention, Layer, Mlp, ModelSpec, Norm, layer_runs
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_layers import MegatronBatch, MegatronKernels, RankSizes

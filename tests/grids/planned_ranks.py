@@ -1,7 +1,5 @@
 """What is planned for a drawn job, in the words of what is held."""
 
-from __future__ import annotations
-
 from math import prod
 
 from memplan.model.spec import Attention, LatentAttention, Layer, MixtureOfExperts, Mlp, ModelSpec, Norm, layer_runs

@@ -1,7 +1,5 @@
 """What is planned for a drawn step of Megatron-LM's own modules, and what of theirs no other kernel keeps."""
 
-from __future__ import annotations
-
 from memplan.step.grids.grid import Grid
 from memplan.step.grids.megatron_layers import MegatronBatch, RankSizes
 from memplan.step.grids.megatron_peaks import least_activations

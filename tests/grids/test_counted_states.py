@@ -1,7 +1,5 @@
 """What ranks keep under Megatron-LM's rarer flags, as a script that shares no line with the plan counted it from megatron-core 0.16.1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

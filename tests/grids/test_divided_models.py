@@ -1,7 +1,5 @@
 """``memplan fit`` for models whose matrices GPUs share: torch's DTensor as torchtitan applies it."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError, InvalidFileError

@@ -4,8 +4,6 @@ The grids were drawn once and kept. That figures are right is held by what was t
 (``test_megatron_peaks.py``, ``test_megatron_measured.py``); ``pytest tests/grids --update-golden`` rewrites the digests.
 """
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

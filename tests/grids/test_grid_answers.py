@@ -1,7 +1,5 @@
 """``memplan fit`` for a model that is divided among GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """What Megatron-LM's ranks keep and take, beside what its authors measured on GPUs: see megatron-measured.yaml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Peaks of Megatron-LM's steps, beside what its own code was traced to take."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ranks of Megatron-LM hold, beside what its own modules held: ``megatron_jobs.py`` made the record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

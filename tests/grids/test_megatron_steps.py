@@ -1,7 +1,5 @@
 """What layers of Megatron-LM keep at least, beside what its own modules left: ``megatron_steps.py`` made the record."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import product

@@ -1,7 +1,5 @@
 """Pipelines of torch: schedules beside torch's own tables and its own loops, layers of stages, and what a plan says of ranks."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

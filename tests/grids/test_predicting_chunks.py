@@ -1,7 +1,5 @@
 """Multi-token prediction in a chunk of its own, and buckets as flags size them, under Megatron-LM."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import InvalidFileError

@@ -1,7 +1,5 @@
 """What there is before each action of a pipeline's rank is what the actions before it have left."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """``memplan fit`` for mixtures whose experts GPUs share: torchtitan's expert parallelism."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """``memplan fit`` where GPUs share sequences: torchtitan's context parallelism with flex attention."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -5,8 +5,6 @@ the megatron-core and einops in FOLDER, as one rank of a pipeline over a fake pr
 schedule (one stage, 1F1B, interleaved) and loss. ``--engine`` is a folder with Transformer Engine's Python (see transformer_engine_stub.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ Source:
     (``fused_attn_fwd``: result, logsumexp in fp32, two words of the random state), softmax.cpp (in place on its argument), apply_rope.cpp.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Device contexts, workspaces, communicators and clouds' instances: data with sources, and ranges that hold what was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What cards cannot do is refused with what to use, or planned as torch does it there; attention is what torch takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

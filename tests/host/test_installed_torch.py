@@ -1,7 +1,5 @@
 """torch without numpy is no reason for a warning, and no bug where warnings are errors."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

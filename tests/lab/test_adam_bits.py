@@ -1,7 +1,5 @@
 """What becomes of Adam's second moment in few bits: the levels, the record, and the command."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Each instant of the formula is that of the trace, to the byte: not the peak alone, and at lengths beside every threshold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The largest model that is trained within so much memory: chosen by its plan, bytes as planned, loss falling."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

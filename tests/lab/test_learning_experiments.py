@@ -1,7 +1,5 @@
 """Experiments that train: what they find, that they repeat themselves, and the records that are shipped."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """The experiments on matrices: the notes' tables within their spread, INT4 that diverges, records that can be read."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -5,8 +5,6 @@ The default run takes a few jobs of each optimizer. Ten times as many, and other
     MEMPLAN_SURVEY_SEED=1 pytest -m slow tests/lab/test_optimizers.py
 """
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One GPU of several: the formula says what torch's own data parallelism does to one rank, to the byte."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -8,8 +8,6 @@ all at the full width of released models::
     pytest -m "slow or not slow" tests/lab/test_shipped_configs.py
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -5,8 +5,6 @@ prints what differs as the smallest job that still does; ``--job`` takes one bac
 runs three hundred jobs of this seed, and of the one in ``MEMPLAN_SURVEY_SEED``, or of the day without it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Real training: it learns, it repeats itself to the bit, and holds exactly the bytes that were planned."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

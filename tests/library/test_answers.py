@@ -1,7 +1,5 @@
 """Every function of the library answers what its command prints with ``--json``, to the key."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

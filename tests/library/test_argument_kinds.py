@@ -1,7 +1,5 @@
 """Whatever a program gives a function of the library: an answer, a refusal in lines, or the TypeError that is documented."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from inspect import signature

@@ -1,7 +1,5 @@
 """Answers to different questions about one job agree, whatever the job: drawn from models, stacks, configs and cards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

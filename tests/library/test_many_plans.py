@@ -1,7 +1,5 @@
 """A job made once gives the plans that asking anew gives, for any batch, length and GPU."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """What a plan says by attribute, what is refused, and how it looks in a notebook."""
 
-from __future__ import annotations
-
 import pickle
 from html.parser import HTMLParser
 

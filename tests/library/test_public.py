@@ -1,7 +1,5 @@
 """The package as a stranger meets it: light to import, names that are there, functions that folders do not hide."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Answers that many plans stand behind take no longer than what is asked for needs."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """Runs on both sides of what fits on smaller cards: the records in tests/records/boundary, and what test_cuda.py tries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

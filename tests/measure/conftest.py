@@ -1,7 +1,5 @@
 """Where the measured records are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

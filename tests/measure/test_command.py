@@ -1,7 +1,5 @@
 """``memplan validate`` as a command: records, profiles, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """On a GPU: the measurement agrees, and where memory ends is where the plan says."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

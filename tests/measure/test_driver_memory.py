@@ -1,7 +1,5 @@
 """What a process takes of a device outside the allocator, from what the driver says."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

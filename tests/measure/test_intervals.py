@@ -1,7 +1,5 @@
 """Measured device totals lie inside the interval of a plan whose reserve is simulated, and its verdicts are true."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

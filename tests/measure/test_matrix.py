@@ -1,7 +1,5 @@
 """The measurement plans: how much they cover, before anything is run."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """A measurement runs in a process of its own, and however it ends, that is a result and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

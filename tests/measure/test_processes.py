@@ -1,7 +1,5 @@
 """Several processes that divide a model: each takes what the formula and its own trace say, and none is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What was measured once stays true: every record against today's formula, trace and simulator."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

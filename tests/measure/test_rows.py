@@ -1,7 +1,5 @@
 """Which figure is held against which, and how far they may be apart; no device is needed for that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

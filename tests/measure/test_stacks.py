@@ -1,7 +1,5 @@
 """Libraries' own loops really run: transformers, PEFT and bitsandbytes train on the CPU what the plan is of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

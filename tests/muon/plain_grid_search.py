@@ -1,7 +1,5 @@
 """The search for scales of grid formats told plainly: every candidate scale, every point of the grid."""
 
-from __future__ import annotations
-
 import torch
 
 from memplan.muon.weights.grid_formats import grid_of

@@ -1,7 +1,5 @@
 """What ranks of a gloo group do in test_sharded: each in a process of its own, one function for all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

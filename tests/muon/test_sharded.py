@@ -1,7 +1,5 @@
 """Muon over ranks: whole matrices in one process judge it, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """Which tests come to which functions, so that a mutant is tried with those alone that come to what it changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -12,8 +12,6 @@ results.json`` tries those that survived an earlier run. A survivor that changed
 apart, with the reason. The exit code is 1 where another mutant survived, 3 where not all could be tried in time.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import gc

@@ -1,7 +1,5 @@
 """No text tells people to install memplan from an index that does not have it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

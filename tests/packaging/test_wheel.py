@@ -1,7 +1,5 @@
 """The wheel holds the package and its data, and what is installed from it answers from any folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -13,8 +13,6 @@ layer keeps for backward, in rows of ``b * t`` tokens:
 Beside live tensors stands what CUDA's embedding backward takes inside itself: see embedding_sums.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 BF16 = 2

@@ -1,7 +1,5 @@
 """Activations in host memory: what is there, what stays on the device, and what is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

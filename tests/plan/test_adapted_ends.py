@@ -1,7 +1,5 @@
 """What trains of embedding, head and norms beside adapters: how many bytes, of tied models too, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """Any combination of settings, for any family, is planned or refused with a reason; nothing else happens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st

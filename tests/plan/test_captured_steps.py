@@ -1,7 +1,5 @@
 """Steps that a stack captures as a CUDA graph: gradients stay from step to step, and the update's scratch is apart."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.library.answers.planned_job import plan_by_share

@@ -1,7 +1,5 @@
 """The planner's instants agree with a closed form that was written apart from it."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """DeepSpeed's offloading: what stays on the device, what ranks have in host memory, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

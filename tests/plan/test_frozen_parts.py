@@ -1,7 +1,5 @@
 """Models of which parts train: what is kept of the rest, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

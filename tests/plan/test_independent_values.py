@@ -1,7 +1,5 @@
 """Figures of the core against values that come from elsewhere: torch's own optimizer, the library's codecs, and paper."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The largest model and the fewest GPUs: what is answered fits, and the next larger does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import product

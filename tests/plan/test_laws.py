@@ -1,7 +1,5 @@
 """Laws that hold for every model and every config: totals are sums, and more never costs less."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction

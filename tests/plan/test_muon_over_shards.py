@@ -1,7 +1,5 @@
 """Muon over torch's shards: jobs drawn at random, formula against trace at every instant, to the byte."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Shards in host memory: what stays on the device, what a node's host has to have, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """Plans of stacks as they were at older versions."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Suggested settings in the words of the stack that runs the job."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

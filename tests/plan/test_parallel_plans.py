@@ -1,7 +1,5 @@
 """The one way to divide: shards cover the whole, waste little, and every term of a plan goes through them."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from fractions import Fraction
 

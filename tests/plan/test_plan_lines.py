@@ -1,7 +1,5 @@
 """A plan names its own lines: components, assumptions, gaps and suggestions are values, put together when they are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Plans of steps on preferences, as a user sees them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

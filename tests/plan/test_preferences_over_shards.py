@@ -1,7 +1,5 @@
 """Plans of steps on preferences whose GPUs share a model."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError

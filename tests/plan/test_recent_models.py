@@ -1,7 +1,5 @@
 """Models that are recommended are of the last year and a half of the catalog, and what fits is what the plan says."""
 
-from __future__ import annotations
-
 import re
 
 from memplan.plan.suggested.recent_models import recent_models

@@ -1,7 +1,5 @@
 """Parts that are no attention have kernels of their own: those of others are refused, and what runs them is said."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

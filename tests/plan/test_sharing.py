@@ -1,7 +1,5 @@
 """What a plan works out once for many layers is what it would work out for each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """4-bit weights that axolotl stages on the CPU: what its functions of adapters keep decoded, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError

@@ -1,7 +1,5 @@
 """What is recommended for a GPU follows from the catalog and the records, and what is unknown is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.documents.printed_numbers import Records

@@ -1,7 +1,5 @@
 """Units of FSDP2 that are not resharded after forward: what stays gathered until its own backward, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError

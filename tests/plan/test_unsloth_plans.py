@@ -1,7 +1,5 @@
 """unsloth's scripts, planned: what waits in host memory, pieces of the loss by card, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

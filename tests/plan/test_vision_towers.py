@@ -1,7 +1,5 @@
 """Vision-language models trained on rows of text: what a tower that no row passes through costs, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The notes' tables, judged once."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.published.judged_tables import JudgedTable

@@ -3,8 +3,6 @@
 Source: https://github.com/SQCU/pfhe/blob/5494a6a/notes/2025-12-29-max-trainable-scale.md
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

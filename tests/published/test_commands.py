@@ -1,7 +1,5 @@
 """``memplan tables`` and ``--accounting`` on the command line."""
 
-from __future__ import annotations
-
 import csv
 import io
 

@@ -1,7 +1,5 @@
 """What memplan holds true of printed figures: the planner's own, and shapes planned to the byte."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.documents.printed_numbers import formatted_like

@@ -1,7 +1,5 @@
 """PEFT's own comparison of methods: one length of the longest row, which is not published, explains what all of them held."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

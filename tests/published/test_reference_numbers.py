@@ -4,8 +4,6 @@ Source: a reference model of Llama-3.1-8B traced on meta tensors with torch 2.13
 followed from birth to death; flash attention, fused norm, bf16 loss.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.catalog.kernel_profiles import Kernels

@@ -1,7 +1,5 @@
 """Peaks that others measured and published, against what is planned for the same settings: nothing is fitted to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules of the notes at their printed digits, and the form in which a number is written."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Peaks that a published script measured on a T4, against what is planned for the same loop: nothing is fitted to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

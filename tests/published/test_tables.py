@@ -1,7 +1,5 @@
 """Every cell of the notes: its rule gives the printed digits, or it is marked and says why."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

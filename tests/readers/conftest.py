@@ -1,7 +1,5 @@
 """Builders of GGUF and safetensors files, by the packages that define the formats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path

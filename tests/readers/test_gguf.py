@@ -1,7 +1,5 @@
 """GGUF files: exact bytes, shapes of every supported architecture, and no surprise from a damaged file."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import tracemalloc

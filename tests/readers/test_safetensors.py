@@ -1,7 +1,5 @@
 """Safetensors files: exact bytes, shapes from the config beside them, and no surprise from a damaged file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import struct

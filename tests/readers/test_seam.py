@@ -1,7 +1,5 @@
 """A reader is registered at one place, which is all that looking up a model asks."""
 
-from __future__ import annotations
-
 from memplan.library.lookup import Shapes, catalog_model, find_model
 from memplan.model import readers
 from memplan.model.readers import READERS, Reader, is_model_file

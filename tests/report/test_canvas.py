@@ -1,7 +1,5 @@
 """Bars and gauges are as long as what they show, and no line of a screen is longer than the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A plan as one HTML file: what it says, that it loads nothing, and that nothing in it is more than text."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """Answers as pictures: what they show is what the tables say."""
 
-from __future__ import annotations
-
 import sys
 from xml.etree import ElementTree
 

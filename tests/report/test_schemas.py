@@ -1,7 +1,5 @@
 """JSON Schemas are derived from the values that JSON shows, and every answer's schema is one itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """``frontier``, ``compare``, ``max --for`` and ``where --price``: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import csv
 import io
 

@@ -4,8 +4,6 @@ That a search finds the best of it is held by trying everything, elsewhere. ``py
 rewrites the digests.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace

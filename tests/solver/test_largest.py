@@ -1,7 +1,5 @@
 """Inverse answers: what is answered fits, and the next does not, by the verdict that ``fit`` gives."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

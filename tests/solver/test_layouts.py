@@ -1,7 +1,5 @@
 """How several GPUs share a job: what ``memplan suggest --gpus`` finds is what trying everything finds, and what fit says of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The search over several GPUs: what it finds is what trying everything finds, and what fit says of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The search: what it finds is what trying everything finds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers that an answer or a refusal states, and that nothing else depends on."""
 
-from __future__ import annotations
-
 import memplan
 
 

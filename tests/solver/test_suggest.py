@@ -1,7 +1,5 @@
 """``memplan suggest``: its answers are configs whose figures are those of ``fit``, and of the trace."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

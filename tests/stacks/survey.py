@@ -4,8 +4,6 @@ python tests/stacks/survey.py torchtitan --jobs 60 --seed 1
 python tests/stacks/survey.py torchtitan --jobs 60 --seed 2026 --record tests/stacks/records/torchtitan.json
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

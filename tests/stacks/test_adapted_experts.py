@@ -1,7 +1,5 @@
 """Adapters that PEFT puts on stacked experts, held against requested peaks of the trace of TRL's SFTTrainer with PEFT 0.21.2."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError

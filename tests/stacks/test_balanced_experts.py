@@ -1,7 +1,5 @@
 """The loss of unbalanced experts, held against instants of the trace of TRL 1.16.0's SFTTrainer and of transformers 5.23.0's Trainer."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError

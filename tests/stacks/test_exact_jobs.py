@@ -1,7 +1,5 @@
 """A few recorded jobs that the formula follows to 16 KiB at every instant, in every run; all of them are replayed by the thorough one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

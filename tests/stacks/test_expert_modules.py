@@ -3,8 +3,6 @@
 Peaks and what persists are those of the trace of transformers' own code at these versions, which records hold many more of.
 """
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

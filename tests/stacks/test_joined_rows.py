@@ -5,8 +5,6 @@ Each record was traced by ``stack_trace`` (what ``memplan trace --stack trl`` ru
 agrees but those of jobs that are refused: selective checkpointing and soft caps, which are off by more.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

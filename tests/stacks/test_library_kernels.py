@@ -1,7 +1,5 @@
 """What libraries' own kernels change in a plan, and where nothing runs them."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.catalog.catalog import Catalog, data_directory

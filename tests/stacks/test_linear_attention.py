@@ -1,7 +1,5 @@
 """Gated delta networks and state space layers: transformers' own code traced, beside the formula, on small models of every kind."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters on the linear layers that libraries list by name, held against PEFT's own on transformers' models, experts among them."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.training.adapters import adapter_tensors

@@ -1,7 +1,5 @@
 """Stack records taken again: the library's own code, where it is installed, does what its record says, birth by birth."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

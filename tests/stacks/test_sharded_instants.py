@@ -1,7 +1,5 @@
 """Instants of jobs over shards that were drawn, beside what the libraries' own code did: TRL 1.16.0, Trainer 5.23.0, torchtitan 0.3.0, accelerate 1.15.0, DeepSpeed 0.19.8."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

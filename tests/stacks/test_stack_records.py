@@ -1,7 +1,5 @@
 """The formula beside what the libraries' own code did: stack records, replayed without the libraries."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

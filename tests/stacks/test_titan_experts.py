@@ -1,7 +1,5 @@
 """torchtitan's mixtures of experts: what is planned of them, and what is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.errors import CannotAnswerError

@@ -1,7 +1,5 @@
 """The loss of TRL 1.7 to 1.14, held against requested peaks of the trace of those releases' own SFTTrainer on transformers 5.23."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.survey.drawn_jobs import Job

@@ -1,7 +1,5 @@
 """unsloth's own code, where it is installed: a script of it run whole, beside the formula."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

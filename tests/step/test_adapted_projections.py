@@ -3,8 +3,6 @@
 Every size is that of a toy: 32 wide in, 48 out, rank 4; bytes are for one token.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Events of losses that look at whole logits of answers: what the formula counts at its peak is there in them too."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """Which kernel torch takes for attention, card by card."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.step.kernels.attention_choice import AttentionCall, chosen_kernel

@@ -1,7 +1,5 @@
 """What compiles a step is functions over values: its classes are values, enumerations and protocols, and inherit nothing else."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The events of DeepSpeed's ZeRO 1 to 3: as many bytes alive as the formula has, and what each step leaves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

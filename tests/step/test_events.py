@@ -1,7 +1,5 @@
 """The events of a run: each storage allocated and freed in turn, and as many bytes alive as the formula has at its peak."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How a family's code runs is described for each family, or refused by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The events of a rank that gathers units: as many bytes alive as the formula has, each stream's memory apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What layers hand on to several others waits as long as any of them has not run backward."""
 
-from __future__ import annotations
-
 import pytest
 
 from memplan.step.layers.handed_down import Given, HandedDown, Sharing

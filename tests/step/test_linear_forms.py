@@ -1,7 +1,5 @@
 """Forms are vectors: sums and multiples act on every coefficient, whichever parts are empty."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

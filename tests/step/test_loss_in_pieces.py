@@ -1,7 +1,5 @@
 """LitGPT's loss over pieces of 128 tokens: what all moments of a step take, of one row and of two, of one piece and of more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights, gradients and states are sums over every single tensor, each routed by its role."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tensors of a model in the order in which a stack has them, and those that one weight is stored in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

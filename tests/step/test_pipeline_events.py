@@ -1,7 +1,5 @@
 """The events of a rank of a pipeline: as many bytes alive as the formula has, in whatever order its schedule runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What selective checkpointing saves, and how far a part is computed again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

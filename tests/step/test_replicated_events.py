@@ -1,7 +1,5 @@
 """The events of replicas: weights that are sent, buckets that are made anew, and copies of what the model returns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby, pairwise
 

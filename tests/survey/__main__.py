@@ -1,7 +1,5 @@
 """``python -m tests.survey``: draw jobs, compare, print what differs, shrunk to what matters."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

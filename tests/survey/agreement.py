@@ -5,8 +5,6 @@ at their full width, cut to a few layers: a trace allocates nothing, and what la
 of them. A few stay whole.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

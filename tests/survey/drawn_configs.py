@@ -1,7 +1,5 @@
 """Training configs for a survey: every key with every kind of value, drawn so that most of them are possible."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

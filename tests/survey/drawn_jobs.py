@@ -1,7 +1,5 @@
 """One job of a survey: what it is, and what formula and trace say of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

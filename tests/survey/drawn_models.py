@@ -1,7 +1,5 @@
 """Models for a survey: released shapes cut in depth, and odd ones that no one has released."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ A record of a run says how much its card held, or, on a card of limited memory, 
 interval of a plan with a simulated reserve has to contain the first, and its verdict has to be true of the second.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

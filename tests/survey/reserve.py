@@ -7,8 +7,6 @@ The shares in :mod:`memplan.plan.allowances` are the median and the 95th percent
 native allocator, torch's default.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

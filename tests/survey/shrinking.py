@@ -1,7 +1,5 @@
 """Shrinking: the smallest job that fails as a given one does, by dropping keys and reducing sizes one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

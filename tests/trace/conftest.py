@@ -1,7 +1,5 @@
 """Setups from keys of a config, and models by name: of made-up shapes, or of the catalog."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

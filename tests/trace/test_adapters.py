@@ -1,7 +1,5 @@
 """Adapters in a trace: computed as PEFT computes them, refused as the formula refuses them."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """What torch answers a library that asks which kernel of attention it would take on a card."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """Coded weights in training: decoded, updated and coded again by the bundled library, formula against trace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

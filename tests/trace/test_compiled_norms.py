@@ -1,7 +1,5 @@
 """What torch's compiler is given of a norm that CUDA has as one kernel."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """Traces against what torch's CPU allocator really did, event by event summed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

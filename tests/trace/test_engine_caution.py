@@ -1,7 +1,5 @@
 """Which operators of backward a trace takes for the engine's own."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Formula and trace allocate the same tensors in the same order, and free the same ones between any two allocations."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

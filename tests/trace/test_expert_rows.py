@@ -1,7 +1,5 @@
 """Experts of a width whose rows are no multiple of 16 bytes: grouped products pad rows, of gradients too."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

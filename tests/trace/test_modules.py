@@ -1,7 +1,5 @@
 """Tracing modules that are not ours: transformers' implementations and a user's own."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

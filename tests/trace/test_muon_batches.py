@@ -1,7 +1,5 @@
 """``kernels.muon_batch_bytes``: the formula of batches against a trace, and against a step that the optimizer runs."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

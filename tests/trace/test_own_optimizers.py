@@ -1,7 +1,5 @@
 """Optimizers that a user adds: the plan of an entry against a step of the class that it names."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

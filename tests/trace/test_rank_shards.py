@@ -1,7 +1,5 @@
 """What each rank keeps under ``fully_shard``: the table of ``memplan fit --rank all`` beside real shards on a fake group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

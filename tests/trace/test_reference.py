@@ -1,7 +1,5 @@
 """Reference models: the parameters of the inventory, and numbers that make sense."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

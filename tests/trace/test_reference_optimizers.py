@@ -1,7 +1,5 @@
 """Our tellings of other packages' optimizers allocate what those packages do, and compute what they do."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """Results that are made anew from shapes are those of the operator itself: the same trace, event by event."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

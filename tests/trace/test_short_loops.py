@@ -3,8 +3,6 @@
 pytest -m slow tests/trace/test_short_loops.py
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from pathlib import Path

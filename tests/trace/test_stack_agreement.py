@@ -1,7 +1,5 @@
 """The formula beside the libraries' own code at toy size: every instant of adapters, quantised bases and both kinds of checkpointing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

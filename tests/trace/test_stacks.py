@@ -1,7 +1,5 @@
 """Steps that other libraries run themselves, on tensors without memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The timeline as a picture and as data."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The tracer against published figures, closed forms, and its own laws."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory inside CUDA's kernels, against their sources worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

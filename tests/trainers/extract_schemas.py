@@ -3,8 +3,6 @@
 ``FOLDER`` holds unpacked packages, as ``pip download --no-deps`` and ``unzip`` leave them. Their source is parsed, never run.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -4,8 +4,6 @@ Prints exit codes, trainers, unknown keys and reasons, the commonest first; wher
 each file's trainer, also which were told wrongly. A traceback ends it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Words, tests and whole shell scripts, drawn at random: what is told of them is what bash makes of them."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

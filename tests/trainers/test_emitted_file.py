@@ -1,7 +1,5 @@
 """Starting files for trainers: they read back to the same bytes, or are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

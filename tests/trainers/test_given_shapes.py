@@ -1,7 +1,5 @@
 """Files that name no model and give its shapes, files of trainers that are only recognised, and what a pattern selects."""
 
-from __future__ import annotations
-
 import json
 import re
 

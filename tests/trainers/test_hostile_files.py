@@ -1,7 +1,5 @@
 """What nobody should write in a trainer's file, and what planning says of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``memplan import`` reads of trainers' files, as a user sees it."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 from math import log2

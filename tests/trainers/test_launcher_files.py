@@ -1,7 +1,5 @@
 """Launchers' files that are known by name alone, and versions and values that a trainer takes no longer."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Notebooks and Python: literals are read, nothing is run, and what only a run would tell is asked for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

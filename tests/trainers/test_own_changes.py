@@ -1,7 +1,5 @@
 """What a program changes of a model, or gives its trainer, that no argument says: refused by name, never planned as if it were not there."""
 
-from __future__ import annotations
-
 import pytest
 
 import memplan

@@ -1,7 +1,5 @@
 """Launch scripts: read as a shell would, but never run; what nobody can tell from them is asked for by its line."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Of the rest of each answer there is a digest, which ``pytest tests/trainers --update-golden`` rewrites.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

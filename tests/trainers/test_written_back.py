@@ -1,7 +1,5 @@
 """Changes written back into a trainer's own file: exactly the intended lines, exactly the promised bytes."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

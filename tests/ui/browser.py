@@ -1,7 +1,5 @@
 """A headless browser, and the page served for it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

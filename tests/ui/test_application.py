@@ -1,7 +1,5 @@
 """The page's server: who may ask, what is answered, and that hostile input is text at most."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

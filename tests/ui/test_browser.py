@@ -3,8 +3,6 @@
 ``MEMPLAN_SCREENSHOTS=FOLDER`` keeps what was seen.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the page may ask for: names of the catalog and numbers; and the command line beside it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

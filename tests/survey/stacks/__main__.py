@@ -1,7 +1,5 @@
 """``python -m tests.survey.stacks``: draw jobs for stacks, compare formula and traces, print agreement by stack and family."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Jobs whose ends train beside adapters: adapters on embedding and head, or copies of these and of norms trained whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

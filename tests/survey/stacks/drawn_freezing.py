@@ -1,7 +1,5 @@
 """Jobs of which parts of the model train: some layers, some parts of these, some roles, or what patterns match."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

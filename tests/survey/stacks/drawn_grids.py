@@ -1,7 +1,5 @@
 """Jobs over grids of GPUs: those that share matrices, groups that each divide everything anew, and pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random

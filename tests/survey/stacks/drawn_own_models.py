@@ -1,7 +1,5 @@
 """Jobs for stacks that train models of their own, or that take some families alone: Llamas of odd shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs as LLaMA-Factory's v1 engine can run them: all weights in fp32, or PEFT's adapters on others; clipped, by AdamW."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.survey.drawn_jobs import Job

@@ -1,7 +1,5 @@
 """What formula and trace say of one job of a survey of stacks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

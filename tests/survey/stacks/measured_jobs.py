@@ -4,8 +4,6 @@ Each job of a survey runs in a process of its own, three steps of it, with rando
 others, it shows that the loop runs, and no more.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Measure training steps that a library itself runs: transformers, TRL, PEFT and bitsandbytes, on a CUDA device or on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

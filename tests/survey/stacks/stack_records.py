@@ -4,8 +4,6 @@ A record is one job of a survey with the requested bytes of its trace: at each i
 what persists, and a digest of the births and deaths of the reported step, in order.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace

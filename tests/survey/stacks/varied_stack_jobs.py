@@ -1,7 +1,5 @@
 """Jobs of a survey of stacks made into others: of preferences, of images, of mixtures, of DeepSpeed, with other kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
