@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.muon.group_options import DEFAULTS, NOT_OFFERED, WEIGHT_ROUNDINGS
 from memplan.muon.state_codecs.state_formats import ADAMW_FORMATS, DIVERGING, MOMENTUM_FORMATS
 

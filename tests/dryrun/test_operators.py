@@ -5,20 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-
-from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
-from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
-from memplan.dryrun.terms.outcome import Card  # noqa: E402
-from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
-from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
-from memplan.dryrun.watching.watched_steps import WatchedSteps  # noqa: E402
-from memplan.measure.measure_cpu import moments  # noqa: E402
+from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.machine.pretended_machine import pretended_machine
+from memplan.dryrun.terms.outcome import Card
+from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.dryrun.watching.watched_steps import WatchedSteps
+from memplan.measure.measure_cpu import moments
 
 pytestmark = pytest.mark.usefixtures("new_garbage_alone")
 

@@ -8,23 +8,22 @@ import weakref
 from inspect import signature
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed  # noqa: E402
-from memplan.dryrun.machine.cuda_runtime import pretended_runtime  # noqa: E402
-from memplan.dryrun.machine.data_loaders import data_loaders  # noqa: E402
-from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
-from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles  # noqa: E402
-from memplan.dryrun.script_child import _fullest  # noqa: E402
-from memplan.dryrun.terms.kernel_checks import check_arguments  # noqa: E402
-from memplan.dryrun.terms.other_programs import harmless_program, refuse_launcher  # noqa: E402
-from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError  # noqa: E402
-from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
-from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
-from memplan.errors import UnknownNameError  # noqa: E402
-from memplan.library.runs.dry_run_answer import budgeted_job, findings  # noqa: E402
+from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
+from memplan.dryrun.machine.cuda_runtime import pretended_runtime
+from memplan.dryrun.machine.data_loaders import data_loaders
+from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.machine.pretended_machine import pretended_machine
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
+from memplan.dryrun.script_child import _fullest
+from memplan.dryrun.terms.kernel_checks import check_arguments
+from memplan.dryrun.terms.other_programs import harmless_program, refuse_launcher
+from memplan.dryrun.terms.outcome import Card, Ranks, RefusedError
+from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.errors import UnknownNameError
+from memplan.library.runs.dry_run_answer import budgeted_job, findings
 
 LINES = ScriptLines(__file__)
 GIB = 2**30

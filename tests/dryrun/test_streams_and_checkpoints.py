@@ -6,20 +6,19 @@ import io
 from collections import OrderedDict
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.allocator.caching_allocator import CachingAllocator, replay  # noqa: E402
-from memplan.allocator.pools import Turn  # noqa: E402
-from memplan.dryrun.machine.known_values import KnownValues  # noqa: E402
-from memplan.dryrun.machine.pretended_machine import pretended_machine  # noqa: E402
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles  # noqa: E402
-from memplan.dryrun.terms.outcome import Card, RefusedError, StepsDoneError  # noqa: E402
-from memplan.dryrun.terms.script_lines import ScriptLines  # noqa: E402
-from memplan.dryrun.watching.live_recorder import LiveRecorder  # noqa: E402
-from memplan.dryrun.watching.watched_steps import WatchedSteps  # noqa: E402
-from memplan.library.answers.traced_step import replayed  # noqa: E402
-from memplan.trace.recording.assembly import assembled  # noqa: E402
+from memplan.allocator.caching_allocator import CachingAllocator, replay
+from memplan.allocator.pools import Turn
+from memplan.dryrun.machine.known_values import KnownValues
+from memplan.dryrun.machine.pretended_machine import pretended_machine
+from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
+from memplan.dryrun.terms.outcome import Card, RefusedError, StepsDoneError
+from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.dryrun.watching.live_recorder import LiveRecorder
+from memplan.dryrun.watching.watched_steps import WatchedSteps
+from memplan.library.answers.traced_step import replayed
+from memplan.trace.recording.assembly import assembled
 
 LINES = ScriptLines(__file__)
 MIB, GIB = 2**20, 2**30

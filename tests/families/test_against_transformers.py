@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from memplan.model.families import around, families, model_spec, read_config, transformers_rows, with_towers
 from memplan.model.inventory import parameter_count
@@ -15,7 +16,6 @@ from memplan.model.parameter_tensors import inventory_of
 from .test_model_catalog import ENTRIES
 from .tiny import CASES
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

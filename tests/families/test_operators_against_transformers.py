@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from memplan.catalog.kernel_profiles import KernelProfile  # noqa: E402

@@ -7,8 +7,8 @@ what neither knows would go unseen. Logits and every gradient, in fp32 on the CP
 from dataclasses import replace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from .tiny import CASES, OWN_CASES  # noqa: E402

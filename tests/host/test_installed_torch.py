@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch")
-
 WITHOUT_NUMPY = """
 import sys
 

@@ -3,12 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from memplan.catalog.catalog import data_directory
-
-torch = pytest.importorskip("torch")
-
-from memplan.lab.learning.adam_bits import (  # noqa: E402
+from memplan.lab.learning.adam_bits import (
     BLOCK,
     QUANTISERS,
     linear_with_zero,

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import CheckpointedLayers, TrainingConfig
 from memplan.errors import MemplanError

@@ -3,17 +3,15 @@
 import json
 
 import pytest
+import torch
+from jsonschema import Draft202012Validator
 
-torch = pytest.importorskip("torch")
-
-from jsonschema import Draft202012Validator  # noqa: E402
-
-from memplan.errors import CannotAnswerError  # noqa: E402
-from memplan.lab.training.optimizer_groups import with_momentum  # noqa: E402
-from memplan.lab.training.run_bytes import MemoryLimit  # noqa: E402
-from memplan.library.lookup import Overrides, find_device, find_setup  # noqa: E402
-from memplan.library.runs.largest_trained import largest_candidate  # noqa: E402
-from memplan.report.json_schemas import schema_of  # noqa: E402
+from memplan.errors import CannotAnswerError
+from memplan.lab.training.optimizer_groups import with_momentum
+from memplan.lab.training.run_bytes import MemoryLimit
+from memplan.library.lookup import Overrides, find_device, find_setup
+from memplan.library.runs.largest_trained import largest_candidate
+from memplan.report.json_schemas import schema_of
 
 SMALL = ("--layers", "1", "--hidden", "64", "--heads", "2", "--intermediate", "128", "--vocab", "256")
 QUICK = ("--steps", "6", "--length", "64", "--batch", "4", "--threads", "1")

@@ -4,27 +4,25 @@ import json
 from importlib import import_module
 
 import pytest
+import torch
+from jsonschema import Draft202012Validator
 
-torch = pytest.importorskip("torch")
-
-from jsonschema import Draft202012Validator  # noqa: E402
-
-from memplan.catalog.catalog import data_directory  # noqa: E402
-from memplan.errors import UnknownNameError  # noqa: E402
-from memplan.lab.learning.dynamic_range import absmax_bits, measurements, watched_steps  # noqa: E402
-from memplan.lab.learning.gradient_dtype import GRADIENTS, casting  # noqa: E402
-from memplan.lab.learning.matched import SHAPES, mean_curve, planned_row, variant_of  # noqa: E402
-from memplan.lab.learning.momentum_bits import MOMENTA, STORES  # noqa: E402
-from memplan.lab.learning.teacher_student import NotesStore, store_of, student_run  # noqa: E402
-from memplan.lab.learning.variants import Size, chosen, first_bad_step, gap_percent, lab_setup  # noqa: E402
-from memplan.lab.training.loop import (  # noqa: E402
+from memplan.catalog.catalog import data_directory
+from memplan.errors import UnknownNameError
+from memplan.lab.learning.dynamic_range import absmax_bits, measurements, watched_steps
+from memplan.lab.learning.gradient_dtype import GRADIENTS, casting
+from memplan.lab.learning.matched import SHAPES, mean_curve, planned_row, variant_of
+from memplan.lab.learning.momentum_bits import MOMENTA, STORES
+from memplan.lab.learning.teacher_student import NotesStore, store_of, student_run
+from memplan.lab.learning.variants import Size, chosen, first_bad_step, gap_percent, lab_setup
+from memplan.lab.training.loop import (
     Trainer,
     TrainingOptions,
     library_text,
 )
-from memplan.model.inventory import parameter_count  # noqa: E402
-from memplan.report.json_schemas import schema_of  # noqa: E402
-from tests.jobs import shipped_catalog  # noqa: E402
+from memplan.model.inventory import parameter_count
+from memplan.report.json_schemas import schema_of
+from tests.jobs import shipped_catalog
 
 pytestmark = pytest.mark.slow
 

@@ -4,28 +4,28 @@ import json
 import re
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
-
-from memplan.catalog.catalog import data_directory  # noqa: E402
-from memplan.errors import UnitError  # noqa: E402
-from memplan.lab.experiment_record import record as record_of  # noqa: E402
-from memplan.lab.matrices import orthogonality, precision, variance  # noqa: E402
-from memplan.lab.matrices.matrix_draws import DTYPES, errors, gaussian, iterated, normalised  # noqa: E402
-from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_reference  # noqa: E402
-from memplan.muon.orthogonalisation.schedules import SCHEDULES, resolved_schedule  # noqa: E402
-from memplan.report.document import Table  # noqa: E402
-from memplan.report.experiments import (  # noqa: E402
+from memplan.catalog.catalog import data_directory
+from memplan.errors import UnitError
+from memplan.lab.experiment_record import record as record_of
+from memplan.lab.matrices import orthogonality, precision, variance
+from memplan.lab.matrices.matrix_draws import DTYPES, errors, gaussian, iterated, normalised
+from memplan.muon.orthogonalisation.newton_schulz import newton_schulz_reference
+from memplan.muon.orthogonalisation.schedules import SCHEDULES, resolved_schedule
+from memplan.report.document import Table
+from memplan.report.experiments import (
     read_record,
     record_document,
     record_text,
     reporter_of,
     row_of,
 )
-from memplan.report.figures import save_figure  # noqa: E402
-from memplan.report.json_schemas import schema_of  # noqa: E402
-from tests.jobs import follow_schema  # noqa: E402
+from memplan.report.figures import save_figure
+from memplan.report.json_schemas import schema_of
+from tests.jobs import follow_schema
+
+pytest.importorskip("matplotlib")
 
 FOLDER = data_directory() / "configs" / "evidence"
 NAMES = ("orthogonality", "precision", "variance")

@@ -12,22 +12,20 @@ from typing import get_args
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.entries import Form, StateSlot  # noqa: E402
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig  # noqa: E402
-from memplan.catalog.update_classes import STACKED, UPDATE_CLASSES  # noqa: E402
-from memplan.errors import CannotAnswerError, MemplanError  # noqa: E402
-from memplan.model.families import model_spec  # noqa: E402
-from memplan.model.model import Model  # noqa: E402
-from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS  # noqa: E402
-from memplan.plan.memory_plan import Device  # noqa: E402
-from memplan.plan.planner import CompiledPlan  # noqa: E402
-from memplan.step.states.update_algorithms import RULES  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolution.resolve_config import resolve  # noqa: E402
-from tests.jobs import shipped_catalog  # noqa: E402
+from memplan.catalog.entries import Form, StateSlot
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
+from memplan.catalog.update_classes import STACKED, UPDATE_CLASSES
+from memplan.errors import CannotAnswerError, MemplanError
+from memplan.model.families import model_spec
+from memplan.model.model import Model
+from memplan.muon.weights.weight_codecs import WEIGHT_FORMATS
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
+from memplan.step.states.update_algorithms import RULES
+from memplan.trace.tracer import trace_training
+from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
 pytestmark = pytest.mark.thorough
 

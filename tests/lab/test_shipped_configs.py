@@ -16,18 +16,16 @@ from itertools import product
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from memplan.model.families import with_towers  # noqa: E402
-from memplan.model.model import Model  # noqa: E402
-from memplan.model.spec import LayerRun, MixtureOfExperts  # noqa: E402
-from memplan.plan.memory_plan import Device  # noqa: E402
-from memplan.plan.planner import CompiledPlan  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolution.resolve_config import resolve  # noqa: E402
-from tests.jobs import few_experts, shipped_catalog, shrunk_layer  # noqa: E402
-from tests.survey.agreement import cut_model  # noqa: E402
-from tests.survey.drawn_models import NOT_BUNDLED  # noqa: E402
+from memplan.model.families import with_towers
+from memplan.model.model import Model
+from memplan.model.spec import LayerRun, MixtureOfExperts
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
+from memplan.trace.tracer import trace_training
+from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import few_experts, shipped_catalog, shrunk_layer
+from tests.survey.agreement import cut_model
+from tests.survey.drawn_models import NOT_BUNDLED
 
 pytestmark = pytest.mark.thorough
 

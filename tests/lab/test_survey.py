@@ -12,8 +12,6 @@ from random import Random
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.families import families, model_spec
 from tests.families.tiny import CASES

@@ -3,11 +3,10 @@
 import json
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError  # noqa: E402
-from memplan.lab.training.loop import (  # noqa: E402
+from memplan.errors import CannotAnswerError, InvalidFileError, MemplanError
+from memplan.lab.training.loop import (
     LossScale,
     Trainer,
     TrainingOptions,
@@ -17,13 +16,13 @@ from memplan.lab.training.loop import (  # noqa: E402
     rate_factor,
     train,
 )
-from memplan.lab.training.run_bytes import comparisons  # noqa: E402
-from memplan.lab.training.trained_model import fast_products, trained_model  # noqa: E402
-from memplan.lab.training.training_record import thinned, verdict  # noqa: E402
-from memplan.library.lookup import Overrides, find_setup  # noqa: E402
-from memplan.model.readers.given_shapes import model_from_shapes  # noqa: E402
-from memplan.muon.weights.quantised import QuantisedWeight  # noqa: E402
-from tests.jobs import shipped_catalog  # noqa: E402
+from memplan.lab.training.run_bytes import comparisons
+from memplan.lab.training.trained_model import fast_products, trained_model
+from memplan.lab.training.training_record import thinned, verdict
+from memplan.library.lookup import Overrides, find_setup
+from memplan.model.readers.given_shapes import model_from_shapes
+from memplan.muon.weights.quantised import QuantisedWeight
+from tests.jobs import shipped_catalog
 
 pytestmark = pytest.mark.thorough
 

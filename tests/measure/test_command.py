@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-pytest.importorskip("torch")
-
 from memplan.cli.main import make_app
 from memplan.errors import CannotAnswerError, InvalidFileError
 

@@ -1,15 +1,14 @@
 """On a GPU: the measurement agrees, and where memory ends is where the plan says."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from memplan.measure.process import measure
+from memplan.measure.records.comparison_rows import rows_of
+from memplan.measure.records.measurement_plans import cuda_tasks, task_label
+from memplan.measure.records.prediction import predict
 
-from memplan.measure.process import measure  # noqa: E402
-from memplan.measure.records.comparison_rows import rows_of  # noqa: E402
-from memplan.measure.records.measurement_plans import cuda_tasks, task_label  # noqa: E402
-from memplan.measure.records.prediction import predict  # noqa: E402
-
-from .boundary import boundary_tasks  # noqa: E402
+from .boundary import boundary_tasks
 
 pytestmark = [
     pytest.mark.cuda,

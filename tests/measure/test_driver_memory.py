@@ -3,12 +3,11 @@
 import os
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.host.this_machine import driver_version  # noqa: E402
-from memplan.measure.measure_cuda import context_bytes, used_bytes  # noqa: E402
-from memplan.units import GIB, MIB  # noqa: E402
+from memplan.host.this_machine import driver_version
+from memplan.measure.measure_cuda import context_bytes, used_bytes
+from memplan.units import GIB, MIB
 
 DRIVER = """#!/bin/sh
 case "$1" in

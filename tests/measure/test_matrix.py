@@ -1,9 +1,5 @@
 """The measurement plans: how much they cover, before anything is run."""
 
-import pytest
-
-pytest.importorskip("torch")
-
 from memplan.measure.records.measurement_plans import cpu_tasks, cuda_tasks, task_label
 from memplan.measure.task import task_data, task_of
 from memplan.model.inventory import parameter_count

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.measure.process import measure
 from memplan.measure.records.comparison_rows import rows_of
 from memplan.measure.records.measurement_plans import cpu_task

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.measure.measure_ranks import RankTask

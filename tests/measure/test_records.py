@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 import memplan.step.instants
 from memplan.errors import InvalidFileError
 from memplan.measure.records.comparison_rows import STATES

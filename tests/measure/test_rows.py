@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.catalog.training_config import Offload
 from memplan.measure.measured import Measurement
 from memplan.measure.records.comparison_rows import CUDA, TOTALS, rows_of

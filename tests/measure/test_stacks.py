@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 

@@ -1,9 +1,6 @@
 """Muon over ranks: whole matrices in one process judge it, to the bit."""
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from memplan.muon import Muon, OptimizerError

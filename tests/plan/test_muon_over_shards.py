@@ -3,9 +3,6 @@
 from random import Random
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.errors import CannotAnswerError
 from memplan.plan.assumptions import assumptions
 from memplan.plan.components import components

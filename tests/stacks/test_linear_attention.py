@@ -4,7 +4,6 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from memplan.errors import CannotAnswerError

@@ -1,12 +1,13 @@
 """Adapters on the linear layers that libraries list by name, held against PEFT's own on transformers' models, experts among them."""
 
 import pytest
+import torch
 
 from memplan.training.adapters import adapter_tensors
 from tests.survey.drawn_jobs import Job, resolved
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-torch = pytest.importorskip("torch")
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT reads what transformers 5.24 renames
 
 SMALL = {

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import traced

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
 from tests.survey.stacks.stack_records import catalog_at

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.golden.test_recorded_jobs import hold
 from tests.jobs import yaml_data
 from tests.survey.stacks.drawn_stack_jobs import StackJob

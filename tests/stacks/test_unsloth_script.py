@@ -4,8 +4,6 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.jobs import shipped_catalog
 from tests.survey.stacks.drawn_stack_jobs import drawn_stack_job
 from tests.survey.stacks.judged_stack_jobs import planned, traced

@@ -1,17 +1,16 @@
 """Adapters in a trace: computed as PEFT computes them, refused as the formula refuses them."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.training_config import Adapter, TrainingConfig  # noqa: E402
-from memplan.errors import InvalidFileError  # noqa: E402
-from memplan.plan.planner import CompiledPlan  # noqa: E402
-from memplan.trace.reference.parts import Linear  # noqa: E402
-from memplan.trace.reference.run_options import ReferenceOptions, Runtime  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolution.resolve_config import resolve  # noqa: E402
-from tests.survey.agreement import compare, cut_model  # noqa: E402
+from memplan.catalog.training_config import Adapter, TrainingConfig
+from memplan.errors import InvalidFileError
+from memplan.plan.planner import CompiledPlan
+from memplan.trace.reference.parts import Linear
+from memplan.trace.reference.run_options import ReferenceOptions, Runtime
+from memplan.trace.tracer import trace_training
+from memplan.training.resolution.resolve_config import resolve
+from tests.survey.agreement import compare, cut_model
 
 SCALING = 2.0
 

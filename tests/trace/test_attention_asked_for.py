@@ -1,12 +1,10 @@
 """What torch answers a library that asks which kernel of attention it would take on a card."""
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-torch = pytest.importorskip("torch")
-
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels  # noqa: E402
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,18 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.training_config import Gradients  # noqa: E402
-from memplan.plan.memory_plan import Device  # noqa: E402
-from memplan.plan.planner import CompiledPlan  # noqa: E402
-from memplan.trace.jobs.bundled_optimizer import BundledUpdate  # noqa: E402
-from memplan.trace.jobs.reference_job import Session  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolution.resolve_config import resolve  # noqa: E402
-from memplan.training.resolved import FLOAT_BYTES  # noqa: E402
-from tests.survey.agreement import cut_model  # noqa: E402
-from tests.survey.drawn_jobs import Job, verdict  # noqa: E402
+from memplan.catalog.training_config import Gradients
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
+from memplan.trace.jobs.bundled_optimizer import BundledUpdate
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.tracer import trace_training
+from memplan.training.resolution.resolve_config import resolve
+from memplan.training.resolved import FLOAT_BYTES
+from tests.survey.agreement import cut_model
+from tests.survey.drawn_jobs import Job, verdict
 
 CODED = ("tier1", "tier2", "tier3", "q4-adam", "q4-muon-int8", "iq3-muon-int4", "iq2-fp8-muon-int4")
 FAST = ("tier1", "tier3", "q4-adam")

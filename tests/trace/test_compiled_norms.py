@@ -1,13 +1,11 @@
 """What torch's compiler is given of a norm that CUDA has as one kernel."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-torch = pytest.importorskip("torch")
-
-import torch.nn.functional as F  # noqa: E402
-
-from memplan.trace.compiled import compiler  # noqa: E402
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels  # noqa: E402
+from memplan.trace.compiled import compiler
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 
 
 @pytest.mark.thorough

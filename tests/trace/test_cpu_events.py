@@ -3,15 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter, Gradients  # noqa: E402
-from memplan.measure.measure_cpu import NEXT_STEP, Marker, peaks_of  # noqa: E402
-from memplan.model.model import Model  # noqa: E402
-from memplan.trace.jobs.reference_job import Session  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter, Gradients
+from memplan.measure.measure_cpu import NEXT_STEP, Marker, peaks_of
+from memplan.model.model import Model
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.tracer import trace_training
 
 pytestmark = pytest.mark.thorough
 

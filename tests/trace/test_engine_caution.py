@@ -4,11 +4,10 @@ import os
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from memplan.trace.recording.engine_caution import is_in_place  # noqa: E402
+from memplan.trace.recording.engine_caution import is_in_place
 
 SOURCE = """
 class Again(torch.autograd.Function):

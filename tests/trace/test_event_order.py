@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.plan.memory_plan import Device
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import events_of

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.survey.drawn_jobs import Job, verdict
 
 MODEL = {

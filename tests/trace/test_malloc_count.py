@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 SOURCE = Path(__file__).parent / "data" / "malloc_count.c"
 TOLERANCE = 1e-4
 """Relative, as for torch's own events: step counters, small blocks of oneDNN."""

@@ -4,14 +4,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter  # noqa: E402
-from memplan.errors import CannotAnswerError  # noqa: E402
-from memplan.trace.modules import imported_factory, trace_huggingface, trace_module  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter
+from memplan.errors import CannotAnswerError
+from memplan.trace.modules import imported_factory, trace_huggingface, trace_module
+from memplan.trace.tracer import trace_training
 
 nn: Any = torch.nn
 

@@ -1,23 +1,22 @@
 """``kernels.muon_batch_bytes``: the formula of batches against a trace, and against a step that the optimizer runs."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.config_keys.parallel_keys import Parallel  # noqa: E402
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Gradients, Offload  # noqa: E402
-from memplan.errors import CannotAnswerError, InvalidFileError  # noqa: E402
-from memplan.model.model import Model  # noqa: E402
-from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm  # noqa: E402
-from memplan.muon.updates import batches  # noqa: E402
-from memplan.plan.memory_plan import Device  # noqa: E402
-from memplan.plan.planner import CompiledPlan  # noqa: E402
-from memplan.step.states.optimizer_scratch import step_temporaries  # noqa: E402
-from memplan.trace.jobs.bundled_optimizer import BundledUpdate  # noqa: E402
-from memplan.trace.jobs.reference_job import Session  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from tests.muon.memory import LiveStorages, tensors_of  # noqa: E402
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Gradients, Offload
+from memplan.errors import CannotAnswerError, InvalidFileError
+from memplan.model.model import Model
+from memplan.model.spec import Attention, Layer, LayerRun, Mlp, ModelSpec, Norm
+from memplan.muon.updates import batches
+from memplan.plan.memory_plan import Device
+from memplan.plan.planner import CompiledPlan
+from memplan.step.states.optimizer_scratch import step_temporaries
+from memplan.trace.jobs.bundled_optimizer import BundledUpdate
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.tracer import trace_training
+from tests.muon.memory import LiveStorages, tensors_of
 
 LAYERS, WIDTH, INNER = 3, 128, 384
 BUDGETS = (0, 1, 300_000, 700_000, 1_500_000, 2_500_000, 2**30)

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch")
-
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import TrainingConfig

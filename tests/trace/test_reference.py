@@ -1,18 +1,17 @@
 """Reference models: the parameters of the inventory, and numbers that make sense."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter  # noqa: E402
-from memplan.model.families import with_towers  # noqa: E402
-from memplan.model.parameter_tensors import inventory_of  # noqa: E402
-from memplan.trace.jobs.reference_job import Session  # noqa: E402
-from memplan.trace.reference.decoder import ReferenceModel  # noqa: E402
-from memplan.trace.reference.run_options import ReferenceOptions  # noqa: E402
-from tests.jobs import shipped_catalog  # noqa: E402
-from tests.survey.drawn_models import NOT_BUNDLED  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter
+from memplan.model.families import with_towers
+from memplan.model.parameter_tensors import inventory_of
+from memplan.trace.jobs.reference_job import Session
+from memplan.trace.reference.decoder import ReferenceModel
+from memplan.trace.reference.run_options import ReferenceOptions
+from tests.jobs import shipped_catalog
+from tests.survey.drawn_models import NOT_BUNDLED
 
 CATALOG = shipped_catalog()
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}

@@ -1,11 +1,10 @@
 """Our tellings of other packages' optimizers allocate what those packages do, and compute what they do."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.trace.jobs.optimizers import AdamMini, Bitsandbytes, Lion  # noqa: E402
-from memplan.trace.recording.recorder import Recorder  # noqa: E402
+from memplan.trace.jobs.optimizers import AdamMini, Bitsandbytes, Lion
+from memplan.trace.recording.recorder import Recorder
 
 SHAPES = ((33, 17), (129,), (5, 7), (64, 80), (3,), (80, 64))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

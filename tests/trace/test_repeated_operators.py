@@ -1,15 +1,14 @@
 """Results that are made anew from shapes are those of the operator itself: the same trace, event by event."""
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.config_keys.parallel_keys import Parallel  # noqa: E402
-from memplan.catalog.training_config import Adapter  # noqa: E402
-from memplan.trace.recording import repeated_operators  # noqa: E402
-from memplan.trace.recording.repeated_operators import RepeatedOperators  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from tests.survey.agreement import cut_model  # noqa: E402
+from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.catalog.training_config import Adapter
+from memplan.trace.recording import repeated_operators
+from memplan.trace.recording.repeated_operators import RepeatedOperators
+from memplan.trace.tracer import trace_training
+from tests.survey.agreement import cut_model
 
 aten = torch.ops.aten
 FP32 = {"weights": {"default": "fp32"}, "compute_dtype": "fp32"}

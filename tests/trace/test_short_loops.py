@@ -9,23 +9,21 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Gradients, Offload, TrainingConfig  # noqa: E402
-from memplan.model.model import Model  # noqa: E402
-from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, Norm  # noqa: E402
-from memplan.muon import Muon  # noqa: E402
-from memplan.muon.orthogonalisation import newton_schulz  # noqa: E402
-from memplan.muon.stores import chunk_loops  # noqa: E402
-from memplan.muon.stores import gradient_stores as gradients  # noqa: E402
-from memplan.muon.updates import steps  # noqa: E402
-from memplan.muon.weights import quantised, weight_formats  # noqa: E402
-from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK  # noqa: E402
-from memplan.trace.jobs import bundled_optimizer as bundled  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolution.resolve_config import resolve  # noqa: E402
-from tests.jobs import shipped_catalog  # noqa: E402
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Gradients, Offload, TrainingConfig
+from memplan.model.model import Model
+from memplan.model.spec import Attention, Layer, LayerRun, MixtureOfExperts, Mlp, ModelSpec, Norm
+from memplan.muon import Muon
+from memplan.muon.orthogonalisation import newton_schulz
+from memplan.muon.stores import chunk_loops
+from memplan.muon.stores import gradient_stores as gradients
+from memplan.muon.updates import steps
+from memplan.muon.weights import quantised, weight_formats
+from memplan.step.states.muon_scratch import CHUNK_ELEMENTS, COLUMN_CHUNK
+from memplan.trace.jobs import bundled_optimizer as bundled
+from memplan.trace.tracer import trace_training
+from memplan.training.resolution.resolve_config import resolve
+from tests.jobs import shipped_catalog
 
 CATALOG = shipped_catalog()
 ALL = "every module"

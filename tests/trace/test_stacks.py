@@ -3,19 +3,18 @@
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import memplan  # noqa: E402
-from memplan.catalog.kernel_profiles import Kernels  # noqa: E402
-from memplan.catalog.training_config import Adapter  # noqa: E402
-from memplan.errors import CannotAnswerError  # noqa: E402
-from memplan.model.families import model_spec  # noqa: E402
-from memplan.model.model import Model  # noqa: E402
-from memplan.trace.pretended_cuda import autocast_region  # noqa: E402
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast  # noqa: E402
-from memplan.trace.recording.trace_result import Trace  # noqa: E402
-from memplan.trace.stacks.registry import (  # noqa: E402
+import memplan
+from memplan.catalog.kernel_profiles import Kernels
+from memplan.catalog.training_config import Adapter
+from memplan.errors import CannotAnswerError
+from memplan.model.families import model_spec
+from memplan.model.model import Model
+from memplan.trace.pretended_cuda import autocast_region
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
+from memplan.trace.recording.trace_result import Trace
+from memplan.trace.stacks.registry import (
     StackDetails,
     StackInputs,
     trace_stack,

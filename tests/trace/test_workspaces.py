@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memplan.catalog.catalog import Catalog, data_directory  # noqa: E402
-from memplan.measure.task import Scale, scaled_model  # noqa: E402
-from memplan.trace.recording.workspaces import LIBRARIES, cublas_workspace_bytes, kernel_workspaces  # noqa: E402
-from memplan.trace.tracer import trace_training  # noqa: E402
-from memplan.training.resolution.resolve_config import resolve  # noqa: E402
+from memplan.catalog.catalog import Catalog, data_directory
+from memplan.measure.task import Scale, scaled_model
+from memplan.trace.recording.workspaces import LIBRARIES, cublas_workspace_bytes, kernel_workspaces
+from memplan.trace.tracer import trace_training
+from memplan.training.resolution.resolve_config import resolve
 
 
 def empty(*shape, dtype=torch.bfloat16):
