@@ -7,17 +7,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from memplan.library.lookup import online_config
+from tests.library.test_model_names import LLAMA
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 320,
-}
 BODIES = {
-    "/me/mine/resolve/main/config.json": (200, json.dumps(CONFIG).encode()),
+    "/me/mine/resolve/main/config.json": (200, json.dumps(LLAMA).encode()),
     "/me/gated/resolve/main/config.json": (401, b""),
     "/me/broken/resolve/main/config.json": (500, b""),
     "/me/large/resolve/main/config.json": (200, b" " * 3000),
