@@ -8,10 +8,12 @@ apart. State is made at construction and holds plain tensors only.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memplan.muon.group_options import DEFAULTS, checked_keys, checked_options, diverges, muon_options, own_options
 from memplan.muon.parameter_groups import named_groups
@@ -29,19 +31,11 @@ from memplan.muon.parameter_updates import batches_of, needs_exchange, rounds_of
 from memplan.muon.registered_parameters import RegisteredParameters
 from memplan.muon.sharded.divisions import anywhere, draw_number, is_divided
 from memplan.muon.stores.optimizer_errors import OptimizerError
-from memplan.muon.stores.rounding_noise import SEED_STEP, phases_of, seed_of
+from memplan.muon.stores.rounding_noise import SEED_STEP, Phases, phases_of, seed_of
 from memplan.muon.updates.backward_hooks import BackwardHooks, clip_gradients_
 from memplan.muon.updates.handles import Handle, SplitHandle
 from memplan.muon.updates.offload import buffers_on, finish_copies
 from memplan.muon.updates.rounds import Shard, update_round_
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-
-    from torch import nn
-
-    from memplan.muon.stores.rounding_noise import Phases
 
 Group = dict[str, Any]
 

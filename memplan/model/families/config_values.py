@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.families.unread_keys import HARMLESS_KEYS, NOTED_KEYS, changes_arithmetic, is_neutral, memory_reason
-
-if TYPE_CHECKING:
-    from memplan.model.spec import Activation
+from memplan.model.spec import Activation
 
 MAXIMUM_DIMENSION = 2**24
 MAXIMUM_LAYERS = 10_000

@@ -8,17 +8,14 @@ Their speed on a GPU has not been measured, which is why groups have to ask for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from memplan.muon.state_codecs.block_codecs import GaussianCodec, LinearCodec
 from memplan.muon.state_codecs.codecs import SMALLEST_SCALE, BlockCodec, Codec, Scratch, Stretch
 from memplan.muon.stores.optimizer_errors import OptimizerError
 from memplan.units import ceil_div
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 try:
     import triton

@@ -6,17 +6,13 @@ Every sum that decides between points is exact (``grid_formats``), so that the k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from memplan.muon.state_codecs.triton_codecs import AVAILABLE
 from memplan.muon.stores.rounding_noise import uniform
 from memplan.muon.weights.grid_formats import FRACTIONS, SUPER, GridFormat, grid_of, largest_of
 from memplan.units import ceil_div
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 if AVAILABLE:
     import triton
