@@ -86,7 +86,7 @@ class CompiledPlan:
         self.own = model = _of_rank(divided(self.model, setup), setup)
         self.setup = setup
         refuse_unmodelled(model, setup)
-        adapters = adapter_tensors(model, setup)
+        adapters = () if known else adapter_tensors(model, setup)
         states = known or rank_model_states(setup, model.inventory, adapters, model.spec.hidden_size)
         self._regimes = FormsByRegime(self.model, model, setup, states)
         if setup.formats["hidden_matrix"].product == "integers":

@@ -278,7 +278,8 @@ def libraries_inventory(inventory: Inventory, setup: TrainingSetup) -> Inventory
         return (*(tensor for tensor in inventory if not tensor.used), table, *norm, *rest)
     cast = setup.kbit_floats
     stems = {t.name.removesuffix(".weight"): t.role for t in inventory if t.role in ("norm", "head")} if cast else {}
-    return tuple(replace(t, role=_role_beside_codes(t, stems, setup)) for t in inventory)
+    roles = [(tensor, _role_beside_codes(tensor, stems, setup)) for tensor in inventory]
+    return tuple([tensor if role == tensor.role else replace(tensor, role=role) for tensor, role in roles])
 
 
 def _role_beside_codes(tensor: ParameterTensor, stems: Mapping[str, Role], setup: TrainingSetup) -> Role:

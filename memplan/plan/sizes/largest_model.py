@@ -17,8 +17,9 @@ from memplan.plan.bytes_per_parameter import bytes_per_parameter, least_bytes_pe
 from memplan.plan.job_allowances import devices_for, searched_allowances
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CardKind, CompiledPlan, card_kind
+from memplan.step.kernels.card_support import refuse_unable
 from memplan.training.resolved import TrainingSetup
-from memplan.training.stack_models import as_trained, built_by
+from memplan.training.stack_models import as_trained, built_by, with_model_built
 from memplan.units import ceil_div
 
 
@@ -167,11 +168,16 @@ class _Planned:
             return error
 
     @cached_property
+    def _built(self) -> Model | None:
+        """The model as its stack builds it; None where it builds none."""
+        with suppress(MemplanError):
+            return built_by(self._model, self._setup)
+        return None
+
+    @cached_property
     def _least_bytes(self) -> int:
         """What it takes at least at the end of the step or of forward, without planning it; 0 for one that is refused."""
-        try:
-            built = built_by(self._model, self._setup)
-        except MemplanError:
+        if (built := self._built) is None:
             return 0
         unreached = ("head",) if self._setup.has_value_head else ()  # no gradient comes to it
         trained = (tensor for tensor in built.inventory if tensor.used and not tensor.frozen)
@@ -205,12 +211,15 @@ class _Planned:
 
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
-        if not room.holds(self._least_bytes, 0):
-            return False
-        planned, card = self._planned, card_kind(room.device.gpu)
-        if isinstance(planned, MemplanError) or card in self._refused:
+        card = card_kind(room.device.gpu)
+        if card in self._refused or self._built is None or not room.holds(self._least_bytes, 0):
             return False
         try:
+            if self._untaped_bytes is None:  # before it is planned, which takes far longer
+                refuse_unable(with_model_built(self._setup, self._built, self._model), room.device.gpu)
+            planned = self._planned
+            if isinstance(planned, MemplanError):
+                return False
             if not self._fits(planned, card, room):
                 return False
         except MemplanError:
