@@ -181,8 +181,8 @@ class StreamAllocator:
                 del starts[end]
                 if not own:
                     del starts_of[whole], sizes[bisect_left(sizes, whole)]
-            if end - start >= largest:
-                largest, last = max((largest, last), (end - start, start))
+            if (whole := end - start) >= largest and (whole > largest or start > last):
+                largest, last = whole, start
             stop = start + size
             if tops and stop > tops[number]:
                 tops[number] = stop
