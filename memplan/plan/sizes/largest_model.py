@@ -211,8 +211,10 @@ class _Planned:
 
     def fits(self, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
         """Tell whether it fits; more is sought only where what was found before does."""
+        if not room.holds(self._least_bytes, 0) or self._built is None:
+            return False
         card = card_kind(room.device.gpu)
-        if card in self._refused or self._built is None or not room.holds(self._least_bytes, 0):
+        if card in self._refused:
             return False
         try:
             if self._untaped_bytes is None:  # before it is planned, which takes far longer
