@@ -198,6 +198,18 @@ import pyarrow.parquet
 table = pyarrow.parquet.read_table("rows.parquet")
 with pyarrow.parquet.ParquetWriter(where="more.parquet", schema=table.schema) as writer:
     writer.write_table(table)
+import pyarrow.csv, pyarrow.dataset, pyarrow.feather, pyarrow.ipc, pyarrow.json
+pyarrow.csv.write_csv(table, "rows.csv")
+pyarrow.feather.write_feather(table, "rows.feather")
+pyarrow.dataset.write_dataset(table, "parts", format="parquet")
+with pyarrow.output_stream("rows.arrow") as stream, pyarrow.ipc.new_file(stream, table.schema) as writer:
+    writer.write_table(table)
+pathlib.Path("rows.json").write_text('{"length": 1}\\n')
+print(
+    [one.num_rows for one in (pyarrow.csv.read_csv("rows.csv"), pyarrow.feather.read_table("rows.feather"),
+     pyarrow.dataset.dataset("parts").to_table(), pyarrow.ipc.open_file("rows.arrow").read_all(),
+     pyarrow.json.read_json("rows.json"))], pyarrow.parquet.read_metadata("more.parquet").num_rows
+)
 pathlib.Path("kept/notes.txt").write_text("changed")
 print(pathlib.Path("kept/notes.txt").read_text())
 shutil.rmtree("kept")
@@ -214,6 +226,7 @@ def test_a_script_reads_what_is_there_and_changes_nothing(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "12 True" in ran.stderr
     assert "['length', 'twice', 'thrice']" in ran.stderr
+    assert "[3, 3, 3, 3, 1] 3" in ran.stderr
     assert "changed" in ran.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "script.py"}
     assert (tmp_path / "kept" / "notes.txt").read_text() == "as it was"

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import shutil
 import subprocess
+import tarfile
 import threading
 import weakref
 from inspect import signature
@@ -124,6 +126,28 @@ def test_files_and_programs_of_a_script_are_kept(tmp_path):
     assert list(place.iterdir()) == []
     assert {os.path.basename(name) for name in files.skipped} == {"touched", "opened"}
     assert subprocess.run(["true"], check=False).returncode == 0
+
+
+def test_a_folder_holds_what_is_there_and_what_a_script_has_made_of_it(tmp_path):
+    place, scratch = tmp_path / "place", tmp_path / "scratch"
+    for folder in (place / "old", scratch):
+        folder.mkdir(parents=True)
+    (place / "rows.txt").write_text("1")
+    (place / "old" / "step.txt").write_text("2")
+    with SandboxedFiles(str(scratch), LINES, allow_writes=False).sandbox():
+        pytest.importorskip("numpy").savetxt(place / "more.txt", [3.0])
+        with tarfile.open(place / "all.tar", "w") as archive:
+            archive.add(place / "rows.txt")
+        assert {path.name for path in place.iterdir()} == {"all.tar", "more.txt", "old", "rows.txt"}
+        shutil.rmtree(place / "old")
+        assert not (place / "old").exists()
+        (place / "old").mkdir()
+        assert {path.name for path in place.rglob("*.txt")} == {"more.txt", "rows.txt"}
+        (place / "rows.txt").unlink()
+        with pytest.raises(FileNotFoundError):
+            (place / "rows.txt").read_text()
+        assert {entry.name for entry in os.scandir(place)} == {"all.tar", "more.txt", "old"}
+    assert sorted(path.name for path in place.rglob("*")) == ["old", "rows.txt", "step.txt"]
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])

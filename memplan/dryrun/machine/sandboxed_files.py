@@ -1,13 +1,13 @@
 """Files that a script writes go to a folder that is thrown away, and its checkpoints nowhere."""
 
 import builtins
-import io
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
@@ -26,6 +26,8 @@ _FORKS = ("fork", "forkpty", "execv", "execve")
 """What makes another process of this one; all else that does goes by these."""
 _PROGRAMS = {"system": 0, "posix_spawn": 1, "posix_spawnp": 1}
 """What starts another program, and where it is told which."""
+_INNER = frozenset({"_io", __name__})
+"""Modules whose own use of ``open`` stays as it is."""
 _WRITES = frozenset("wax+")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -41,6 +43,7 @@ class SandboxedFiles:
     def __init__(self, scratch: str, lines: ScriptLines, *, allow_writes: bool) -> None:
         self._scratch, self._lines, self._allowed = scratch, lines, allow_writes
         self._free = tuple({os.path.realpath(path) for path in (scratch, "/dev", prepared_rows())})
+        self._removed = set[str]()  # What is there still, though the script has removed it
         self.skipped: dict[str, int] = {}
         self.checkpoints = RunCheckpoints()
 
@@ -68,12 +71,17 @@ class SandboxedFiles:
             yield
 
     def _file_calls(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        opened = self._opened(builtins.open)
-        yield builtins, {"open": opened}
-        yield io, {"open": opened}
+        opened = self._opened(_OPEN)
+        for module in list(sys.modules.values()):  # builtins, io, and those that took it from there: tarfile, bz2
+            own = getattr(module, "__dict__", {})
+            if names := [name for name, value in own.items() if value is _OPEN and module.__name__ not in _INNER]:
+                yield module, dict.fromkeys(names, opened)
+        if numpys := sys.modules.get("numpy.lib._datasource"):  # by which its savetxt and loadtxt open files
+            yield numpys._file_openers, {"_file_openers": {**numpys._file_openers._file_openers, None: opened}}
         yield os, {"open": self._descriptor(os.open)}
-        names = ("stat", "lstat", "statvfs", "listdir", "scandir", "access", "chmod", "utime")
+        names = ("stat", "lstat", "statvfs", "access", "chmod", "utime")
         yield os, {name: self._looked(getattr(os, name)) for name in names}
+        yield os, {"listdir": self._listed(os.listdir, str), "scandir": self._listed(os.scandir, lambda one: one.name)}
         yield os, {name: self._changed(getattr(os, name)) for name in ("mkdir", "rmdir", "remove", "unlink")}
         yield os, {name: self._moved(getattr(os, name)) for name in ("rename", "replace", "link", "symlink")}
 
@@ -86,6 +94,19 @@ class SandboxedFiles:
             return None
         return os.path.join(self._scratch, whole.lstrip(os.sep))
 
+    def _seen(self, path: Any, apart: str | None) -> Any:
+        """Return where a file lies that the script looks at: among what it has written, or where it says, unless it has removed it."""
+        if apart is None:
+            return path
+        return apart if _exists(apart) or os.path.abspath(os.fsdecode(path)) in self._removed else path
+
+    def _written(self, path: Any, apart: str) -> str:
+        """Return where a file goes that the script writes; the folder for it is made."""
+        self.skipped.setdefault(os.fsdecode(path), 0)
+        self._removed.discard(os.path.abspath(os.fsdecode(path)))
+        make_folders(os.path.dirname(apart))
+        return apart
+
     def _opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
             return function(self.sandboxed_file(file, mode), mode, *args, **options)
@@ -96,10 +117,8 @@ class SandboxedFiles:
         def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             apart = None if dir_fd is not None else self._apart(path)
             if apart is not None and flags & _WRITING:
-                self.skipped.setdefault(os.fsdecode(path), 0)
-                make_folders(os.path.dirname(apart))
-                return function(apart, flags, mode)
-            return function(apart if apart is not None and _exists(apart) else path, flags, mode, dir_fd=dir_fd)
+                return function(self._written(path, apart), flags, mode)
+            return function(self._seen(path, apart), flags, mode, dir_fd=dir_fd)
 
         return opened
 
@@ -118,10 +137,29 @@ class SandboxedFiles:
 
     def _looked(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def looked(path: Any = ".", *args: Any, **options: Any) -> Any:
-            apart = self._apart(path)
-            return function(apart if apart is not None and _exists(apart) else path, *args, **options)
+            return function(self._seen(path, self._apart(path)), *args, **options)
 
         return looked
+
+    def _listed(self, function: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
+        """List what is in a folder, and what the script has written there."""
+
+        def listed(path: Any = ".") -> Any:
+            apart = None if path is None else self._apart(path)
+            written = apart is not None and _exists(apart)
+            if apart is None or not (written or self._removed):
+                return function(path)
+            folder = os.path.abspath(os.fsdecode(path))
+            names: dict[str, Any] = {}
+            if folder not in self._removed:
+                with suppress(*[FileNotFoundError] if written else []):  # it may be the script's alone
+                    names = {name_of(one): one for one in function(path)}
+            names = {name: one for name, one in names.items() if os.path.join(folder, name) not in self._removed}
+            if written or folder in self._removed:
+                names |= {name_of(one): one for one in function(apart)}
+            return list(names.values()) if function.__name__ == "listdir" else _Entries(names.values())
+
+        return listed
 
     def _changed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def changed(path: Any, *args: Any, **options: Any) -> Any:
@@ -129,23 +167,23 @@ class SandboxedFiles:
             if apart is None:
                 return function(path, *args, **options)
             if function.__name__ == "mkdir":
-                if _exists(os.fsdecode(path)):
+                if _exists(os.fsdecode(self._seen(path, apart))):
                     raise FileExistsError(17, "File exists", os.fsdecode(path))
-                self.skipped.setdefault(os.fsdecode(path), 0)
-                make_folders(os.path.dirname(apart))
-                return function(apart, *args)
+                return function(self._written(path, apart), *args)
+            if not _exists(os.fsdecode(self._seen(path, apart))):
+                raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
             self.skipped.setdefault(os.fsdecode(path), 0)
+            self._removed.add(os.path.abspath(os.fsdecode(path)))
             return function(apart) if _exists(apart) else None
 
         return changed
 
     def _moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def moved(source: Any, target: Any, *args: Any, **options: Any) -> Any:
-            source, apart = self._apart(source) or source, self._apart(target) or target
+            source, apart = self._apart(source) or source, self._apart(target)
             if not _exists(source):
                 return None
-            make_folders(os.path.dirname(os.fsdecode(apart)))
-            return function(source, apart, *args, **options)
+            return function(source, target if apart is None else self._written(target, apart), *args, **options)
 
         return moved
 
@@ -169,19 +207,14 @@ class SandboxedFiles:
         apart = self._apart(path) if isinstance(path, str | bytes | os.PathLike) and not self._allowed else None
         if apart is None:
             return path
-        if _WRITES & set(mode):
-            self.skipped.setdefault(os.fsdecode(path), 0)
-            make_folders(os.path.dirname(apart))
-            return apart
-        return apart if _exists(apart) else path
+        return self._written(path, apart) if _WRITES & set(mode) else self._seen(path, apart)
 
     def sandboxed_folder(self, path: Any) -> str:
         """Return the folder where what is written below Python is to go, in place of one that the script names; it is made."""
         apart = None if self._allowed else self._apart(path)
         if apart is None:
             return os.fsdecode(path)
-        self.skipped.setdefault(os.fsdecode(path), 0)
-        make_folders(apart)
+        make_folders(self._written(path, apart))
         return apart
 
     def saved_parts(
@@ -204,6 +237,22 @@ class SandboxedFiles:
             f"the script starts a process of its own{f' at {line}' if line else ''}, whose tensors would not be seen; "
             "run the one process that is to be judged"
         )
+
+
+class _Entries(AbstractContextManager[Any], Iterator[Any]):
+    """What ``os.scandir`` returns, of entries that are known."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __exit__(self, *_: object) -> None:
+        """Close nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 def prepared_rows() -> str:
@@ -248,4 +297,4 @@ def make_folders(path: str) -> None:
         _MKDIR(path)
 
 
-_STAT, _MKDIR = os.stat, os.mkdir
+_OPEN, _STAT, _MKDIR = builtins.open, os.stat, os.mkdir

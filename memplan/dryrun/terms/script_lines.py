@@ -52,6 +52,8 @@ _LIBRARIES = tuple(
 )
 _PACKAGES = {"site-packages", "dist-packages"}
 """Folders of packages in whichever environment they are."""
+_BELOW_PYTHON = (".pyx", ".pxi")
+"""Ends the files that Cython names in tracebacks, such as pyarrow's; they are nowhere."""
 _COMPILED = "torchinductor_"
 """Begins the folder of what torch's compiler writes (``default_cache_dir`` in torch/_inductor/runtime/cache_dir_utils.py)."""
 _INSIDE = tuple(
@@ -150,6 +152,6 @@ class ScriptLines:
         """
         if file == self._script or (packages and self._folder and file.startswith(self._folder)):
             return True
-        if file.startswith((*_LIBRARIES, _OWN, "<")):
+        if file.startswith((*_LIBRARIES, _OWN, "<")) or file.endswith(_BELOW_PYTHON):
             return False
         return not any(part in _PACKAGES or part.startswith(_COMPILED) for part in Path(file).parts)
