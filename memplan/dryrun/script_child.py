@@ -39,6 +39,9 @@ from memplan.trace.recording.workspaces import cublas_workspace_bytes
 from memplan.units import format_bytes
 
 RECURRENT_NOTE = "recurrent layers run place by place, as torch's own do: what cuDNN, which a GPU has for them, keeps and takes is not known"
+WHOLE_RUN_NOTE = (
+    "no optimizer was stepped and no model's gradients were zeroed: all from the first forward on is one step"
+)
 UNCOUNTED = {
     r"convolution": "the workspaces that cuDNN takes for convolutions are not counted",
     r"_fft_": "the workspaces that cuFFT takes are not counted",
@@ -102,6 +105,8 @@ def run_here(request: Request, descriptor: int) -> Outcome:
             CompiledModules(request.card.compute_capability, values, notes).compiling(),
         ),
     )
+    if ending == "ended" and watched.ended():
+        notes.append(WHOLE_RUN_NOTE)
     return _outcome(parts, ending, message)
 
 

@@ -123,7 +123,8 @@ class CompiledModules:
                     trace_rules.get_torch_obj_rule_map()
             enter = self._stack.enter_context
             enter(_with_torch_compile())
-            enter(pretended_compiler(self._capability, "cuda", self._values.forget_numbers, self._pads))
+            own = torch.cuda.current_device()
+            enter(pretended_compiler(self._capability, "cuda", self._values.forget_numbers, self._pads, own))
             enter(_without_watching_hooks())
             # Cuts at the buckets of replicas' gradients run each part as it is compiled, on tensors that are no fakes.
             enter(config.patch(fail_on_recompile_limit_hit=True, optimize_ddp=False))

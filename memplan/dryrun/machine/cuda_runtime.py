@@ -12,7 +12,7 @@ import torch
 
 from memplan.dryrun.machine.device_names import inner_device
 from memplan.dryrun.machine.streams_and_graphs import Nothing, Streams, graph_class
-from memplan.dryrun.terms.outcome import Ranks
+from memplan.dryrun.terms.outcome import Ranks, RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
 
@@ -148,10 +148,35 @@ def _is_available() -> bool:
     return not str(sys._getframe(1).f_globals.get("__name__")).startswith(NATIVE)
 
 
+_NOT_KNOWN = frozenset(
+    {
+        "L2_cache_size",
+        "clock_rate",
+        "max_threads_per_multi_processor",
+        "memory_bus_width",
+        "memory_clock_rate",
+        "shared_memory_per_block",
+        "shared_memory_per_block_optin",
+        "shared_memory_per_multiprocessor",
+        "uuid",
+    }
+)
+"""What torch tells of a card besides (``_CudaDeviceProperties`` in torch/_C/__init__.pyi, v2.13.0), and nobody here knows."""
+
+
+class _Properties(SimpleNamespace):
+    """What torch tells of a card."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_KNOWN:
+            raise RefusedError(f"{name} of the card's properties is asked for, which is not known here")
+        raise AttributeError(name)
+
+
 def _device_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
     card = recorder.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
-    properties = SimpleNamespace(
+    properties = _Properties(
         name=card.name,
         major=major,
         minor=minor,

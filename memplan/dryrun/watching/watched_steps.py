@@ -19,6 +19,7 @@ from memplan.dryrun.terms.outcome import RefusedError, StepsDoneError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.jobs.training_job import tensor_of
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 
 EVALUATION = "evaluation"
@@ -48,7 +49,7 @@ class WatchedSteps:
         self.model, self._trained = "", -1
         self.recurrent = False
         self._stepped = True
-        self._began = False
+        self._began = self._has_gradients = False
         self._depth = self._left = 0
         self._in_forward = self._engine_runs = False
         self._layers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -77,7 +78,8 @@ class WatchedSteps:
         for owner in clips:
             owner.clip_grad_norm_ = self._announced(clip, self._clipping)  # type: ignore[attr-defined]
         try:
-            yield
+            with replaced(nn.Module, {"zero_grad": self._announced(nn.Module.zero_grad, self._updated_by_hand)}):
+                yield
         finally:
             torch.autograd.backward, torch.autograd.grad = backward, grad
             again.apply = called  # type: ignore[method-assign]
@@ -272,7 +274,7 @@ class WatchedSteps:
             self._in_forward = False
         later = self.recorder.now == LATER_MICRO_STEP
         self.recorder.instant("loss backward", backward=True, later=later)
-        self._began = True
+        self._began = self._has_gradients = True
 
     def _clipping(self) -> None:
         self.recorder.instant("gradient clipping")
@@ -291,10 +293,23 @@ class WatchedSteps:
         if not self._stepped:
             self._stepped, self._began = True, False
             self.done += 1
+        self._has_gradients = False
         self._mark_states(optimizer)
         self._mark_weights()
         if self.done <= COPIES_SOUGHT:
             self._mark_copies()
+
+    def _updated_by_hand(self) -> None:
+        """Take gradients that are zeroed, where they came from backward and the script has no optimizer, for the end of an update."""
+        if self._has_gradients and not any(issubclass(type(one), torch.optim.Optimizer) for one in gc.get_objects()):
+            self._stepped, self._began, self._has_gradients = True, False, False
+            self.done += 1
+
+    def ended(self) -> bool:
+        """Note that the script has ended; tell whether backward ran and nothing told where an update was, so that it is all one step."""
+        whole = self._has_gradients and not self.done
+        self.done += whole
+        return whole
 
     def _mark_states(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
@@ -304,5 +319,5 @@ class WatchedSteps:
         owned = {id(parameter) for model in self._models for parameter in model.parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if self._models and id(parameter) not in owned:
-                    self.recorder.mark(parameter, "master_weights")
+                if id(parameter) not in owned:
+                    self.recorder.mark(parameter, "master_weights" if self._models else "weights")

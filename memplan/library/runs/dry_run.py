@@ -191,11 +191,10 @@ def run(script: FilePath, arguments: Sequence[str] = (), **options: Unpack[RunOp
     context = context_range(device.gpu, hardware_tables(catalog.root)).expected_bytes
     request = _request(str(script), tuple(arguments), options, device, context)
     outcome = run_script(request, quiet=options.get("quiet", False))
-    shown = " ".join([str(script), *arguments])
-    trace = _finished_trace(outcome, shown)
+    trace = _finished_trace(outcome, str(script))
     on_device = replayed(trace, request.alloc_conf, request.card.capacity_bytes)
     ran = DryRun(
-        script=shown,
+        script=" ".join([str(script), *arguments]),
         device=device,
         outcome=outcome,
         to_spare=on_device if outcome.handled else replayed(trace, request.alloc_conf, None),

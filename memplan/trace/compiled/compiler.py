@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -111,11 +112,11 @@ def _never(*_: Any, **__: Any) -> bool:
     return False
 
 
-def _compiled_for(compute_capability: str, pads: Callable[..., bool], step: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_for(card: Callable[[], AbstractContextManager[None]], step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step of the compiler that takes a graph for one of that card."""
 
     def on_cuda(graph: Any, *args: Any, **options: Any) -> Any:
-        with _of_cuda(compute_capability, pads):
+        with card():
             return step(_on_cuda(graph), *args, **options)
 
     return on_cuda
@@ -127,6 +128,7 @@ def pretended_compiler(
     device: str = "meta",
     launched: Callable[..., None] = lambda *_, **__: None,
     pads: Callable[..., bool] = _never,
+    index: int = 0,
 ) -> Iterator[None]:
     """Let ``torch.compile`` compile for a card that is not there, and its programs run without memory.
 
@@ -135,16 +137,18 @@ def pretended_compiler(
         device: Where the tensors are that modules are called with: ``meta``, or ``cuda`` for fake ones that Python finds there.
         launched: Is called in the place of each launch of a kernel, with what the kernel is given.
         pads: Tells whether a product is faster with longer rows, of which the compiler gives the match and both matrices.
+        index: Of the card among those of its machine.
     """
     import torch._dynamo.convert_frame as frames
     import torch._functorch.partitioners as partitioners
 
     inductor: Any = import_module("torch._inductor.compile_fx")
     torch._dynamo.reset()
+    card = partial(_of_cuda, compute_capability, pads, index)
 
     def lowered(graph: Any, inputs: Sequence[Any], **options: Any) -> Program:
         del inputs
-        with _disable_current_modes(), _of_cuda(compute_capability, pads):
+        with _disable_current_modes(), card():
             return program(_source(_on_cuda(graph), **options), device, launched)
 
     def backend(graph: Any, inputs: Sequence[Any], **_: Any) -> Any:
@@ -155,9 +159,9 @@ def pretended_compiler(
     with ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
         if device == "cuda":
-            stack.enter_context(_of_cuda(compute_capability, pads))
+            stack.enter_context(card())
         for owner, values in (
-            (inductor, {name: _compiled_for(compute_capability, pads, getattr(inductor, name)) for name in _STEPS}),
+            (inductor, {name: _compiled_for(card, getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
             # of kernels that are run again: generators, which are not there and have nothing on a card
             (partitioners, {"functionalize_rng_ops": lambda _joint, forward, backward, _: (forward, backward)}),
@@ -267,7 +271,7 @@ def _source(graph: Any, **options: Any) -> str:
 
 
 @contextmanager
-def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[None]:
+def _of_cuda(compute_capability: str, pads: Callable[..., bool], index: int) -> Iterator[None]:
     """Let tensors without memory be on ``cuda``, and answer what the compiler asks of the card."""
     import torch._inductor.fx_passes.joint_graph as joint
     import torch._inductor.fx_passes.pad_mm as padding
@@ -291,10 +295,10 @@ def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[Non
 
     answers = {
         "get_device_properties": staticmethod(lambda _=None: properties),
-        "current_device": staticmethod(lambda: 0),
+        "current_device": staticmethod(lambda: index),
     }
     requested: list[tuple[Any, dict[str, Any]]] = [
-        (torch.cuda, {"get_device_properties": lambda _=None: properties, "current_device": lambda: 0}),
+        (torch.cuda, {"get_device_properties": lambda _=None: properties, "current_device": lambda: index}),
         (torch.cuda, {"get_device_capability": lambda _=None: (major, minor)}),
         (CudaInterface, answers),
         (CudaInterface.Worker, answers),
@@ -305,7 +309,7 @@ def _of_cuda(compute_capability: str, pads: Callable[..., bool]) -> Iterator[Non
         (padding, {"_should_pad": pads}),
     ]
     with ExitStack() as stack:
-        stack.enter_context(fake_cuda())
+        stack.enter_context(fake_cuda(index))
         for owner, values in requested:
             stack.enter_context(replaced(owner, values))
         yield

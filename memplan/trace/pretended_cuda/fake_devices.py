@@ -84,8 +84,8 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[None]:
-    """Let torch's own fake tensors be on ``cuda`` in a build without it, while what is inside runs."""
+def fake_cuda(index: int = 0) -> Iterator[None]:
+    """Let torch's own fake tensors be on ``cuda`` in a build without it, while what is inside runs: on that card where none is named."""
     made: Any
     made, dispatched, run = FakeTensor.__new__, FakeTensor.__torch_dispatch__, FakeTensorMode.__torch_dispatch__
 
@@ -93,7 +93,8 @@ def fake_cuda() -> Iterator[None]:
         device = _DEVICE(device)
         if device.type != "cuda":
             return made(cls, mode, bare, device, *args, **options)  # type: ignore[no-any-return]
-        return fake_tensor_of(cls, mode, bare, _DEVICE("cuda", device.index or 0), *args, **options)
+        named = index if device.index is None else device.index
+        return fake_tensor_of(cls, mode, bare, _DEVICE("cuda", named), *args, **options)
 
     def requested(tensor: FakeTensor) -> torch.device:
         return BARE if tensor.fake_mode.in_kernel_invocation else below(tensor.fake_device)
