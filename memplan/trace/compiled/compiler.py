@@ -97,7 +97,6 @@ def program(source: str, device: str, launched: Callable[..., None]) -> Program:
     return call
 
 
-CUDA = torch.device("cuda", 0)
 COMPILED_NOTE = (
     "compiled: the programs are those that Inductor writes for a Hopper card, with its defaults; what it times on a card "
     "before it decides, such as padding of matrices, it is told to be no faster"
@@ -112,12 +111,14 @@ def _never(*_: Any, **__: Any) -> bool:
     return False
 
 
-def _compiled_for(card: Callable[[], AbstractContextManager[None]], step: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_for(
+    answers: Callable[[], AbstractContextManager[None]], card: torch.device, step: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a step of the compiler that takes a graph for one of that card."""
 
     def on_cuda(graph: Any, *args: Any, **options: Any) -> Any:
-        with card():
-            return step(_on_cuda(graph), *args, **options)
+        with answers():
+            return step(_on_cuda(graph, card), *args, **options)
 
     return on_cuda
 
@@ -144,12 +145,12 @@ def pretended_compiler(
 
     inductor: Any = import_module("torch._inductor.compile_fx")
     torch._dynamo.reset()
-    card = partial(_of_cuda, compute_capability, pads, index)
+    card, answers = torch.device("cuda", index), partial(_of_cuda, compute_capability, pads, index)
 
     def lowered(graph: Any, inputs: Sequence[Any], **options: Any) -> Program:
         del inputs
-        with _disable_current_modes(), card():
-            return program(_source(_on_cuda(graph), **options), device, launched)
+        with _disable_current_modes(), answers():
+            return program(_source(_on_cuda(graph, card), **options), device, launched)
 
     def backend(graph: Any, inputs: Sequence[Any], **_: Any) -> Any:
         return inductor.compile_fx(graph, inputs, inner_compile=lowered)
@@ -159,9 +160,9 @@ def pretended_compiler(
     with ExitStack() as stack:
         stack.callback(torch._dynamo.reset)
         if device == "cuda":
-            stack.enter_context(card())
+            stack.enter_context(answers())
         for owner, values in (
-            (inductor, {name: _compiled_for(card, getattr(inductor, name)) for name in _STEPS}),
+            (inductor, {name: _compiled_for(answers, card, getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
             # of kernels that are run again: generators, which are not there and have nothing on a card
             (partitioners, {"functionalize_rng_ops": lambda _joint, forward, backward, _: (forward, backward)}),
@@ -212,28 +213,28 @@ def _composite_losses() -> Iterator[None]:
             loss._dispatch_cache.clear()
 
 
-def _on_cuda(graph: Any) -> Any:
-    """Return a graph of tensors on ``meta`` as the same of tensors on ``cuda``."""
+def _on_cuda(graph: Any, card: torch.device) -> Any:
+    """Return a graph of tensors on ``meta`` as the same of tensors on a card."""
     from torch.fx.node import map_aggregate
     from torch.utils._pytree import tree_map
 
     def moved(value: Any) -> Any:
-        return CUDA if isinstance(value, torch.device) and value.type == "meta" else value
+        return card if isinstance(value, torch.device) and value.type == "meta" else value
 
     for node in graph.graph.nodes:
         if "val" in node.meta:
-            node.meta["val"] = tree_map(_moved, node.meta["val"])
+            node.meta["val"] = tree_map(partial(_moved, card), node.meta["val"])
         node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
     graph.recompile()
     return graph
 
 
-def _moved(value: Any) -> Any:
+def _moved(card: torch.device, value: Any) -> Any:
     if not isinstance(value, FakeTensor) or value.fake_device.type != "meta":
         return value
     with _disable_current_modes():
         bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return FakeTensor(value.fake_mode, bare, CUDA)
+    return FakeTensor(value.fake_mode, bare, card)
 
 
 def _source(graph: Any, **options: Any) -> str:
