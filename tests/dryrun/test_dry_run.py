@@ -47,6 +47,13 @@ def test_a_loop_runs_unchanged_and_is_told_where_it_would_run_out(tmp_path):
 def test_what_cannot_be_run_is_refused_before_torch_is_loaded(tmp_path):
     with pytest.raises(memplan.InvalidFileError, match="no such script"):
         memplan.run(tmp_path / "nothing.py")
+    for name, said in {
+        "train.ipynb": "nbconvert --to script",
+        "train.sh": "a shell script: name the Python script",
+    }.items():
+        (tmp_path / name).touch()
+        with pytest.raises(memplan.InvalidFileError, match=said):
+            memplan.run(tmp_path / name)
     with pytest.raises(memplan.InvalidFileError, match="too long"):
         memplan.run("x" * 300)
     script = tmp_path / written(tmp_path, "")
@@ -74,6 +81,17 @@ FAILURES = {
     "endless": ("while True:\n    pass\n", 3, "still running after 4 s"),
     "untrained": ("import torch\ntorch.zeros(9, device='cuda')\n", 3, "no optimizer was stepped"),
     "nothing": ("print('hello')\n", 3, "no tensor was on the GPU"),
+    "unmoved": (
+        "import torch\nlayer = torch.nn.Linear(2, 2)\nadam = torch.optim.Adam(layer.parameters())\n"
+        "layer(torch.ones(2)).sum().backward()\nadam.step()\n",
+        3,
+        "took 1 steps and no tensor was on the GPU: it trains on the CPU",
+    ),
+    "properties": (
+        "import torch\ntorch.cuda.get_device_properties(0).L2_cache_size\n",
+        3,
+        "script.py:2: L2_cache_size of the card's properties is asked for, which is not known here",
+    ),
     "compiles": (
         "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='cudagraphs')\n",
         3,
@@ -293,6 +311,28 @@ def test_a_loop_without_modules_is_told_too(tmp_path):
     assert (answer["steps"], answer["verdict"]) == (3, "fits")
 
 
+BY_HAND = {
+    "zeroed": ("layer.zero_grad()", 3, 0),
+    "emptied": ("for weight in layer.parameters():\n        weight.grad = None", 1, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_HAND)
+def test_weights_that_a_script_updates_by_hand_are_steps_too(name, tmp_path):
+    empties, steps, notes = BY_HAND[name]
+    script = tmp_path / written(
+        tmp_path,
+        "import torch\nlayer = torch.nn.Linear(64, 64).cuda()\nfor _ in range(9):\n"
+        "    loss = layer(torch.ones(8, 64).cuda()).sum()\n"
+        f"    {empties}\n    loss.backward()\n    for weight in layer.parameters():\n"
+        "        weight.data.add_(weight.grad, alpha=-0.1)\n",
+    )
+    ran = memplan.run(script, gpu="h100", quiet=True)
+    assert ran.outcome.steps == steps
+    assert len([note for note in ran.outcome.notes if "no optimizer was stepped" in note]) == notes
+
+
 KEYS = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
@@ -452,8 +492,9 @@ def test_one_of_several_ranks_runs_unchanged(name, rank, tmp_path):
 
 
 @pytest.mark.slow
-def test_replicas_of_a_compiled_model_run_unchanged():
-    ran = memplan.run(SCRIPTS / "replicas_loop.py", ["--compile"], gpu="h100", gpus=16, quiet=True)
+@pytest.mark.parametrize("rank", [0, 11])
+def test_replicas_of_a_compiled_model_run_unchanged(rank):
+    ran = memplan.run(SCRIPTS / "replicas_loop.py", ["--compile"], gpu="h100", gpus=16, rank=rank, quiet=True)
     assert ran.fits
     assert any("replicas are compiled as one graph" in note for note in ran.outcome.notes)
 

@@ -79,6 +79,14 @@ class RunOptions(TypedDict, total=False):
     catalog: FilePath | None
 
 
+_SHELL = "a shell script: name the Python script that it starts, and after -- its arguments"
+_NO_SCRIPTS = {
+    ".ipynb": "a notebook: jupyter nbconvert --to script writes the script of its cells",
+    **dict.fromkeys((".sh", ".bash", ".slurm", ".sbatch"), _SHELL),
+}
+"""What is no script, though it starts one, by how its name ends."""
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class DryRun(Answer):
     """What a script needs, run against a GPU that is not there.
@@ -259,6 +267,8 @@ def _check(script: FilePath, options: RunOptions) -> None:
         raise TypeError(f"memplan.run() takes no {unknown[0]}")
     if not options.get("module", False) and not is_file(usable_path(os.fspath(script))):
         raise InvalidFileError([f"{os.fspath(script)}: no such script"])
+    if not options.get("module", False) and (other := _NO_SCRIPTS.get(Path(script).suffix)):
+        raise InvalidFileError([f"{os.fspath(script)}: expected a Python script, got {other}"])
     if (options.get("synthetic") or 1) < 1:
         raise InvalidFileError([f"synthetic: expected at least 1, got {options['synthetic']}"])
     if options.get("steps", STEPS) < 1:
@@ -281,5 +291,9 @@ def _finished_trace(outcome: Outcome, script: str) -> Trace:
         raise CannotAnswerError(
             f"{script}: it ended without a training step on the GPU: no optimizer was stepped"
             + ("" if outcome.trace is not None else ", and no tensor was on the GPU")
+        )
+    if not (outcome.trace.peak_bytes or outcome.runs_out):
+        raise CannotAnswerError(
+            f"{script}: it took {outcome.steps:,} steps and no tensor was on the GPU: it trains on the CPU; have it train on cuda"
         )
     return outcome.trace
