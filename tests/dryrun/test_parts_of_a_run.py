@@ -17,6 +17,7 @@ from memplan.dryrun.machine.cuda_runtime import pretended_runtime
 from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
+from memplan.dryrun.machine.pretended_tensors import answered
 from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
 from memplan.dryrun.script_child import _fullest
 from memplan.dryrun.terms.kernel_checks import check_arguments
@@ -158,6 +159,15 @@ def test_distinct_elements_have_the_shapes_of_real_ones(name, dim):
     with pretended_machine(recorder_of(GIB), KnownValues(LINES, "worst"), kernels="cpu"):
         made = function(torch.empty(4, 8, device="cuda"), return_inverse=True, return_counts=True, dim=dim)
         assert [one.shape for one in made] == [one.shape for one in real]
+
+
+@pytest.mark.parametrize(("routing", "count"), [("balanced", 5), ("worst", 9)])
+def test_boxes_that_overlap_are_suppressed_by_rule(routing, count):
+    values = KnownValues(LINES, routing)
+    with pretended_machine(recorder_of(GIB), values, kernels="cpu"):
+        boxes = torch.empty(9, 4, device="cuda")
+        left = answered(values, "torchvision.nms.default", (boxes, boxes[:, 0], 0.5), {})
+        assert (left.shape, left.dtype, left.is_cuda) == ((count,), torch.int64, True)
 
 
 def test_what_nobody_has_set_is_not_known():

@@ -116,6 +116,11 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
     yield torch, "Stream", streams.stream_class
     yield torch, "Event", Nothing
     yield torch.backends.cuda, "is_built", lambda: True
+    yield (
+        torch.backends.cudnn,
+        "is_acceptable",
+        lambda _: False,
+    )  # by which a build for CUDA joins a recurrent layer's weights
 
 
 def _of_its_own(name: str, value: Any) -> Any:

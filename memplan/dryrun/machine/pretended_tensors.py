@@ -155,7 +155,7 @@ Rule = Callable[[KnownValues, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def answered(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return the result of an operator whose shape hangs on values; ``NotImplemented`` of any other."""
-    rule = RULES.get(func)
+    rule = RULES.get(func) or RULES.get(str(func))
     return NotImplemented if rule is None else rule(values, func, args, options)
 
 
@@ -265,6 +265,14 @@ def _connectionist_backward(values: KnownValues, func: Any, args: tuple[Any, ...
     return torch.empty_like(args[1], memory_format=torch.contiguous_format)
 
 
+def _suppressed(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return which boxes are left where they overlap (``meta_nms`` in torchvision/_meta_registrations.py, 0.29.1)."""
+    del func, options
+    boxes: Tensor = args[0]
+    count = values.counted("how many boxes are left", boxes.shape[0])
+    return torch.empty(count, dtype=torch.int64, device=boxes.device)
+
+
 def _equal(values: KnownValues, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     del func, options
     real = [values.of(tensor) for tensor in args]
@@ -295,4 +303,5 @@ RULES: dict[Any, Rule] = {
     aten._ctc_loss.Tensor: _connectionist,
     aten._ctc_loss_backward.default: _connectionist_backward,
     aten._ctc_loss_backward.Tensor: _connectionist_backward,
+    "torchvision.nms.default": _suppressed,
 }

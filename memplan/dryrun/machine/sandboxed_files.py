@@ -79,8 +79,8 @@ class SandboxedFiles:
         if numpys := sys.modules.get("numpy.lib._datasource"):  # by which its savetxt and loadtxt open files
             yield numpys._file_openers, {"_file_openers": {**numpys._file_openers._file_openers, None: opened}}
         yield os, {"open": self._descriptor(os.open)}
-        names = ("stat", "lstat", "statvfs", "access", "chmod", "utime")
-        yield os, {name: self._looked(getattr(os, name)) for name in names}
+        looks = ("stat", "lstat", "statvfs", "access", "chmod", "utime")
+        yield os, {name: self._looked(getattr(os, name)) for name in looks}
         yield os, {"listdir": self._listed(os.listdir, str), "scandir": self._listed(os.scandir, lambda one: one.name)}
         yield os, {name: self._changed(getattr(os, name)) for name in ("mkdir", "rmdir", "remove", "unlink")}
         yield os, {name: self._moved(getattr(os, name)) for name in ("rename", "replace", "link", "symlink")}
