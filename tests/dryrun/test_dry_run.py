@@ -528,6 +528,7 @@ def test_adapters_on_four_bits_need_what_their_trace_says_but_for_a_table(tmp_pa
         ("bundled_muon", 6),
         ("chosen_labels", 3),
         ("clipped_per_example", 3),
+        ("codebook", 3),
         ("contrastive_pairs", 3),
         ("distilled", 3),
         ("evaluated_epochs", 3),
