@@ -115,6 +115,7 @@ def divided_cross_entropy(builder: Builder, logits: Value, loss_bytes: int) -> V
     traits = Traits(
         scratch=[(logits.quantity, FORWARD_BYTES), (ONE, loss_bytes)],
         workspace=[(logits.quantity, size), (logits.quantity, size), (logits.quantity, BACKWARD_BYTES)],
+        used_up=[(logits.quantity, size)],
         custom=True,
         forms_last=True,
     )
@@ -133,7 +134,8 @@ def whole_rows(builder: Builder, x: Value) -> Value:
     rows = tape.value(TOKENS, x.width, x.element_bytes)
     copy = [(TOKENS, rows.coefficient)]
     gathered = [] if settings.regime.one_sequence else copy
-    return tape.apply("all-gather", [(x, NEW)], rows, traits=Traits(packs=False, scratch=gathered, workspace=copy))
+    traits = Traits(packs=False, scratch=gathered, workspace=copy, makes_last=True, forms_last=True)
+    return tape.apply("all-gather", [(x, NEW)], rows, traits=traits)
 
 
 def row_product(builder: Builder, x: Value, name: str, rows: int) -> Value:
@@ -152,5 +154,13 @@ def summed(builder: Builder, x: Value) -> Value:
     out = tape.value(settings.stream, x.width, x.element_bytes)
     copy = [(TOKENS, x.coefficient)]
     gathered = [] if settings.regime.one_sequence else copy
-    traits = Traits(packs=False, scratch=copy, workspace=gathered, product=True, own_workspace=True)
+    traits = Traits(
+        packs=False,
+        scratch=copy,
+        workspace=gathered,
+        product=True,
+        own_workspace=True,
+        makes_last=True,
+        forms_last=True,
+    )
     return tape.apply("reduce-scatter", [(x, NEW)], out, traits=traits)

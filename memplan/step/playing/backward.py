@@ -260,7 +260,11 @@ class _Backward:
 
     def _taken(self, node: Node) -> Sequence[Storage]:
         """Allocate what a backward takes for itself; a function written in Python multiplies when it has that."""
-        taken = self.live.take(temporaries(node.traits.workspace))
+        workspace = temporaries(node.traits.workspace)
+        taken = [*self.live.take(workspace[:1])]
+        used = self.live.take(temporaries(node.traits.used_up))
+        taken += self.live.take(workspace[1:])
+        self.live.give_back(used)
         if node.traits.custom and any(weight.is_matrix for weight in node.weights):
             self.live.multiply()
         return taken

@@ -256,6 +256,8 @@ class Player:
             if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
                 self.with_scratch(instant, operation.name, decoding)
         parts = self._taken_in_parts(operation.traits.decoding)
+        scratch = temporaries(operation.traits.scratch)
+        first = self.live.take(scratch if operation.traits.makes_last else ())
         saved = not self.cache.isdisjoint(operation.makes)
         for storage in operation.makes:
             if storage in self.cache:
@@ -269,7 +271,8 @@ class Player:
         if operation.traits.product and not (operation.traits.own_workspace or saved):
             fused = len(operation.weights) > 1 and not operation.traits.custom
             self.live.multiply(with_bias=fused or operation.traits.adds_bias)
-        self.with_scratch(instant, operation.name, temporaries(operation.traits.scratch))
+        self.with_scratch(instant, operation.name, () if first else scratch)
+        self.live.give_back(first)
         self.live.give_back(scales)
         self.live.give_back(decoded)
 

@@ -21,16 +21,19 @@ from memplan.step.tapes.linear_forms import Form, Part, Quantity, constant_form,
 from memplan.step.tapes.moments import Instant
 
 
-def chunked_head(step: ShardedStep, around: Form, played: PlayedModel) -> Iterator[Instant]:
+def chunked_head(step: ShardedStep, around: Form, played: PlayedModel, *, keeps: bool) -> Iterator[Instant]:
     """Yield the chunks' forward and backward, the reduction of the head's gradients, and the norm's backward.
+
+    Args:
+        keeps: Whether what is reduced stays, and is not added to what is there.
 
     Raises:
         CannotAnswerError: The head is the embedding.
     """
     alone, ahead = step.head, 0 if step.stays else step.last.buffer_bytes
-    yield from chunk_losses(step, around, played, alone)
+    yield from chunk_losses(step, around, played, alone, keeps=keeps)
     assert alone is not None
-    retained = constant_form(Part.GRADIENTS, alone.kept_bytes)
+    retained = constant_form(Part.GRADIENTS, alone.kept_bytes * keeps)
     around += played.head.saved + retained
     arrived = single_form(
         Part.TEMPORARIES, step.taped.head.section.output.quantity, step.taped.head.section.output.coefficient
@@ -70,11 +73,13 @@ def chunk_losses(
     retained = constant_form(Part.GRADIENTS, reduced.kept_bytes)
     rows = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
     for instant in chunks_at_once(inputs, head, chunk, around, "first", summed):
+        left = instant.form + retained * keeps - constant_form(Part.GRADIENTS, summed if several else 0)
         if instant.operation == "gradient of the head's input":  # all has been reduced, and the weights are gone
-            form = instant.form + retained * keeps - constant_form(Part.GRADIENTS, summed if several else 0)
-            yield with_gathered(instant.name, instant.operation, form, reduced.reduced_bytes)
-        else:
-            yield with_gathered(instant.name, instant.operation, instant.form, tail + pending)
+            yield with_gathered(instant.name, instant.operation, left, reduced.reduced_bytes)
+            continue
+        yield with_gathered(instant.name, instant.operation, instant.form, tail + pending)
+        if instant.operation == "gradient of a chunk's rows":  # the last one's, behind the reduction
+            yield with_gathered(instant.name, instant.operation, left, tail + reduced.reduced_bytes)
     form = around + throughout(inputs, head) + logits_of_chunk(chunk) + rows
     waiting = summed if reduced.buffer_bytes else 0  # by the variable of a loop, which one rank alone does without
     for size in (summed, reduced.kept_bytes + reduced.narrow_bytes + waiting):

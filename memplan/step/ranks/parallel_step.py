@@ -134,7 +134,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         yield from flat_backward(step, bare, base, played, of)
         return
     if step.chunked:
-        for instant in chunked_head(step, base + saved, played):
+        for instant in chunked_head(step, base + saved, played, keeps=of.mode == "first" or of.beside):
             yield instant_with(instant, step.below_head)
         step = behind_head(step)
     else:

@@ -241,6 +241,8 @@ class Traits(NamedTuple):
     batched: bool = False  # Whether it is products of stacked matrices (``aten.bmm``)
     forms_last: bool = False  # Whether its backward forms gradients when all else that it takes is there
     gone: Sizes = ()  # What that backward takes besides, and has let go of when it forms them
+    used_up: Sizes = ()  # What it takes behind the first of its workspace, and has let go of when the rest is there
+    makes_last: bool = False  # Whether its forward forms results when its scratch memory is there
     # Gradients that its forward has made and saved: those of inputs passed ``OVER``, then those of weights.
     made: tuple[Value, ...] = ()
     own_workspace: bool = (
