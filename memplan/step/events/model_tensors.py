@@ -130,9 +130,17 @@ class ModelTensors:
         layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
         apart = 1 if stack.model_code == "torchtitan" else 2  # ``RoPE`` has cosines and sines in one
         tables = apart * (layers or spec.rotary_tables) or 1  # learned positions have their numbers alone
-        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs)
+        masks = self._masks()
+        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs) - sum(masks)
         whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
-        return [*batch, *[positions // tables] * tables, *codecs, *[rest // whole] * whole]
+        return [*batch, *[positions // tables] * tables, *codecs, *masks, *[rest // whole] * whole]
+
+    def _masks(self) -> list[int]:
+        """Return the bytes of each mask of a byte for each pair of positions that a layer of transformers' keeps."""
+        stack, spec = self._inputs.setup.stack, self._inputs.spec
+        layers, square = spec.num_hidden_layers, spec.max_position_embeddings**2
+        of_layers = spec.architecture in stack.models.triangles or spec.buffer_bytes == layers * square
+        return [square] * (layers * (of_layers and stack.model_code == "transformers"))
 
     def replaced_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
         """Return the bytes of each table that a model is made with, and that others take the place of."""

@@ -7,6 +7,7 @@ from memplan.step.alive_around_layers import (
     embedded_leaf,
     enters_directly,
     named_embeddings,
+    returned_before,
     saves_leaf,
     stored_keys,
 )
@@ -220,7 +221,7 @@ def _layers(step: ShardedStep, around: Form, given: Form) -> Iterator[Instant]:
         gathered = step.root_weight_bytes + (own.gathered_bytes if step.flat else own.copied_bytes)
         for position in dict.fromkeys((0, run.count - 1)):
             lowest = run is step.taped.runs[0] and position == 0
-            below = around + part.saved * position - (given if lowest else ZERO)
+            below = around + part.saved * position + (given * -1 if lowest else returned_before(step.taped, kind))
             if step.flat:
                 before = step.root_weight_bytes + step.staying(index, position + 1)
                 yield with_gathered("forward", "gather of a layer", below + entry_of(step), before + own.copied_bytes)

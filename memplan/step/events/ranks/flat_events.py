@@ -166,7 +166,7 @@ class FlatEngine:
             self._pads = [stream.allocate_all([pad] if pad else []) for pad in pads]
         stream.free_all([*self._buckets, *self._lingering])
         self._buckets, self._lingering = [], []
-        if self._own is not None and self._micro_step:
+        if self._own is not None and self._micro_step and self._stage == 2:
             stream.free(self._own)  # added to that of micro-steps before
         elif self._own is not None:
             self._summed.append(self._own)
