@@ -41,7 +41,7 @@ class Builder:
         self.profile = settings.profile
         self.weights = weights
         self.compute = settings.compute_bytes
-        self.tape = Tape()
+        self.tape = Tape(sums_anew=settings.divided)
         self.named_values: list[Value] = []
         self.named: list[Value] = []
         self.given_keys: tuple[Value, ...] = ()

@@ -10,7 +10,7 @@ from memplan.catalog.kernel_profiles import CodesLoading
 from memplan.step.events.event_stream import EventStream
 from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import table_sizes
-from memplan.step.states.parallel_shards import ADAPTER, Named, in_layers
+from memplan.step.states.parallel_shards import ADAPTER, Named, in_layers, is_accelerated, is_sharded
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
 from memplan.step.tensors.tensor_states import TensorStates
@@ -56,6 +56,8 @@ class ModelTensors:
         """
         entries = [entry for name, entry in self.all if name not in without]
         if self._apart:
+            if self._shards_beside_codes:  # which are there when units are cut, those of layers first
+                entries.sort(key=lambda entry: (not entry.quantized, "{}" not in entry.tensor.name))
             return [size for e in entries for size in (self._levels(e) if e.quantized else [e.weight_bytes])]
         floats = [entry.weight_bytes for entry in entries if not entry.quantized]
         return floats + [size for entry in entries if entry.quantized for size in self._levels(entry)]
@@ -109,6 +111,14 @@ class ModelTensors:
             return [entry.weight_bytes - rows, rows]
         sizes = [size for size in layout.level_sizes(entry.tensor.elements) if size]
         return sizes if self._apart and sum(sizes) == entry.weight_bytes else [entry.weight_bytes]
+
+    @property
+    def _shards_beside_codes(self) -> bool:
+        """Whether floats are cut into shards on the device, and codes stay as they are: ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0)."""
+        setup = self._inputs.setup
+        parallel = setup.config.parallel
+        coded = any(entry.quantized for _, entry in self.all)
+        return coded and is_sharded(parallel) and is_accelerated(setup) and parallel.engine == "torch"
 
     @property
     def _apart(self) -> bool:

@@ -309,12 +309,15 @@ class _Backward:
             self.live.release(formed)
 
     def accumulate(self, node: Node, value: Value, gradient: int) -> None:
-        """Add a gradient to what the value has already, in place where nobody else refers to that."""
+        """Add a gradient to what the value has already, in place where nobody else refers to that, and it is a plain tensor.
+
+        Source: ``accumulate`` in torch/csrc/autograd/input_buffer.cpp (v2.13.0), whose ``can_accumulate_inplace`` leaves subclasses out.
+        """
         previous = self.player.gradients.get(id(value))
         if previous is None:
             self.player.gradients[id(value)] = gradient
             return
-        if self.live.is_shared(previous) or previous in self.player.views:
+        if self.player.tape.sums_anew or self.live.is_shared(previous) or previous in self.player.views:
             total = self.live.new(self.gradient_part(value), value.quantity, value.coefficient)
             self.player.note(node.instant, f"{node.name} sum")
             self.live.release(previous)

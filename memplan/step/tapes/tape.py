@@ -75,6 +75,8 @@ class Tape:
     # Whether what autocast casts as it is computed again stays until its backward is done, which is in the same region.
     region_stays: bool = False
 
+    sums_anew: bool = False  # Whether sums of gradients are new tensors always, as those of DTensors are
+
     def value(self, quantity: Quantity, width: int, element_bytes: int, part: Part = Part.ACTIVATIONS) -> Value:
         """Return a new tensor of ``width`` elements per unit of ``quantity``, with a storage of its own.
 

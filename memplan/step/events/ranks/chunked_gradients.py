@@ -33,6 +33,7 @@ class ChunkedHead:
         units.more += self._head, self.norm
         self._goes = False  # Whether norm and head go behind the norm, which a first pass over chunks leaves them to
         self._sums: dict[str, int] = {}
+        self._waits: list[int] = []  # What its groups reduce among them
 
     def leave(self) -> None:
         """Let go of norm and head behind their forward, once a loss has let go of them."""
@@ -65,8 +66,9 @@ class ChunkedHead:
                 self._sums[name] = stream.allocate(wide)
                 stream.free(gradient)
         if last:
-            waiting = self._waiting()
+            waiting, before = self._waiting(), len(self._units.waiting)
             self._units.reduce(self._units.tail if waiting else self._head, [*self._sums.values(), *waiting.values()])
+            self._waits = self._units.waiting[before:]
             self._sums = {}
 
     def leave_chunks(self) -> None:
@@ -75,8 +77,17 @@ class ChunkedHead:
         self._goes = True
 
     def left_of(self, tensors: UnitTensors) -> UnitTensors:
-        """Return what is reduced of a unit behind its backward: of norm and head the norm."""
-        return self.norm if tensors is self._units.tail else tensors
+        """Return what is reduced of a unit behind its backward: of norm and head the norm, whose unit waits for that alone then.
+
+        Source: ``_all_reduce_state`` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (v2.13.0).
+        """
+        if tensors is not self._units.tail:
+            return tensors
+        for storage in self._waits:
+            self._units.waiting.remove(storage)
+            self._units.stream.free(storage)
+        self._waits = []
+        return self.norm
 
     def forget(self) -> None:
         """Let go of what has been reduced of the head."""
