@@ -1,6 +1,7 @@
 """Forwards without gradients of one rank that holds shards: of an evaluation, of a reference model."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
@@ -14,9 +15,9 @@ from memplan.step.no_grad_instants import (
     parts_alone,
     reference_model,
 )
-from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.ranks.sharded_units import ShardedStep, finds_norm
 from memplan.step.step_inputs import tables_of_graph
-from memplan.step.tapes.linear_forms import Form, Part, constant_form, single_form
+from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.moments import Instant
 
 
@@ -124,3 +125,15 @@ def _sizes(step: ShardedStep, taped: ModelOnTape) -> Iterator[tuple[int, int]]:
         index = max(place for place, other in enumerate(step.taped.runs) if other.first <= run.first)
         own = step.units[index]
         yield kind, own.gathered_bytes if step.flat else own.copied_bytes
+
+
+def saved_by_lone_norm(step: ShardedStep) -> Form:
+    """Return what a final norm has saved that is in the root's own unit: it runs before the head is gathered, and backward behind its reduction."""
+    setup, head = step.inputs.setup, step.taped.head
+    found = setup.stack.sharded_units != "accelerate" or finds_norm(step.inputs.spec, setup)
+    if found or not step.apart:
+        return ZERO
+    own = {weight.name for weight in head.weights}
+    below = takewhile(lambda node: own.isdisjoint(weight.name for weight in node.weights), head.section.tape.nodes)
+    saved = dict.fromkeys(storage for node in below for storage in node.retained)
+    return sum((single_form(*head.section.tape.storages[storage]) for storage in saved), ZERO)

@@ -39,6 +39,7 @@ from memplan.step.ranks.forwards_alone import (
     gathers_tail_again,
     instant_with,
     root_of_reference_bytes,
+    saved_by_lone_norm,
     with_gathered,
 )
 from memplan.step.ranks.reduced_pass import Pass
@@ -145,7 +146,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
         above = step.tail.left_bytes * (not of.beside)  # which its gradient is as soon as the loss has it
     elif step.apart:
         if of.reduces and not step.chunked:
-            yield from _tail_unit(step, base + saved, whole, of)
+            yield from _tail_unit(step, base + saved + saved_by_lone_norm(step), whole, of)
         above = of.left(step.tail, whole)
     yield from _layer_units(step, base, above, played, of)
     layers = sum(

@@ -16,7 +16,14 @@ from memplan.step.collectives.gathered_units import Unit
 from memplan.step.divided.shared_ends_and_rows import FORWARD_BYTES
 from memplan.step.head_instants import head_forward, named_rows
 from memplan.step.losses.cross_entropy import COMPILED
-from memplan.step.ranks.forwards_alone import arguments_of, entry_of, instant_with, referred, with_gathered
+from memplan.step.ranks.forwards_alone import (
+    arguments_of,
+    entry_of,
+    instant_with,
+    referred,
+    saved_by_lone_norm,
+    with_gathered,
+)
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import casts_shards
 from memplan.step.step_inputs import retained_arguments, tables_of_graph
@@ -111,7 +118,7 @@ def _below_head(step: ShardedStep, base: Form) -> Iterator[Instant]:
     behind = around + played.saved + all_stored_keys(step.taped)
     if step.apart and not step.head_by_hand:
         ends = step.tail.copied_bytes + step.last.buffer_bytes + step.below_head
-        yield with_gathered("forward", "copy of norm and head", behind + x, ends)
+        yield with_gathered("forward", "copy of norm and head", behind + x + saved_by_lone_norm(step), ends)
     yield from _layers(step, around + played.embedding.saved, given)
     under = step.neighbour(len(runs) - 1, runs[-1].count, -1)
     if under:
