@@ -10,7 +10,7 @@ from memplan.catalog.kernel_profiles import CodesLoading
 from memplan.step.events.event_stream import EventStream
 from memplan.step.kernels.family_code import tables_apart
 from memplan.step.states.muon_scratch import table_sizes
-from memplan.step.states.parallel_shards import ADAPTER, Named, in_layers, is_accelerated, is_sharded
+from memplan.step.states.parallel_shards import ADAPTER, Named, in_layers, is_sharded
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Form, Part, Quantity
 from memplan.step.tensors.tensor_states import TensorStates
@@ -117,8 +117,8 @@ class ModelTensors:
         """Whether floats are cut into shards on the device, and codes stay as they are: ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0)."""
         setup = self._inputs.setup
         parallel = setup.config.parallel
-        coded = any(entry.quantized for _, entry in self.all)
-        return coded and is_sharded(parallel) and is_accelerated(setup) and parallel.engine == "torch"
+        by_accelerate = setup.stack.sharded_units == "accelerate" and parallel.engine == "torch"
+        return by_accelerate and is_sharded(parallel) and any(entry.quantized for _, entry in self.all)
 
     @property
     def _apart(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 from memplan.catalog.catalog import Catalog
@@ -92,7 +93,8 @@ def traced(job: StackJob, catalog: Catalog, *, workspaces: bool = False) -> Trac
     model, setup = inputs.model, inputs.setup
     if not is_flat(setup.config.parallel):
         return stack_trace(job.stack, inputs, workspaces=workspaces)[0]
-    fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in fullest_ranks(model, setup))
+    ranks = with_another(fullest_ranks(model, setup), setup.config.parallel.data, job.text)
+    fullest = (replace(inputs, details=replace(inputs.details, rank=rank)) for rank in ranks)
     return fullest_of([stack_trace(job.stack, rank, workspaces=workspaces)[0] for rank in fullest])
 
 
@@ -146,6 +148,12 @@ def fullest_ranks(model: Model, setup: TrainingSetup) -> list[int]:
             )
         )
     )
+
+
+def with_another(ranks: Sequence[int], number: int, seed: str) -> list[int]:
+    """Return ranks and one more of so many, which is drawn: one that the formula underrates is seen too."""
+    others = sorted(set(range(number)).difference(ranks))
+    return [*ranks, *([Random(f"memplan another rank {seed}").choice(others)] if others else [])]
 
 
 def fullest_of(traces: Sequence[Trace]) -> Trace:

@@ -219,10 +219,12 @@ class UnitEvents:
 
     def _in_order(self, gradients: Sequence[int]) -> tuple[list[int], list[int]]:
         """Put pieces of gradients in order, one by one; return these copies, and the gradient that a variable holds."""
+        # ``zip`` hands its first tuple out again at every second turn only, and has the gradient in it until then.
         stream, copies = self.stream, list[int]()
-        for number, gradient in enumerate(gradients):
-            copies.append(stream.allocate(stream.sizes[gradient]))
-            stream.free_all(gradients[number - 1 : number] if number else [])
+        for first in range(0, len(gradients), 2):
+            stream.free_all(gradients[max(0, first - 2) : first])
+            copies += stream.allocate_all(stream.sizes[one] for one in gradients[first : first + 2])
+        stream.free_all(gradients[len(copies) - 2 : -1] if len(copies) % 2 == 0 else [])
         return copies, [*gradients[-1:]]
 
     def reduce(self, tensors: UnitTensors, gradients: Sequence[int], *, joins: bool = False) -> None:
