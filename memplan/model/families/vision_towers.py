@@ -130,9 +130,15 @@ def with_tower(
     projector: tuple[str, ...],
     shape: TowerShape | None = None,
 ) -> ModelSpec:
-    """Return a text model with a tower in front of it, and a projector, whose modules have these names, between them."""
+    """Return a text model with a tower in front of it, and a projector, whose modules have these names, between them.
+
+    The whole has a head of its own, behind which nothing scales logits: Granite's and Cohere's factors are of their own heads.
+
+    Source: ``LlavaNextForConditionalGeneration.forward`` in transformers/models/llava_next/modeling_llava_next.py, and as much in
+    the others' (5.24.0).
+    """
     tower = Tower(tuple(parts.tensors), text.architecture, shape, tuple(f"{name}." for name in projector))
-    return replace(text, architecture=config.family, tower=tower)
+    return replace(text, architecture=config.family, tower=tower, logit_scale=0.0)
 
 
 PIXTRAL_LAYER = "model.vision_tower.transformer.layers.{}"
