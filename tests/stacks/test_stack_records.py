@@ -24,7 +24,6 @@ KNOWN_GAPS: dict[str, set[int]] = {
     "axolotl.shards": {3},
     "axolotl.staged.shards": {30},
     "axolotl.kto-reward": {6},
-    "torchtitan.tensor.muon.shards": {4},
     "llama-factory.frozen": {46},
     "llama-factory-v1": {25},
     "llama-factory-v1.shards": {12, 19},
@@ -66,7 +65,6 @@ the other way;
 with `llama-factory-v1` 25 it is 60 kB after backward of a tiny Phi with adapters; with `llama-factory-v1.shards` 12 GPT-NeoX with a tied head, below the peak;
 with `llama-factory.ends` it is what lasts of towers beside adapters on fp32 weights, which LLaMA-Factory never loads so, and with
 `llama-factory.reference` the forward of two models whose weights outweigh their rows, 4 and 7 % high below the peak;
-with `torchtitan.tensor.muon.shards` 4 the head's backward, 2.6 % high below the peak, which is as with AdamW;
 with `trl.evaluated.shards` 4 the optimizer's step of a StableLM with adapters that has 20 kB there, 3.7 kB low;
 with `trl.preferences-zero-3.shards` 8 the padding of what a reference model's engine gathers alone and keeps, 512 bytes;
 with `llama-factory.kto` 5 Granite's scaled logits under fp16;

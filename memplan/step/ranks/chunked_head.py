@@ -33,7 +33,7 @@ def chunked_head(step: ShardedStep, around: Form, played: PlayedModel, *, keeps:
     alone, ahead = step.head, 0 if step.stays else step.last.buffer_bytes
     yield from chunk_losses(step, around, played, alone, keeps=keeps)
     assert alone is not None
-    retained = constant_form(Part.GRADIENTS, alone.kept_bytes * keeps)
+    retained = _retained(alone, keeps=keeps)
     around += played.head.saved + retained
     arrived = single_form(
         Part.TEMPORARIES, step.taped.head.section.output.quantity, step.taped.head.section.output.coefficient
@@ -70,10 +70,10 @@ def chunk_losses(
     several = inputs.setup.profile.loss_chunks > 1
     formed = sum(weight.formed_bytes for weight in head.weights)
     summed = sum(w.rows * w.columns for w in head.weights) * step.reduced_width if several else formed
-    retained = constant_form(Part.GRADIENTS, reduced.kept_bytes)
+    retained = _retained(reduced, keeps=keeps)
     rows = single_form(Part.TEMPORARIES, Quantity.CHUNK, chunk.entry.coefficient)
     for instant in chunks_at_once(inputs, head, chunk, around, "first", summed):
-        left = instant.form + retained * keeps - constant_form(Part.GRADIENTS, summed if several else 0)
+        left = instant.form + retained - constant_form(Part.GRADIENTS, summed if several else 0)
         if instant.operation == "gradient of the head's input":  # all has been reduced, and the weights are gone
             yield with_gathered(instant.name, instant.operation, left, reduced.reduced_bytes)
             continue
@@ -85,6 +85,11 @@ def chunk_losses(
     for size in (summed, reduced.kept_bytes + reduced.narrow_bytes + waiting):
         gradients = constant_form(Part.GRADIENTS, size)
         yield with_gathered("head backward", "reduction of the head", form + gradients, tail + reduced.reduced_bytes)
+
+
+def _retained(reduced: Unit, *, keeps: bool) -> Form:
+    """Return what a reduction leaves until the next one of its unit: the rank's share, or what groups reduce among them."""
+    return constant_form(Part.GRADIENTS, reduced.kept_bytes if keeps else reduced.waiting_bytes(new=False))
 
 
 def behind_head(step: ShardedStep) -> ShardedStep:
