@@ -130,8 +130,8 @@ def _sizes(step: ShardedStep, taped: ModelOnTape) -> Iterator[tuple[int, int]]:
 def saved_by_lone_norm(step: ShardedStep) -> Form:
     """Return what a final norm has saved that is in the root's own unit: it runs before the head is gathered, and backward behind its reduction."""
     setup, head = step.inputs.setup, step.taped.head
-    found = setup.stack.sharded_units != "accelerate" or finds_norm(step.inputs.spec, setup)
-    if found or not step.apart:
+    in_unit = setup.stack.sharded_units != "accelerate" or finds_norm(step.inputs.spec, setup)
+    if in_unit or not step.apart:
         return ZERO
     own = {weight.name for weight in head.weights}
     below = takewhile(lambda node: own.isdisjoint(weight.name for weight in node.weights), head.section.tape.nodes)
