@@ -179,7 +179,7 @@ class TrainingConfig:
         checkpointed_layers: Of ``full`` checkpointing, which layers it is of.
         joined_rows: The rows of a micro-batch lie behind one another in one row, whose tokens attend under a mask of all by all.
         padded_rows: The rows of a micro-batch differ in length and are padded to the longest, of ``sequence_length``, or ``multiple``, a single
-            one too, to a multiple: attention is given a mask.
+            one too, to a multiple: attention is given a mask. False says that none has padding; None that nobody knows.
         reentrant_checkpointing: Whether layers run again by torch's older checkpointing, ``use_reentrant=True``; None is as the stack does.
         outputs_until: Until when a loop has a name for what a model returns: its ``forward``, behind which the loss alone is used, a
             ``backward``, the end of the ``step``, where that is a function, or the ``next`` forward; None is as the stack does.
@@ -214,7 +214,7 @@ class TrainingConfig:
     sequence_length: int = 2048
     gradient_accumulation_steps: int = 1
     joined_rows: bool = False
-    padded_rows: bool | Literal["multiple"] = False
+    padded_rows: bool | Literal["multiple"] | None = None
     activation_checkpointing: Checkpointing | None = None
     checkpointed_layers: CheckpointedLayers = CheckpointedLayers()
     reentrant_checkpointing: bool | None = None

@@ -67,8 +67,12 @@ class Allowances:
         Formula:
             ``allocated + floor(allocated * upper_reserve_fraction) + upper_context``
         """
+        return self.upper_reserved_bytes(allocated_bytes) + self.upper_context_bytes
+
+    def upper_reserved_bytes(self, allocated_bytes: int) -> int:
+        """Return what the allocator holds at that end for so many bytes that it has handed out."""
         share = self.upper_reserve_fraction
-        return allocated_bytes + allocated_bytes * share.numerator // share.denominator + self.upper_context_bytes
+        return allocated_bytes + allocated_bytes * share.numerator // share.denominator
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from memplan.model.inventory import parameter_count
 from memplan.model.routed_experts import expert_modules_of
 from memplan.plan.model_notes import LINEAR_ALONE, experts_format, recurrent_kernels
 from memplan.step.kernels.family_code import dropouts
-from memplan.step.kernels.refused_row_masks import unpadded
+from memplan.step.kernels.refused_row_masks import may_pad
 from memplan.step.states.optimizer_scratch import most_together
 from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.step.tapes.linear_forms import Quantity
@@ -120,7 +120,12 @@ def _rows(plan: MemoryPlan) -> str:
     if plan.pads_rows:
         return "rows are padded to the longest, of full length, for which attention is given a mask"
     full = "every sequence has the full length"
-    if plan.micro_batch_size * setup.rows_per_sample > 1 and not unpadded(setup) and setup.profile.attention != "eager":
+    if plan.padding_bytes:
+        return (
+            f"{full}; rows of several lengths are padded, for which attention is given a mask: the upper end has {format_bytes(plan.padding_bytes)} "
+            "for it (padded_rows: true plans it, false says that no row is padded)"
+        )
+    if may_pad(setup, plan.micro_batch_size):
         return f"{full}: rows of several lengths are padded, for which attention is given a mask (padded_rows: true)"
     return full
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,7 +126,7 @@ class MemoryPlan:
     evaluated_values: tuple[int, ...]  # The same for a forward that evaluates
     buffer_bytes: int
     rounding_bytes: int
-    doubt_bytes: int  # What a compiler may take besides, which the upper end includes
+    doubt_bytes: int  # What a compiler, or the mask of padding that nobody spoke of, may take besides, which the upper end includes
     apart_bytes: int  # Reserved beyond the peak, as a CUDA graph's memory and the update's scratch stand apart; else 0
     allowances: Allowances
     micro_batch_size: int
@@ -142,6 +142,8 @@ class MemoryPlan:
     by_share: MemoryPlan | None = None
     # What to change where it does not fit (:func:`memplan.plan.suggested.suggestions.with_suggestions`).
     suggestions: tuple[Suggestion, ...] = ()
+    # Plans the job with padded rows, where nobody said whether they are.
+    padded: Callable[[], MemoryPlan] | None = field(default=None, compare=False, repr=False)
     ranks: tuple[RankRow, ...] = ()  # The ranks of a pipeline, of which this is the fullest
     rank_plans: tuple[MemoryPlan, ...] = ()  # Their own plans
 
@@ -179,6 +181,12 @@ class MemoryPlan:
     def pads_rows(self) -> bool:
         """Whether rows of the micro-batch have padding."""
         return self.setup.config.pads(self.micro_batch_size * self.setup.rows_per_sample)
+
+    @property
+    def padding_bytes(self) -> int:
+        """What the upper end has for rows of which nobody said whether they have padding, the allocator's reserve included."""
+        compiled = self.setup.config.compile != "none"
+        return 0 if compiled else self.allowances.upper_reserved_bytes(self.doubt_bytes)
 
     @property
     def attention(self) -> str:

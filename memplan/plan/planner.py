@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from operator import mul
 
 from memplan.catalog.entries import Gpu
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
+from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
 from memplan.plan.allowances import beside_engine
 from memplan.plan.job_allowances import allowances_of, engine_bytes
+from memplan.plan.jobs.beyond_peak import apart_bytes, compiler_doubt_bytes
 from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, fullest_rank, verdict_of
@@ -20,6 +23,7 @@ from memplan.step.divided.divided_model import divided
 from memplan.step.instants import StepForms, loss_moments
 from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
+from memplan.step.kernels.refused_row_masks import may_pad
 from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.regimes import regime_of
 from memplan.step.states.model_states import ModelStates, with_cast_biases
@@ -33,10 +37,6 @@ from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import built_by, with_model_built
 from memplan.units import round_up
 
-IN_LAYERS = ("forward", "second backward")
-"""Instants of which some lie within layers, besides their backward."""
-BEHIND = ("optimizer step", "gradient clipping")
-"""Instants that a CUDA graph of forward and backward does not hold."""
 BLOCK_BYTES = 512
 """What CUDA's caching allocator rounds every tensor up to (kMinBlockSize, c10/core/AllocatorConfig.h)."""
 
@@ -49,6 +49,13 @@ CardKind = tuple[str, str | None, str, bool]
 def card_kind(gpu: Gpu) -> CardKind:
     """Return all of a card that decides how a job runs on it: cards that have it in common have one plan."""
     return gpu.vendor, gpu.compute_capability, gpu.architecture, gpu.cuda_total_bytes > LARGE_CARD_BYTES
+
+
+def _on(plan: CompiledPlan | None, gpu: Gpu) -> CompiledPlan | None:
+    """Return a plan on a card, or None where it cannot run there."""
+    with suppress(CannotAnswerError):
+        return None if plan is None else plan.on(gpu)
+    return None
 
 
 def _kernels(setup: TrainingSetup) -> Kernels:
@@ -97,6 +104,7 @@ class CompiledPlan:
         self._by_card: dict[CardKind, CompiledPlan] = {}
         self._sizes: dict[tuple[int, int], tuple[tuple[int, ...], Compiled, int, list[int]]] = {}
         self._by_kernels: dict[Kernels, CompiledPlan] = {_kernels(setup): self}
+        self._with_padding: Callable[[], CompiledPlan | None] = cache(self._made_with_padding)
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
         )
@@ -124,6 +132,9 @@ class CompiledPlan:
         key = card_kind(gpu)
         if key not in self._by_card:
             plan = self._with_setup(on_card(self.setup, self.model, gpu))
+            if may_pad(self.setup, 2):  # the kernel under a mask is the card's too
+                plan = copy(plan)
+                plan._by_card, plan._with_padding = {}, cache(lambda: _on(self._with_padding(), gpu))
             self._by_card[key] = plan._by_card[key] = plan
         return self._by_card[key]
 
@@ -192,6 +203,12 @@ class CompiledPlan:
         peak: int = max(sum(map(mul, form, values)) + item.partial_bytes(values) for form, item in compiled.totals)
         return self.constant_bytes + compiled.forms.buffers.total_bytes(values) + peak
 
+    def upper_requested_bytes(self, batch: int, length: int) -> int:
+        """Return the requested peak that the upper end is of: under the mask of padding, unless somebody said whether rows have some."""
+        if self.ranks:
+            return max(rank.upper_requested_bytes(batch, length) for rank in self.ranks)
+        return max(self.requested_bytes(batch, length), self._padded(batch, length)[1])
+
     def least_bytes(self, batch: int, length: int) -> int:
         """Return what is there all the time and, on one GPU, what layers are given or the update takes: less than any step's peak; nothing is taped."""
         config, setup = self.setup.config, self.setup
@@ -223,38 +240,18 @@ class CompiledPlan:
         loss = (sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments)
         return self.constant_bytes + saved + max(loss, default=0)
 
-    def _doubt_bytes(self, batch: int, length: int, most: Mapping[str, int]) -> int:
-        """Return what a compiled step may take beyond the plan: Inductor chooses some kernels by timing them on the card.
+    def _made_with_padding(self) -> CompiledPlan | None:
+        """Return the same job with rows that have padding; None where it is not planned."""
+        setup = replace(self.setup, config=replace(self.setup.config, padded_rows=True))
+        states = None if setup.formats["hidden_matrix"].product == "integers" else self.states
+        with suppress(CannotAnswerError):
+            return CompiledPlan(self.model, setup, states)
+        return None
 
-        Args:
-            most: Requested bytes by instant.
-        """
-        if self.setup.config.compile == "none":
-            return 0
-        if self.setup.config.compile == "model":
-            from memplan.step.compiled.compiled_model import padded_bytes
-
-            return padded_bytes(self.model.spec, batch * length)
-        from memplan.step.compiled_layers.compiled_layer import order_doubt_bytes
-
-        layer = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))[1].compiled
-        assert layer is not None
-        more = order_doubt_bytes(layer, batch, length, self.values(batch, length))
-        in_layers = (size for name, size in most.items() if name in IN_LAYERS or name.startswith("layer"))
-        return max(0, max(in_layers, default=0) + more - max(most.values()))
-
-    def _apart_bytes(self, most: Mapping[str, int], always: int) -> int:
-        """Return what is reserved beyond the peak because a CUDA graph's private pool and the update's scratch share no memory.
-
-        Args:
-            most: Requested bytes by instant.
-            always: What is there throughout, but for gradients.
-        """
-        if not self.setup.captures_step:
-            return 0
-        behind = max(most.get(name, 0) for name in BEHIND)
-        captured = max(size for name, size in most.items() if name not in BEHIND)
-        return max(0, captured + behind - always - self.states.gradient_bytes - max(most.values()))
+    def _padded(self, batch: int, length: int) -> tuple[CompiledPlan | None, int]:
+        """Return the same job with rows that have padding, where nobody said whether they do, and the peak that it requests; 0 where it is not planned."""
+        padded = self._with_padding() if may_pad(self.setup, batch) else None
+        return padded, 0 if padded is None else padded.requested_bytes(batch, length)
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
@@ -298,7 +295,9 @@ class CompiledPlan:
         allocated = allowances.allocated_bytes(requested, self.rounding_bytes)
         instants = _by_instant(compiled.candidates, sizes)
         most = dict(instants)
-        doubt, apart = self._doubt_bytes(batch, length, most), self._apart_bytes(most, always)
+        padded, size = self._padded(batch, length)  # of no compiled step
+        doubt = max(0, size - requested) + compiler_doubt_bytes(self._regimes, batch, length, most)
+        apart = apart_bytes(self._regimes, most, always)
         total, upper = allowances.device_bytes(allocated) + apart, allowances.upper_bytes(allocated + doubt) + apart
         usable = device.usable_bytes(self.setup.reserve_bytes)
         refuse_whole_load(self.model, self.setup, usable)
@@ -325,6 +324,7 @@ class CompiledPlan:
             buffer_bytes=buffers + self.states.average_bytes,
             rounding_bytes=self.rounding_bytes,
             doubt_bytes=doubt,
+            padded=partial(padded.evaluate, device, batch, length) if padded else None,
             apart_bytes=apart,
             allowances=allowances,
             evaluated_values=self.values(self.setup.config.evaluation_batch_size or batch, length),

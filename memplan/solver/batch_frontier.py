@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from memplan.documents.frozen_values import dataclass
-from memplan.plan.memory_plan import VERDICTS, Device, Verdict
+from memplan.plan.memory_plan import VERDICTS, Device, Verdict, verdict_of
 from memplan.plan.planner import CompiledPlan
 from memplan.solver.largest_value import Answer, beyond_peak, gauge_of, largest_batch, longest_sequence, settled
 
@@ -62,8 +62,10 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
             own = plan.evaluate(device, batch, length)
             return Cell(batch, length, own.verdict, own.requested_bytes, own.device_bytes, own.upper_bytes)
         requested = plan.requested_bytes(batch, length)
-        device_bytes, upper = gauge.device_bytes(requested, rounding), gauge.upper_bytes(requested, rounding)
-        return Cell(batch, length, gauge.verdict(requested, rounding), requested, device_bytes, upper)
+        device_bytes = gauge.device_bytes(requested, rounding)
+        upper = gauge.upper_bytes(plan.upper_requested_bytes(batch, length), rounding)
+        verdict = verdict_of(device_bytes, upper, gauge.usable_bytes)
+        return Cell(batch, length, verdict, requested, device_bytes, upper)
 
     return Frontier(
         plan=plan,
@@ -80,7 +82,9 @@ def frontier(plan: CompiledPlan, device: Device, batches: Sequence[int], lengths
 def _at_length(plan: CompiledPlan, device: Device, length: int, bounds: Bounds) -> Edge:
     """Return the largest batches at a length."""
     answers = [
-        _as_planned(plan, device, largest_batch(plan, length, most), lambda b: (b, length), verdicts)
+        _as_planned(
+            plan, device, largest_batch(plan, length, most, upper=len(verdicts) == 1), lambda b: (b, length), verdicts
+        )
         for most, verdicts in bounds
     ]
     return Edge(length, *answers)
@@ -93,7 +97,7 @@ def _by_batch(plan: CompiledPlan, device: Device, batches: Sequence[int], bounds
     for batch in batches:
         answers: list[Answer] = []
         for most, verdicts in bounds:
-            answer = longest_sequence(plan, batch, most, guess)
+            answer = longest_sequence(plan, batch, most, guess, upper=len(verdicts) == 1)
             answers.append(
                 _as_planned(plan, device, answer, lambda length, batch=batch: (batch, length), verdicts)  # type: ignore[misc]
             )

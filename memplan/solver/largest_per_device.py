@@ -187,16 +187,16 @@ def _on(
 ) -> Largest:
     evaluated: Callable[[int], MemoryPlan] = partial(_evaluated, what, plans, device)
     gauge, fits = _fitting(what, setup, plans, device, evaluated)
-    tight = _answer(what, setup, plans, gauge.most_requested_bytes(tight=True), fits.value)
+    tight = _answer(what, setup, plans, gauge, fits.value, tight=True)
     tight = _as_planned(tight, setup, device, evaluated, ("fits", "tight"))
     alone = gauge.without_reserve()
-    most = _answer(what, setup, plans, alone.most_requested_bytes(tight=True))
+    most = _answer(what, setup, plans, alone, tight=True)
     layers = most.value if what == "layers" else sum(run.count for run in plans[1].model.spec.runs)
     layers *= setup.config.gradient_accumulation_steps
     if simulate is not None and 0 < layers <= MOST_LAYERS_PLAYED:
         surely, just = (_Simulated(evaluated, simulate, layers, tight) for tight in (False, True))
         evaluated = surely.__getitem__
-        fits = surely.edge(fits, _answer(what, setup, plans, alone.most_requested_bytes()))
+        fits = surely.edge(fits, _answer(what, setup, plans, alone))
         tight = just.edge(max(fits, tight, key=lambda one: one.value), most)
     plan = evaluated(fits.value) if fits.value else None
     following = None if fits.bounded else evaluated(fits.value + fits.apart)
@@ -208,23 +208,26 @@ def _fitting(
 ) -> tuple[Gauge, Answer]:
     """Return the gauge of a device, and the largest value that FITS by share."""
     gauge = gauge_of(setup, device, plans[1].forms.stream_bytes if setup.config.parallel.data > 1 else 0, least=True)
-    fits = _answer(what, setup, plans, gauge.most_requested_bytes())
+    fits = _answer(what, setup, plans, gauge)
     return gauge, _as_planned(fits, setup, device, evaluated, ("fits",))
 
 
-def _answer(what: Quantity, setup: TrainingSetup, plans: _Plans, most: int, guess: int = 0) -> Answer:
-    """Return the largest value whose requested bytes, rounded to blocks, are at most ``most``."""
-    config = setup.config
+def _answer(
+    what: Quantity, setup: TrainingSetup, plans: _Plans, gauge: Gauge, guess: int = 0, *, tight: bool = False
+) -> Answer:
+    """Return the largest value whose requested bytes, rounded to blocks, FIT by a gauge, or are at least ``tight``."""
+    config, most, upper = setup.config, gauge.most_requested_bytes(tight), not tight
     if what == "batch":
         plan = plans[1]
-        return largest_batch(plan, config.sequence_length, most - plan.rounding_bytes)
+        return largest_batch(plan, config.sequence_length, most - plan.rounding_bytes, upper=upper)
     if what == "sequence":
         plan = plans[1]
-        return longest_sequence(plan, config.micro_batch_size, most - plan.rounding_bytes, guess)
+        return longest_sequence(plan, config.micro_batch_size, most - plan.rounding_bytes, guess, upper=upper)
 
     def fits(value: int) -> bool:
         plan = plans[value]
-        return plan.requested_bytes(config.micro_batch_size, config.sequence_length) + plan.rounding_bytes <= most
+        requested = plan.upper_requested_bytes if upper else plan.requested_bytes
+        return requested(config.micro_batch_size, config.sequence_length) + plan.rounding_bytes <= most
 
     return largest(fits, MOST_LAYERS if what == "layers" else MOST_RANK, guess or 16)
 

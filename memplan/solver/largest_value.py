@@ -103,8 +103,8 @@ def settled(answer: Answer, holds: Callable[[int], bool]) -> Answer:
     return answer if own.value == answer.value else own
 
 
-def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
-    """Return the largest micro-batch whose requested peak is at most ``most_bytes``.
+def largest_batch(plan: CompiledPlan, length: int, most_bytes: int, *, upper: bool = False) -> Answer:
+    """Return the largest micro-batch whose requested peak, or the one that its ``upper`` end is of, is at most ``most_bytes``.
 
     Formula:
         Each candidate instant is ``fixed + b * each`` beyond a few thousand tokens, so
@@ -116,7 +116,8 @@ def largest_batch(plan: CompiledPlan, length: int, most_bytes: int) -> Answer:
     values = plan.values(near, length), plan.values(2 * near, length)
     room = most_bytes - plan.constant_bytes
     guess = max(1, min((_crossing(form, near, values, room) for form in _forms(plan)), default=1))
-    return largest_multiple(lambda batch: plan.requested_bytes(batch, length) <= most_bytes, limit, guess, apart)
+    requested = plan.upper_requested_bytes if upper else plan.requested_bytes
+    return largest_multiple(lambda batch: requested(batch, length) <= most_bytes, limit, guess, apart)
 
 
 def _forms(plan: CompiledPlan) -> list[Coefficients]:
@@ -130,8 +131,8 @@ def _crossing(form: Coefficients, near: int, values: Sequence[Sequence[int]], ro
     return near + (room - low) * near // (high - low) if high > low else MOST_BATCH
 
 
-def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 0) -> Answer:
-    """Return the longest sequence whose requested peak is at most ``most_bytes``; learned positions end it, completions begin it.
+def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int = 0, *, upper: bool = False) -> Answer:
+    """Return the longest sequence whose requested peak, or the one that its ``upper`` end is of, is at most ``most_bytes``; learned positions end it, completions begin it.
 
     Ranks that share the sequence have equal parts of it.
     """
@@ -139,8 +140,10 @@ def longest_sequence(plan: CompiledPlan, batch: int, most_bytes: int, guess: int
     parallel, least = plan.setup.config.parallel, plan.setup.answer_length + 1
     apart = lcm(parallel.tensor if parallel.sequence else 1, multiple_of_tokens(plan.setup, batch))
 
+    requested = plan.upper_requested_bytes if upper else plan.requested_bytes
+
     def fits(length: int) -> bool:
-        return length >= least and plan.requested_bytes(batch, length) <= most_bytes
+        return length >= least and requested(batch, length) <= most_bytes
 
     result = largest_multiple(fits, limit, max(guess or 1024, least), apart)
     return replace(result, bounded=result.bounded or (least > 1 and not result.value))

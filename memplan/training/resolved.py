@@ -326,9 +326,8 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     data["parallel"] = {key: value for key, value in data["parallel"].items() if key in ALWAYS or value != _ALONE[key]}
     if setup.config.freeze == ALL_TRAIN:
         del data["freeze"]
-    for key in ("joined_rows", "padded_rows"):
-        if not data[key]:
-            del data[key]
+    if not setup.config.joined_rows:
+        del data["joined_rows"]
     own = ("rollout", "chosen_nll", "labels", "balances")  # what some methods alone have
     data["method"] = {key: value for key, value in data["method"].items() if key not in own or value is not None}
     adapted = setup.config.adapter is not None
@@ -344,5 +343,5 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()
-    unsaid = ("adapter", "autocast", "evidence", "outputs_until", "reentrant_checkpointing")
+    unsaid = ("adapter", "autocast", "evidence", "outputs_until", "padded_rows", "reentrant_checkpointing")
     return {key: value for key, value in data.items() if value is not None or key not in unsaid}

@@ -6,6 +6,10 @@ import pytest
 
 import memplan
 from memplan.errors import MemplanError
+from memplan.library.answers.planned_job import plan_by_share
+from memplan.plan.memory_plan import MemoryPlan
+from memplan.report.canvas import Canvas
+from memplan.report.screens.plan_screen import plan_screen
 
 
 def planned(stack: str = "trl", rows: int = 2, **keys: Any) -> memplan.Plan:
@@ -56,3 +60,93 @@ def test_an_answer_names_the_kernel_that_runs_under_the_mask():
     assert (own.attention, padded.attention) == ("flash", "efficient")
     assert any("attention efficient, norm" in line for line in padded.assumptions)
     assert planned(rows=1, padded_rows=True).memory.attention == "flash"
+
+
+def ends(model: str, **options: Any) -> list[MemoryPlan]:
+    """Return plans by share of a job with full rows, with rows of which nobody says whether they are padded, and with padded ones."""
+    settings = dict(options.pop("set", {}))
+    said = ({"padded_rows": False}, {}, {"padded_rows": True})
+    return [plan_by_share(model, **options, set={**settings, **more}).memory for more in said]
+
+
+@pytest.mark.parametrize(
+    ("model", "stack", "gpu", "more"),
+    [
+        ("llama-3.1-8b", "trl", "a100-80gb", {"activation_checkpointing": "none"}),
+        ("llama-3.1-8b", "trl", "h100", {}),
+        ("qwen2.5-7b", "transformers", "rtx4090", {"evaluation": True, "activation_checkpointing": "none"}),
+        ("gemma-3-4b", "axolotl", "l40s", {"parallel.data": 4, "parallel.zero_stage": 3}),
+        ("mistral-7b", "llama-factory", "a100-40gb", {"method.stage": "dpo"}),
+        ("qwen3-30b-a3b", "plain-loop", "b200", {"sequence_length": 500}),
+        ("phi-4", "ms-swift", "a100-40gb", {"activation_checkpointing": "none", "parallel.data": 2}),
+        ("deepseek-v2-lite", "trl", "a100-80gb", {"activation_checkpointing": "none"}),
+        ("qwen3-4b", "plain-loop", "l40s", {"weights.hidden_matrix": "nf4-dq"}),  # a mask leads torch away from math
+    ],
+)
+def test_the_upper_end_of_rows_that_may_be_padded_is_that_of_padded_rows(model, stack, gpu, more):
+    full, own, padded = ends(model, gpu=gpu, config="lora", stack=stack, micro_batch_size=3, set=more)
+    assert own.device_bytes == full.device_bytes
+    assert own.upper_bytes == max(full.upper_bytes, padded.upper_bytes) > padded.device_bytes
+    assert own.padding_bytes == pytest.approx(own.upper_bytes - full.upper_bytes, abs=1)  # rounded down
+
+
+@pytest.mark.parametrize(
+    ("keys", "covered"),
+    [
+        ({}, True),
+        ({"rows": 1}, False),
+        ({"rows": 1, "evaluation": True, "evaluation_batch_size": 64}, True),
+        ({"rows": 1, "method.stage": "dpo"}, True),
+        ({"padded_rows": False}, False),
+        ({"joined_rows": True}, False),
+        ({"kernels.attention": "eager"}, False),
+        ({"kernels.attention": "flash"}, False),
+        ({"stack": "transformers@4.52"}, False),
+        ({"stack": "litgpt"}, False),
+        ({"stack": "bundled"}, False),
+        ({"stack": "unsloth"}, False),
+    ],
+)
+def test_an_answer_names_what_its_upper_end_has_for_rows_that_may_be_padded(keys, covered):
+    plan = planned(**keys)
+    memory = plan.memory
+    lines = [line for block in plan_screen(memory, Canvas(80), "", {}) for line in block]
+    assert (memory.padding_bytes > 0) == covered == any(str(line).startswith("Worst case: ") for line in lines)
+    assert plan.to_dict()["peak"].get("padding_bytes", 0) == memory.padding_bytes
+    assert any("the upper end has" in line and "padded_rows" in line for line in memory.assumptions) == covered
+
+
+def test_the_largest_batch_is_the_one_that_fits_as_its_own_plan_says():
+    job: dict[str, Any] = {"gpu": "rtx4090", "config": "lora", "stack": "trl", "sequence_length": 1024}
+    job["set"] = {"activation_checkpointing": "none"}
+    (batch,) = memplan.largest("llama-3.2-1b", "batch", **job).values.values()
+    verdicts = [memplan.plan("llama-3.2-1b", micro_batch_size=batch + more, **job).verdict for more in (0, 1)]
+    assert verdicts[0] == "fits" != verdicts[1]
+
+
+def test_a_grid_of_batches_has_the_verdicts_and_ends_of_the_plans_themselves():
+    job: dict[str, Any] = {
+        "gpu": "rtx4090",
+        "config": "lora",
+        "stack": "trl",
+        "set": {"activation_checkpointing": "none"},
+    }
+    grid = memplan.frontier("llama-3.2-1b", batches=(1, 4, 5), lengths=(1024, 1280), **job)
+    for cell in (cell for row in grid.frontier.cells for cell in row):
+        plan = plan_by_share("llama-3.2-1b", micro_batch_size=cell.batch, sequence_length=cell.length, **job).memory
+        assert (cell.verdict, cell.upper_bytes) == (plan.verdict, plan.upper_bytes)
+
+
+def test_on_a_card_that_is_nearly_full_the_run_of_padded_rows_is_played_too():
+    job: dict[str, Any] = {"gpu_memory": "131GiB", "config": "lora", "stack": "trl", "micro_batch_size": 8}
+    job["sequence_length"], none = 2048, {"activation_checkpointing": "none", "kernels.attention": "auto"}
+    full, own, padded = (
+        memplan.plan("qwen2.5-7b", **job, set={**none, **said}).memory
+        for said in ({"padded_rows": False}, {}, {"padded_rows": True})
+    )
+    assert own.by_share is not None
+    covered = (
+        full.upper_bytes + own.padding_bytes
+    )  # the mask's own bytes have room, what the allocator holds for them has none
+    assert covered <= own.usable_bytes < padded.upper_bytes == own.upper_bytes
+    assert (full.verdict, own.verdict, padded.verdict) == ("fits", "tight", "no")

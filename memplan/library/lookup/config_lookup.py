@@ -99,7 +99,7 @@ def _padded_if_planned(setup: TrainingSetup) -> TrainingSetup:
     """Return a setup without the padding that a trainer's collator makes, where another kernel or stack is asked for, with which it is not planned."""
     if not setup.config.padded_rows or not unpadded(setup):
         return setup
-    return replace(setup, config=replace(setup.config, padded_rows=False))
+    return replace(setup, config=replace(setup.config, padded_rows=None))
 
 
 def read_config(config_given: ConfigGiven, overrides: Overrides, catalog: Catalog) -> TrainingConfig:

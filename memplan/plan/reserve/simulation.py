@@ -184,28 +184,39 @@ def simulated(
         result = replace(result, allocated_bytes=plan.allocated_bytes)
     if not _agrees(plan, result.allocated_bytes):
         return _beside_streams(replace(plan, reserve_by_share="its events do not add up to the formula's peak"))
-    return _with_run(plan, simulation, result, least=least, tight=tight)
+    return _with_run(plan, simulation, result, runs=runs, least=least, tight=tight)
 
 
 def _with_run(
-    by_share: MemoryPlan, simulation: Simulation, result: Simulated, *, least: bool | None, tight: bool
+    by_share: MemoryPlan,
+    simulation: Simulation,
+    result: Simulated,
+    *,
+    runs: Runs | None,
+    least: bool | None,
+    tight: bool,
 ) -> MemoryPlan:
     """Return a plan with what the allocator says of its run; takes what :func:`simulated` does."""
     plan = _without_streams(by_share)
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     apart = missing + plan.apart_bytes
-    if least is None and result.most_bytes + apart + allowances.upper_context_bytes > plan.usable_bytes:
+    beside = _upper_beside(plan)
+    if least is None and result.most_bytes + apart + beside > plan.usable_bytes:
         result = simulation.result()
     survives = partial(_survives, simulation, apart)
     verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
+    upper = result.most_bytes + apart + beside
+    if verdict == "fits" and plan.padded and by_share.verdict != "fits":  # there is no room for whatever it reserves
+        padded = simulated(plan.padded(), least=False, runs=runs, tight=False)
+        verdict, upper = padded.verdict if padded.verdict == "fits" else "tight", max(upper, padded.upper_bytes)
     return replace(
         plan,
         verdict="no" if plan.exceeds_host else verdict,
         allocated_bytes=plan.allocated_bytes if _gathers(plan) else result.allocated_bytes + missing,
         reserved_bytes=result.spare_bytes + apart,
         device_bytes=result.spare_bytes + apart + allowances.context_bytes,
-        upper_bytes=result.most_bytes + apart + allowances.upper_context_bytes,
+        upper_bytes=upper,
         least_bytes=needed + allowances.context_bytes,
         lower_bytes=min(result.below_bytes, needed) + allowances.least_context_bytes,
         reserve_by_share="",
@@ -226,7 +237,7 @@ def _surely_exceeds(plan: MemoryPlan, simulation: Simulation) -> bool:
     """
     if not _gathers(plan):
         return False
-    room = plan.usable_bytes - _without_streams(plan).allowances.upper_context_bytes - plan.apart_bytes
+    room = plan.usable_bytes - _upper_beside(_without_streams(plan)) - plan.apart_bytes
     return simulation.takes_more(room) and all(_agrees(plan, size) for size in simulation.allocated_range)
 
 
@@ -277,6 +288,11 @@ def _without_streams(plan: MemoryPlan) -> MemoryPlan:
     )
 
 
+def _upper_beside(plan: MemoryPlan) -> int:
+    """Return what the upper end has beside a run's segments: the context, and what rows with padding would take, reserve included."""
+    return plan.allowances.upper_context_bytes + plan.allowances.upper_reserved_bytes(plan.doubt_bytes)
+
+
 def _gathers(plan: MemoryPlan) -> bool:
     """Whether the rank that is played gathers or reduces by code of its own, and may not be the fullest at every instant."""
     return is_sharded(plan.setup.config.parallel) or runs_engine(plan.setup.config.parallel)
@@ -291,10 +307,7 @@ def _verdict(plan: MemoryPlan, runs_in: Callable[..., bool], least: int, most: i
 
     A rank that gathers or reduces on streams of their own fits with memory to spare alone: when its streams let go of blocks, as a full card asks, is not known.
     """
-    allowances = plan.allowances
-    upper, expected = (
-        plan.usable_bytes - context for context in (allowances.upper_context_bytes, allowances.context_bytes)
-    )
+    upper, expected = (plan.usable_bytes - beside for beside in (_upper_beside(plan), plan.allowances.context_bytes))
     for verdict, capacity in (("fits", upper), *([("tight", expected)] if tight else [])):
         if verdict == "fits" and _gathers(plan) and most > capacity:
             continue

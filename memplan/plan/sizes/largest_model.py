@@ -243,7 +243,7 @@ class _Planned:
         if not room.holds(self._saved[card], 0):
             return False
         if card not in self._needed:
-            self._needed[card] = own.requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
+            self._needed[card] = own.upper_requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
         return room.holds(*self._needed[card])
 
     def _fits_whole(self, own: CompiledPlan, room: _Room, simulate: Callable[[MemoryPlan], MemoryPlan] | None) -> bool:
@@ -268,7 +268,7 @@ def fewest_devices(plan: CompiledPlan, device: Device) -> int | None:
     refuse_parallel(setup)
     if device.host_memory_bytes is not None and plan.evaluate(device).exceeds_host:
         return None  # more GPUs leave the host what it is
-    requested = plan.requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
+    requested = plan.upper_requested_bytes(setup.config.micro_batch_size, setup.config.sequence_length)
 
     def fits(gpus: int) -> bool:
         several = Device(device.gpu, device.name, gpus)

@@ -103,6 +103,7 @@ def plan_data(plan: MemoryPlan, catalog_hash: str) -> dict[str, Any]:
             "lower_bytes": plan.lower_bytes,
             "least_bytes": plan.least_bytes,
             "reserve_by_share": plan.reserve_by_share,
+            **({"padding_bytes": plan.padding_bytes} if plan.padding_bytes else {}),
         },
         "persistent_bytes": plan.persistent_bytes,
         "host": host_data(plan),
@@ -296,7 +297,10 @@ def totals_table(plan: MemoryPlan, unit: str) -> Table:
 
 def _ends(plan: MemoryPlan, unit: str) -> tuple[tuple[str, ...], ...]:
     """Return the ends of the interval around the device total; the lower one, and the least, where they are simulated."""
-    upper = ("upper end", format_bytes(plan.upper_bytes, unit), "of the interval around the device total")
+    meaning = "of the interval around the device total"
+    if plan.padding_bytes:
+        meaning += f", {format_bytes(plan.padding_bytes, unit)} of it for rows that may be padded"
+    upper = ("upper end", format_bytes(plan.upper_bytes, unit), meaning)
     if plan.reserve_by_share:
         return (upper,)
     least = "the device total with which it is known to run when the card is nearly full"

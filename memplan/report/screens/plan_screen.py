@@ -72,7 +72,7 @@ def plan_screen(plan: MemoryPlan, canvas: Canvas, unit: str, room: Mapping[str, 
         (*_components(plan, canvas, unit), *_gauge(plan, canvas, unit)),
         *([ranks_table(plan, unit)] if plan.ranks else []),
         tuple(_changes(plan, canvas, unit) if plan.suggestions else _room(plan, canvas, room)),
-        tuple(part for line in (_assumed(plan), *_notes(plan), more) for part in canvas.folded(line, 0, 2)),
+        tuple(part for line in (_assumed(plan), *_notes(plan, unit), more) for part in canvas.folded(line, 0, 2)),
     )
 
 
@@ -217,8 +217,10 @@ def card_notes(plan: MemoryPlan) -> list[str]:
     return [f"Note: {note}" for note in plan.setup.card_notes if not note.startswith(usual)]
 
 
-def _notes(plan: MemoryPlan) -> Iterator[str]:
+def _notes(plan: MemoryPlan, unit: str) -> Iterator[str]:
     """Yield what a reader has to know of the answer besides."""
+    if plan.padding_bytes:
+        yield f"Worst case: {format_bytes(plan.padding_bytes, unit)} of it for padded rows (if none: --set padded_rows=false)"
     if words := rows_alone(plan):
         yield f"Note: {words}"
     if words := decoded_weights_note(plan):

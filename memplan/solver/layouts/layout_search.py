@@ -86,11 +86,11 @@ class Arm:
         except (CannotAnswerError, InvalidFileError) as error:
             self.refusal = error
             return None
-        requested = plan.requested_bytes(batch, self.length)
-        expected, upper = (size(requested, plan.rounding_bytes) for size in (gauge.device_bytes, gauge.upper_bytes))
+        expected = gauge.device_bytes(plan.requested_bytes(batch, self.length), plan.rounding_bytes)
         if expected > gauge.usable_bytes:
             self._misfit = batch
             return None
+        upper = gauge.upper_bytes(plan.upper_requested_bytes(batch, self.length), plan.rounding_bytes)
         return Spot(config, time, expected, upper)
 
     def at(self, batch: int, steps: int) -> TrainingConfig:

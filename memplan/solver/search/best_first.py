@@ -235,7 +235,8 @@ class Search:
         most = arm.room + self.sizes.persistent_bytes(arm.state)
         if plan.forms.stream_bytes and not self.tight:
             most = gauge_of(plan.setup, self.device, plan.forms.stream_bytes).most_requested_bytes()
-        return plan.requested_bytes(batch, self.length) + plan.rounding_bytes <= most
+        requested = plan.requested_bytes if self.tight else plan.upper_requested_bytes
+        return requested(batch, self.length) + plan.rounding_bytes <= most
 
     # ---------------------------------------------------------------- nothing fits
     def nearest_miss(self) -> Miss | None:
@@ -268,7 +269,7 @@ class Search:
             return arm.gauge.upper_bytes(arm.persistent + arm.run.peak_bytes(0), 0)
         batch = arm.run.batches[0]
         plan = self.sizes.plan(arm.state, arm.run.way, batch)
-        upper = arm.gauge.upper_bytes(plan.requested_bytes(batch, self.length), plan.rounding_bytes)
+        upper = arm.gauge.upper_bytes(plan.upper_requested_bytes(batch, self.length), plan.rounding_bytes)
         return upper + plan.forms.stream_bytes
 
     def _miss(self, compiled: CompiledPlan, batch: int) -> Miss:

@@ -80,6 +80,18 @@ def refuse_padded_rows(setup: TrainingSetup) -> None:
         raise CannotAnswerError(f"padded_rows: {reason}")
 
 
+def may_pad(setup: TrainingSetup, batch: int) -> bool:
+    """Whether rows of a micro-batch, or of an evaluation, may have padding that takes memory, and nobody said whether they do.
+
+    Attention step by step is given a mask in any case.
+    """
+    config = setup.config
+    if config.padded_rows is not None or setup.attention_choice == "eager" or unpadded(setup):
+        return False
+    evaluated = config.evaluation_batch_size if setup.evaluates_apart else None
+    return max(batch, evaluated or 0) * setup.rows_per_sample > 1
+
+
 def unpadded(setup: TrainingSetup) -> str:
     """Return why rows with padding are not planned for a job; nothing where they are.
 
