@@ -168,14 +168,14 @@ def tiled_cross_entropy(
         tile, again = (
             _tile(x, weights[0], compute, vocab_size, several=several, backward=backward) for backward in (False, True)
         )
-        wide = [(predicted, 4 * x.width)] if x.element_bytes != 4 else []
+        wide, stay = _sums(x, predicted, weights)
         again, gone = _when_cast(again, vocab_size, x.width * compute) if wide else (again, [])
         traits = Traits(
             scratch=[*tile, (predicted, STATISTICS_BYTES)],
-            workspace=[*wide, *_wide_weight(weights[0]), *again],
+            workspace=[*wide, *again],
             custom=True,
             forms_last=bool(wide),
-            gone=gone,
+            gone=[*gone, *stay] if gone else [],
         )
         logs = tape.value(tokens, 0, 4, part=Part.LOGITS)
         logs.gradient_coefficient = 4
@@ -214,15 +214,19 @@ def _tile(x: Value, weight: Weight, compute: int, vocab_size: int, *, several: b
 
 
 def _when_cast(sizes: Sizes, vocab_size: int, row: int) -> tuple[Sizes, Sizes]:
-    """Return what of a backward's copies is there when it casts gradients, and what has gone: of stretches the last has a name still."""
-    stretches = sum(size for quantity, size in sizes if quantity is ONE)
+    """Return what of a backward's copies is there when it casts gradients, and what has gone: of rows and stretches the last have a name still."""
+    copies = [item for item in sizes if item[0] is ONE]
+    rows = [(Quantity.TILE_TOKENS, row)] if any(item[0] is Quantity.NEXT_TILE_TOKENS for item in sizes) else []
+    others = [item for item in sizes[: len(sizes) - len(copies)] if item not in rows or item is sizes[0]]
+    stretches = sum(size for _, size in copies)
     last = min(stretches, ((vocab_size - 1) % TILE_COLUMNS + 1) * row)
-    if last == stretches:
-        return sizes, []
-    return [*(item for item in sizes if item[0] is not ONE), (ONE, last)], [(ONE, stretches - last)]
+    passed = [(ONE, stretches - last)] if last < stretches else []
+    return [*others, *([(ONE, last)] if last else [])], [*rows, *passed]
 
 
-def _wide_weight(weight: Weight) -> Sizes:
-    """Return the head's gradient in fp32 that another is cast from."""
-    elements = weight.rows * weight.columns
-    return [(ONE, 4 * elements)] if weight.trainable and weight.element_bytes != 4 else []
+def _sums(x: Value, rows: Quantity, weights: Sequence[Weight]) -> tuple[Sizes, Sizes]:
+    """Return the gradients in fp32 that a backward casts at its end, those of a head's weight and bias too, and those that it returns as they are."""
+    trained = [weight for weight in weights if weight.trainable]
+    sums = [(x.element_bytes, (rows, 4 * x.width))]
+    sums += [(weight.element_bytes, (ONE, weight.own_bytes // weight.element_bytes * 4)) for weight in trained]
+    return [size for width, size in sums if width != 4], [size for width, size in sums if width == 4]
