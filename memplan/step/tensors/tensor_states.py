@@ -222,6 +222,6 @@ def adapter_states(setup: TrainingSetup, tensor: ParameterTensor) -> TensorState
         optimizer_name=name,
         optimizer=optimizer,
         gradient_name=alone.gradient,
-        stepper=kind,
+        stepper=kind if tensor.used else None,
         coded_as=None,
     )
