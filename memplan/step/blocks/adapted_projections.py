@@ -136,7 +136,10 @@ class _AdaptedWeight(NamedTuple):
 def _function_ends(builder: Builder, formed: _AdaptedWeight, low: Value, *base: Value) -> None:
     """Note that PEFT's function returns, which has names for what it was given and the product, its graph with it."""
     tape = builder.tape
-    tape.touch(*base, formed.product, *([] if formed.base is None else [formed.base]), low)
+    tape.touch(*base)
+    for value in reversed(formed.saved):  # its graph goes with the product, the last node first
+        tape.last_use[value.storage] = tape.last_use.pop(value.storage)
+    tape.touch(formed.product, *([] if formed.base is None else [formed.base]), low)
     tape.graph_use |= {value.storage: len(tape.operations) - 1 for value in formed.saved}
 
 
