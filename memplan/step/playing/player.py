@@ -120,8 +120,12 @@ class Player:
         self.region = set()
         return before - self.live.form()
 
-    def recompute(self, instant: str) -> None:
-        """Play the operations again, up to where everything that backward needs is there."""
+    def recompute(self, instant: str, returned: Sequence[int] = ()) -> None:
+        """Play the operations again, up to where everything that backward needs is there.
+
+        Args:
+            returned: Storages of results that have a name when the function's own names for them go.
+        """
         named, unnamed_after = self._given(), self._unnamed_after(graph=True)
         operations, whole = self.tape.operations, self.recomputation.whole
         self._set_aside(operations, named)
@@ -141,6 +145,8 @@ class Player:
             else:
                 self.live.retain_all(operation.node.attributes if operation.node is not None else ())
                 self._mark_saved(operation)
+            if index == len(operations) - 1:
+                self.live.retain_all(returned)
             self._forget(named, unnamed_after.get(index, ()))
             if whole or operation is not last:
                 self.end(operation, "again")
@@ -213,8 +219,7 @@ class Player:
         formed = [output.storage, *([] if self.tape.returned is None else [self.tape.returned.storage])]
         named = (self.gradients[id(output)], self.entry.storage, *self._zeros(), *formed)
         self.live.retain_all(named[:2])
-        self.recompute(self.tape.nodes[-1].instant)
-        self.live.retain_all(formed)
+        self.recompute(self.tape.nodes[-1].instant, formed)
         return (*named, *self.staying)
 
     def _zeros(self) -> tuple[int, ...]:
