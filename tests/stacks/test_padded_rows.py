@@ -12,10 +12,10 @@ from memplan.report.canvas import Canvas
 from memplan.report.screens.plan_screen import plan_screen
 
 
-def planned(stack: str = "trl", rows: int = 2, **keys: Any) -> memplan.Plan:
+def planned(stack: str = "trl", rows: int = 2, model: str = "llama-3.2-1b", **keys: Any) -> memplan.Plan:
     setting = {"activation_checkpointing": "none", **keys}
     return memplan.plan(
-        "llama-3.2-1b",
+        model,
         gpu="a100-80gb",
         config="lora",
         stack=stack,
@@ -53,6 +53,11 @@ def test_padded_rows_repeat_keys_and_values_and_form_a_bias_in_each_layer():
 def test_padded_rows_are_refused_where_they_were_not_traced(stack, keys, said):
     with pytest.raises(MemplanError, match=said):
         planned(stack, padded_rows=True, **keys)
+
+
+def test_a_mask_of_floats_that_an_older_model_makes_itself_is_refused():
+    with pytest.raises(MemplanError, match="makes a mask of floats, which is not modelled"):
+        planned("transformers@4.57", model="falcon-7b", padded_rows=True)
 
 
 def test_an_answer_names_the_kernel_that_runs_under_the_mask():

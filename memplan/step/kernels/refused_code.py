@@ -131,7 +131,7 @@ def refuse_unread_code(model: Model, setup: TrainingSetup) -> None:
     refuse_own_adapters(model, setup)
     refuse_recurrences(model.spec, setup)
     refuse_joined_rows(model.spec, setup)
-    refuse_padded_rows(setup)
+    refuse_padded_rows(model.spec, setup)
 
 
 def _refuse_fused_loss(spec: ModelSpec, setup: TrainingSetup) -> None:

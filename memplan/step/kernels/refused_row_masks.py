@@ -70,14 +70,33 @@ PADDED_SINCE = (4, 53)
 """The first version of transformers whose masks of booleans were read, and traced, for rows with padding."""
 
 
-def refuse_padded_rows(setup: TrainingSetup) -> None:
+OWN_MASKS, OWN_MASKS_UNTIL = (
+    ("falcon", "mllama", "nemotron", "olmoe", "opt", "persimmon", "phimoe", "qwen2_moe", "stablelm"),
+    5,
+)
+"""Families whose models make a mask of floats themselves, by an ``_update_causal_mask`` of their own, and the version since which none does.
+
+Source: transformers/models/*/modeling_*.py (4.53.3 and 4.57.6; none in 5.24.0).
+"""
+
+
+def refuse_padded_rows(spec: ModelSpec, setup: TrainingSetup) -> None:
     """Raise for rows with padding wherever attention is given no mask of it, or another one than was traced.
 
     Raises:
         CannotAnswerError: ``padded_rows``, and what to do.
     """
-    if setup.config.padded_rows and (reason := unpadded(setup)):
+    if not setup.config.padded_rows:
+        return
+    if reason := unpadded(setup):
         raise CannotAnswerError(f"padded_rows: {reason}")
+    version = setup.stack.versions["transformers"]
+    older = int(version.split(".")[0]) < OWN_MASKS_UNTIL
+    if older and spec.architecture in OWN_MASKS and setup.profile.attention != "eager":
+        raise CannotAnswerError(
+            f"padded_rows: {spec.architecture} of transformers {version} makes a mask of floats, which is not modelled; "
+            f"leave it out, use kernels.attention: eager, or a version from {OWN_MASKS_UNTIL}.0 on"
+        )
 
 
 def may_pad(setup: TrainingSetup, batch: int) -> bool:
