@@ -196,7 +196,7 @@ NEAR = {
     "trl.grpo-0-29": 1.0,
     "trl.pairs": 1.0,
     "trl.pairs-0-29": 1.0,
-    "trl.padded": 0.97,
+    "trl.padded": 1.0,
     "trl.preferences": 0.98,
     "trl.preferences.shards": 0.95,
     "trl.preferences-zero-3.shards": 0.96,
