@@ -27,7 +27,7 @@ PRESETS = {"qlora": "qlora", "lora": "lora", "full": "bf16-adamw"}
 """Flag -> the shipped config that it means."""
 
 
-_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d{1,12})([km]?)", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3})+|\d{1,30})([km]?)", re.ASCII | re.IGNORECASE)
 
 
 def whole_number(text: str) -> int:

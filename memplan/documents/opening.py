@@ -64,8 +64,10 @@ def usable_path(text: str | Path) -> Path:
     """Return the path that a text names, with ``~`` filled in.
 
     Raises:
-        InvalidFileError: No file can have such a name, or there is no home folder.
+        InvalidFileError: No file can have such a name, such as an empty one, or there is no home folder.
     """
+    if text == "":  # which would be the folder that this runs in
+        raise InvalidFileError(["'': not a usable path: it is empty"])
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -115,16 +117,18 @@ def is_folder(path: Path) -> bool:
 
 
 def require_folder_of(path: Path, option: str = "") -> None:
-    """Refuse a path that is to be written to and whose folder is not there.
+    """Refuse a path that is to be written to and whose folder is not there, or that is a folder.
 
     Args:
         option: Where it was given, followed by a space.
 
     Raises:
-        InvalidFileError: No folder lies there, or none can.
+        InvalidFileError: No folder lies there, or none can; or one lies at the path itself, or no file can.
     """
     if not is_folder(path.parent):
         raise InvalidFileError([f"{option}{shown_path(path)}: there is no folder {shown_path(path.parent)}"])
+    if is_folder(path):
+        raise InvalidFileError([f"{option}{shown_path(path)}: is a directory"])
 
 
 def files_in(folder: Path, pattern: str, deep: bool = False) -> list[Path]:

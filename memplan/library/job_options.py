@@ -230,6 +230,21 @@ def job_inputs(
     return JobInputs(catalog_of(options.get("catalog")), given, cast("JobOptions", options))
 
 
+def refuse_set(inputs: JobInputs, reasons: Mapping[str, str]) -> None:
+    """Refuse keys of a training config that are set, and would change nothing in an answer.
+
+    Args:
+        reasons: Key -> why it would not.
+
+    Raises:
+        InvalidFileError: One of them is set, by ``set`` or by a keyword.
+    """
+    keys = {setting.partition("=")[0].strip() for setting in inputs.overrides().settings}
+    given = [key for key in reasons if key in keys or inputs.options.get(key) is not None]
+    if given:
+        raise InvalidFileError([f"{key}: {reasons[key]}; leave it out" for key in given])
+
+
 def _check_values(options: Mapping[str, Any]) -> None:
     """Refuse numbers out of range, an unknown kind of checkpointing and keys that are given twice, all at once."""
     problems = number_problems(options, LIMITS)

@@ -183,7 +183,8 @@ def _undivided(config: TrainingConfig, stack: Stack) -> Problems:
     possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
     for name in Parallel.__dataclass_fields__:
         given = getattr(parallel, name)
-        if name not in (*OTHER_KEYS, *stack.divides) and given != getattr(Parallel(), name):
+        usual = parallel.tensor if name == "expert_tensor" and given is not None else getattr(Parallel(), name)
+        if name not in (*OTHER_KEYS, *stack.divides) and given != usual:
             text = f"{name} parallelism is not modelled here; {possible}"
             yield ("parallel", name), f"{str(given).lower():.60} is not supported: {text}"
 

@@ -72,6 +72,14 @@ def test_wrong_values_are_named_with_file_and_key(change, message):
     assert str(caught.value).startswith("config.json: ")
 
 
+@pytest.mark.parametrize("pair", [[], [56], [56, 28]])
+def test_a_tower_whose_images_are_not_square_numbers_is_refused(pair):
+    family, config = CASES["smolvlm"]
+    vision = config["vision_config"] | {"image_size": pair}
+    with pytest.raises(InvalidFileError, match="image_size: expected an integer"):
+        read(config | {"model_type": family, "vision_config": vision})
+
+
 def test_all_wrong_values_are_reported_at_once():
     with pytest.raises(InvalidFileError) as caught:
         read({"model_type": "llama", "hidden_size": "x", "vocab_size": 0, "num_attention_heads": 3})

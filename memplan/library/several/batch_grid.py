@@ -11,7 +11,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
-from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs
+from memplan.library.job_options import JobOptions, ModelGiven, is_whole, job_inputs, refuse_set
 from memplan.plan.memory_plan import Verdict
 from memplan.report.document import Document
 from memplan.solver.batch_frontier import Frontier
@@ -93,6 +93,7 @@ def frontier(
     """
     axes = {"micro_batch_size": "batches are an axis of the grid", "sequence_length": "lengths are an axis of the grid"}
     inputs = job_inputs("frontier", model, options, refused=axes)
+    refuse_set(inputs, axes)
     from memplan.plan.planner import CompiledPlan
     from memplan.solver.batch_frontier import DEFAULT_BATCHES, DEFAULT_LENGTHS
     from memplan.solver.batch_frontier import frontier as grid_of

@@ -14,7 +14,7 @@ from memplan.catalog.catalog import Catalog
 from memplan.errors import InvalidFileError, MemplanError, match_hint, shown_value
 from memplan.library.answers.answer import Answer
 from memplan.library.argument_kinds import checked
-from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs
+from memplan.library.job_options import FilePath, JobInputs, JobOptions, ModelGiven, job_inputs, refuse_set
 from memplan.model.model import Model
 from memplan.plan.sizes.largest_model import LargestModel
 from memplan.report.document import Document
@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # each question imports what it alone needs
 
 Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
 SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
+SOUGHT = {"batch": "micro_batch_size", "sequence": "sequence_length", "lora-rank": "adapter.rank"}
+"""What is sought -> its key of a training config, which is not to be set then."""
 CONFIGS = ("qlora", "lora", "bf16-adamw", "tier3")
 """Configs that the largest model is sought under where none is named."""
 MOST_SIMULATED = 4
@@ -164,6 +166,8 @@ def largest(
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
         raise InvalidFileError([f"of: nothing is sought of {shown_value(of)}{hint}"])
     inputs = job_inputs("largest", model, options)
+    if of in SOUGHT:
+        refuse_set(inputs, {SOUGHT[of]: "it is what is sought"})
     devices = inputs.devices(inputs.gpus if of == "parameters" else 1)
     if of != "parameters":
         from memplan.solver.largest_per_device import largest_values

@@ -172,7 +172,7 @@ class ConfigValues:
         pairs = {key: self._config.get(key) for key in keys}
         self._config = {
             **self._config,
-            **{key: pair[0] for key, pair in pairs.items() if isinstance(pair, list) and pair == pair[:1] * 2},
+            **{key: pair[0] for key, pair in pairs.items() if isinstance(pair, list) and pair and pair == pair[:1] * 2},
         }
 
     def ignore(self, *keys: str) -> None:

@@ -35,7 +35,9 @@ def methods_screen(
         missing: Methods that cannot be planned.
     """
     if not rows:
-        return ("None of the usual methods can be planned for this job; --all says why, config by config.",)
+        return (
+            "None of the usual methods can be planned for this job; --all shows other configs, and says why not these.",
+        )
     unit = unit or "GiB"
     plans = [plan for plan, _ in rows]
     more = f"Not planned: {', '.join(missing)} (--config NAME says why). " if missing else ""
