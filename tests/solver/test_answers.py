@@ -173,6 +173,14 @@ def test_a_bad_price_file_is_refused(cli, write, text):
     assert "p.yaml:" in ran.err
 
 
+def test_a_job_that_is_refused_on_several_once_it_is_played_is_placed_on_one():
+    job = {"config": "fp32-adamw", "stack": "torchtitan", "micro_batch_size": 1}
+    assert memplan.where("llama-3.2-1b", gpu="h100", sequence_length=500, **job).counts == {"h100-sxm-80gb": 1}
+    answer = memplan.where("llama-3.2-1b", gpu="t4", sequence_length=500, **job)
+    assert answer.counts == {"t4": 2}
+    assert "tied head" in answer.placements.refusal
+
+
 @pytest.mark.thorough
 def test_every_answer_counts_what_a_host_has():
     job = {"config": "bf16-adamw", "set": {"offload.optimizer_states": "cpu"}}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from memplan.documents.frozen_values import dataclass
-from memplan.errors import MemplanError
+from memplan.errors import CannotAnswerError, MemplanError
 from memplan.model.model import Model
 from memplan.plan.job_allowances import devices_for
 from memplan.plan.memory_plan import Device, MemoryPlan
@@ -93,13 +93,32 @@ def placements(
         if alone is not None and (plan := _alone(alone, device, simulated)) is not None:
             rows.append(Placement(device, 1, plan))
             continue
-        if refusal and alone is not None and (count := fewest_devices(alone, device)) is not None:
-            pooled = Device(device.gpu, device.name, max(2, count))
-            rows.append(Placement(device, pooled.count, alone.evaluate(pooled), pooled=True))
-        elif not refusal and (row := _fewest_ranks(compiled, device, simulated)) is not None:
-            rows.append(replace(row, bound=None if alone is None else least_devices(alone, device)))
+        row, refusal = _on_several(compiled, alone, device, simulated, refusal)
+        rows += [] if row is None else [row]
     told(len(able), len(able))
     return Placements(tuple(rows), refusal)
+
+
+def _on_several(
+    compiled: Callable[[int], list[CompiledPlan]],
+    alone: CompiledPlan | None,
+    device: Device,
+    simulated: Callable[[MemoryPlan], MemoryPlan],
+    refusal: str,
+) -> tuple[Placement | None, str]:
+    """Return the fewest of several GPUs for a job, or a bound and why it is only that, which may show once a step is played."""
+    row = None
+    if not refusal:
+        try:
+            row = _fewest_ranks(compiled, device, simulated)
+        except CannotAnswerError as error:
+            if alone is None:
+                raise
+            refusal = str(error)
+    if refusal and alone is not None and (count := fewest_devices(alone, device)) is not None:
+        pooled = Device(device.gpu, device.name, max(2, count))
+        return Placement(device, pooled.count, alone.evaluate(pooled), pooled=True), refusal
+    return row and replace(row, bound=None if alone is None else least_devices(alone, device)), refusal
 
 
 def _planned(model: Model, setups: Sequence[TrainingSetup]) -> list[CompiledPlan]:
