@@ -66,6 +66,10 @@ def holds(condition: Mapping[str, Any], lookup: Lookup) -> bool:
     ``given`` and ``absent`` ask whether there is a key at all, ``on`` and ``off`` whether it switches something on,
     ``<``, ``>=`` and the like compare numbers and versions; anything else is a value, with ``*`` for any text, and with
     ``$`` in front that of a result.
+
+    Example:
+        >>> [holds({"max_grad_norm": "<0"}, {"max_grad_norm": norm}.get) for norm in (-1, -0.5, "-1e-3", 0, "0.5")]
+        [True, True, True, False, False]
     """
     return all(_matches(lookup(name), wanted, lookup) for name, wanted in condition.items())
 
@@ -91,10 +95,10 @@ def _matches(value: Any, wanted: Any, lookup: Lookup) -> bool:
 
 
 def _compare(value: Any, sign: str, bound: str) -> bool:
-    scientific = "e" in word(value)  # 1e-3, whose parts are no version's
+    number = "e" in word(value) or word(value).startswith("-")  # 1e-3 or -0.5, whose parts are no version's
     try:
-        left = (float(word(value)),) if scientific else version_parts(word(value))
-        right = (float(bound),) if scientific else version_parts(bound)
+        left = (float(word(value)),) if number else version_parts(word(value))
+        right = (float(bound),) if number else version_parts(bound)
     except ValueError:
         return False
     return {"<": left < right, ">": left > right, "<=": left <= right, ">=": left >= right}[sign]
