@@ -27,7 +27,14 @@ WORDS_TOGETHER = 8
 
 
 def has_all_words(loss: str, vocab_size: int, tokens: int) -> bool:
-    """Tell whether logits of a piece are of the whole vocabulary, given the tokens of a micro-batch."""
+    """Tell whether logits of a piece are of the whole vocabulary, given the tokens of a micro-batch.
+
+    Example:
+        >>> [has_all_words("pieced-linear", 128_256, tokens) for tokens in (4096, 4097)]
+        [True, False]
+        >>> [has_all_words("tiled-linear", words, 1) for words in (32_768, 32_769)]
+        [True, False]
+    """
     return vocab_size <= FEW_WORDS or (loss == "pieced-linear" and tokens <= SHORT_BATCH)
 
 
