@@ -136,7 +136,7 @@ def serve(
         InvalidFileError: Numbers out of range, an unknown dtype, or a number of GPUs that does not divide the model.
         CannotAnswerError: No GPU is named or here, or the model's forward is not modelled.
     """
-    _refuse(options, model)
+    _refuse(options)
     device = find_device(gpu, gpu_memory, gpus, catalog)
     if gpus > 1 and options.engine == "transformers":
         raise CannotAnswerError(
@@ -155,12 +155,8 @@ def serve(
     return Serving(model, device, options, weights, kv_dtype, served, planner, notes, catalog)
 
 
-def _refuse(options: InferenceOptions, model: Model) -> None:
+def _refuse(options: InferenceOptions) -> None:
     problems = []
-    positions = model.spec.learned_positions
-    if positions and options.context > positions:
-        beyond = f"{options.context} is beyond the {positions} learned positions of {model.spec.name}"
-        problems.append(f"--context: {beyond}; give --context {positions}")
     for name, most in (("context", MOST_CONTEXT), ("concurrency", MOST_CONCURRENCY)):
         value = getattr(options, name)
         if not 1 <= value <= most:
