@@ -165,9 +165,7 @@ def largest(
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
         raise InvalidFileError([f"of: nothing is sought of {shown_value(of)}{hint}"])
-    inputs = job_inputs("largest", model, options)
-    if of in SOUGHT:
-        refuse_set(inputs, {SOUGHT[of]: "it is what is sought"})
+    inputs = _inputs(of, model, options)
     devices = inputs.devices(inputs.gpus if of == "parameters" else 1)
     if of != "parameters":
         from memplan.solver.largest_per_device import largest_values
@@ -184,6 +182,14 @@ def largest(
             [f"max --for parameters seeks a model, so it takes none: {model!r}; leave out one of them"]
         )
     return _largest_models(inputs, devices, progress)
+
+
+def _inputs(of: Sizes, model: ModelGiven, options: JobOptions) -> JobInputs:
+    """Return the keywords, checked; the key of what is sought is not to be set."""
+    inputs = job_inputs("largest", model, options)
+    if of in SOUGHT:
+        refuse_set(inputs, {SOUGHT[of]: "it is what is sought"})
+    return inputs
 
 
 def _fitting_adapters(of: Quantity, model: Model, inputs: JobInputs, devices: Sequence[Device]) -> tuple[str, ...]:
