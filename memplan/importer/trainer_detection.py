@@ -51,6 +51,10 @@ class Owned:
     kind: str = ""  # What the file is where it is no training job; else nothing
 
 
+LONGEST_WORD = 4096
+"""Characters of a program's path or a subcommand, at most (``PATH_MAX`` of Linux' limits.h): others are compared with no pattern."""
+
+
 def owner_of(keys: GivenKeys, heads: Sequence[TrainerHead], named: str | None = None) -> Owned:
     """Return whose keys these are.
 
@@ -124,7 +128,7 @@ def _by_words(keys: GivenKeys, head: TrainerHead) -> int:
     if keys.form == "python":
         patterns = [pattern for pattern in head.calls if any(fnmatchcase(word, pattern) for word in keys.words)]
     else:
-        line = " ".join(keys.words)
+        line = " ".join(word for word in keys.words if len(word) <= LONGEST_WORD)
         patterns = [pattern for pattern in head.words if fnmatchcase(line, pattern)]
     return max(map(len, patterns), default=0)
 
