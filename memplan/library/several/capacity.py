@@ -33,6 +33,8 @@ Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
 SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
 SOUGHT = {"batch": "micro_batch_size", "sequence": "sequence_length", "lora-rank": "adapter.rank"}
 """What is sought -> its key of a training config, which is not to be set then."""
+COMPARING = ("grpo", "kto")
+"""Stages that compare the rows of a micro-batch, which are at least two."""
 CONFIGS = ("qlora", "lora", "bf16-adamw", "tier3")
 """Configs that the largest model is sought under where none is named."""
 MOST_SIMULATED = 4
@@ -158,20 +160,20 @@ def largest(
         >>> import memplan
         >>> answer = memplan.largest("llama-3.1-8b", of="batch", gpu="rtx4090", config="qlora")
         >>> answer.values["rtx4090"]
-        15
+        14
     """
     if of is None:
         of = "parameters" if model is None and options.get("shapes") is None else "batch"
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
         raise InvalidFileError([f"of: nothing is sought of {shown_value(of)}{hint}"])
-    inputs = _inputs(of, model, options)
+    inputs = job_inputs("largest", model, options)
     devices = inputs.devices(inputs.gpus if of == "parameters" else 1)
     if of != "parameters":
         from memplan.solver.largest_per_device import largest_values
 
         known = inputs.model()
-        setup = inputs.setup(known, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
+        setup = _setup_seeking(of, known, inputs)
         played = _told_of(_simulated_on(devices), progress, PLAYS * len(devices))
         rows = tuple(largest_values(of, known, setup, devices, simulate=played))
         fitting = setup.config.adapter is not None or any(row.fits.value or row.tight.value for row in rows)
@@ -184,12 +186,12 @@ def largest(
     return _largest_models(inputs, devices, progress)
 
 
-def _inputs(of: Sizes, model: ModelGiven, options: JobOptions) -> JobInputs:
-    """Return the keywords, checked; the key of what is sought is not to be set."""
-    inputs = job_inputs("largest", model, options)
-    if of in SOUGHT:
+def _setup_seeking(of: Quantity, model: Model, inputs: JobInputs) -> TrainingSetup:
+    """Return the setup of a job; the key of what is sought is not to be set, but a batch of stages that one row is none of."""
+    setup = inputs.setup(model, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
+    if of in SOUGHT and not (of == "batch" and setup.config.method.stage in COMPARING):
         refuse_set(inputs, {SOUGHT[of]: "it is what is sought"})
-    return inputs
+    return setup
 
 
 def _fitting_adapters(of: Quantity, model: Model, inputs: JobInputs, devices: Sequence[Device]) -> tuple[str, ...]:

@@ -1,12 +1,16 @@
 """The answer of ``memplan why``: what an out-of-memory message says, and what to change."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from memplan.failure.out_of_memory_message import Diagnosis
-from memplan.plan.memory_plan import MemoryPlan
 from memplan.report.document import Document, Table
 from memplan.report.plans.plan_answer import stack_data, stack_words, suggestions_table
 from memplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from memplan.plan.memory_plan import MemoryPlan
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
