@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from operator import mul
 
 from memplan.catalog.entries import Gpu
@@ -49,13 +49,6 @@ CardKind = tuple[str, str | None, str, bool]
 def card_kind(gpu: Gpu) -> CardKind:
     """Return all of a card that decides how a job runs on it: cards that have it in common have one plan."""
     return gpu.vendor, gpu.compute_capability, gpu.architecture, gpu.cuda_total_bytes > LARGE_CARD_BYTES
-
-
-def _on(plan: CompiledPlan | None, gpu: Gpu) -> CompiledPlan | None:
-    """Return a plan on a card, or None where it cannot run there."""
-    with suppress(CannotAnswerError):
-        return None if plan is None else plan.on(gpu)
-    return None
 
 
 def _kernels(setup: TrainingSetup) -> Kernels:
@@ -104,7 +97,7 @@ class CompiledPlan:
         self._by_card: dict[CardKind, CompiledPlan] = {}
         self._sizes: dict[tuple[int, int], tuple[tuple[int, ...], Compiled, int, list[int]]] = {}
         self._by_kernels: dict[Kernels, CompiledPlan] = {_kernels(setup): self}
-        self._with_padding: Callable[[], CompiledPlan | None] = cache(self._made_with_padding)
+        self._whole: tuple[CompiledPlan, Gpu] | None = None  # What a card's own plan was made of, and the card
         self.bucket_bytes = bucket_bytes(
             setup.config.parallel, setup.compute_bytes, states.gradient_bytes, model.spec.hidden_size
         )
@@ -134,7 +127,8 @@ class CompiledPlan:
             plan = self._with_setup(on_card(self.setup, self.model, gpu))
             if may_pad(self.setup, 2):  # the kernel under a mask is the card's too
                 plan = copy(plan)
-                plan._by_card, plan._with_padding = {}, cache(lambda: _on(self._with_padding(), gpu))
+                plan.__dict__.pop("_with_padding", None)
+                plan._by_card, plan._whole = {}, (self, gpu)
             self._by_card[key] = plan._by_card[key] = plan
         return self._by_card[key]
 
@@ -240,17 +234,21 @@ class CompiledPlan:
         loss = (sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments)
         return self.constant_bytes + saved + max(loss, default=0)
 
-    def _made_with_padding(self) -> CompiledPlan | None:
-        """Return the same job with rows that have padding; None where it is not planned."""
-        setup = replace(self.setup, config=replace(self.setup.config, padded_rows=True))
-        states = None if setup.formats["hidden_matrix"].product == "integers" else self.states
+    @cached_property
+    def _with_padding(self) -> CompiledPlan | None:
+        """The same job with rows that have padding; None where it is not planned."""
         with suppress(CannotAnswerError):
+            if self._whole is not None:
+                whole, gpu = self._whole
+                return whole._with_padding and whole._with_padding.on(gpu)
+            setup = replace(self.setup, config=replace(self.setup.config, padded_rows=True))
+            states = None if setup.formats["hidden_matrix"].product == "integers" else self.states
             return CompiledPlan(self.model, setup, states)
         return None
 
     def _padded(self, batch: int, length: int) -> tuple[CompiledPlan | None, int]:
         """Return the same job with rows that have padding, where nobody said whether they do, and the peak that it requests; 0 where it is not planned."""
-        padded = self._with_padding() if may_pad(self.setup, batch) else None
+        padded = self._with_padding if may_pad(self.setup, batch) else None
         return padded, 0 if padded is None else padded.requested_bytes(batch, length)
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:

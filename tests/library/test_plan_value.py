@@ -38,6 +38,8 @@ def test_a_plan_and_its_components_can_be_sent_to_another_process(plan):
     assert again.to_dict() == plan.to_dict()
     size = pickle.loads(pickle.dumps(plan.components["weights"]))
     assert (size, size.formula) == (plan.components["weights"], plan.components["weights"].formula)
+    padded = memplan.plan("gpt2", config="lora", gpu="rtx4090", micro_batch_size=2)  # which plans padded rows, too
+    assert pickle.loads(pickle.dumps(padded)).upper_bytes == padded.upper_bytes
     job = pickle.loads(pickle.dumps(memplan.job("gpt2", config="lora")))
     assert job.plan("rtx4090").verdict == "fits"
 
