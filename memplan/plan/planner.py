@@ -249,7 +249,9 @@ class CompiledPlan:
     def _padded(self, batch: int, length: int) -> tuple[CompiledPlan | None, int]:
         """Return the same job with rows that have padding, where nobody said whether they do, and the peak that it requests; 0 where it is not planned."""
         padded = self._with_padding if may_pad(self.setup, batch) else None
-        return padded, 0 if padded is None else padded.requested_bytes(batch, length)
+        with suppress(CannotAnswerError):  # code that is read as the step is played
+            return padded, 0 if padded is None else padded.requested_bytes(batch, length)
+        return None, 0
 
     def evaluate(self, device: Device, batch: int | None = None, length: int | None = None) -> MemoryPlan:
         """Return the plan for a device.
