@@ -40,6 +40,12 @@ def test_a_stack_without_keys_of_its_own_takes_memplans():
     assert own_settings(CATALOG.stack("bundled"), [("clip_gradients", False)])[0].text == ""
 
 
+def test_a_card_that_only_emulates_bf16_is_suggested_fp16_whose_key_has_the_loss_scale_with_it():
+    plan = memplan.plan("llama-3.2-1b", gpu="t4", config="lora", micro_batch_size=16)
+    change = next(change for change in plan.suggestions if change.flips_verdict)
+    assert change.own_text.startswith("fp16: true, dtype: float16, per_device_train_batch_size: ")
+
+
 def test_suggestions_are_written_in_the_stacks_own_keys_and_name_nothing_it_cannot_do(cli):
     plan = memplan.plan(
         "llama-8b", gpu="rtx4090", config="bf16-adamw", stack="transformers", micro_batch_size=4, set=FP32
