@@ -121,6 +121,11 @@ def _read_besides(data: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     if gradients != plan.training["zero_gradients"]:
         yield f"zero_gradients={gradients}"
     padded = data.get("padded_rows")
+    rows = setup.config.micro_batch_size * setup.rows_per_sample
+    if setup.config.padded_rows is False and (padded == "multiple" or (padded and rows > 1)) and not unpadded(setup):
+        raise CannotAnswerError(
+            f"padded_rows: false: {setup.stack.name} pads rows that its file does not pack; leave it out"
+        )
     if padded and not (setup.config.padded_rows or unpadded(setup)):
         yield f"padded_rows={padded}".lower()
 
