@@ -201,13 +201,13 @@ def _with_run(
     allowances = plan.allowances
     missing = max(0, plan.allocated_bytes - result.allocated_bytes)  # of the formula's peak in the events
     apart = missing + plan.apart_bytes
-    beside = _upper_beside(plan)
+    beside = allowances.upper_context_bytes + allowances.upper_reserved_bytes(plan.doubt_bytes)
     if least is None and result.most_bytes + apart + beside > plan.usable_bytes:
         result = simulation.result()
     survives = partial(_survives, simulation, apart)
     verdict, needed = _verdict(plan, survives, result.least_bytes + apart, result.most_bytes + apart, tight)
     upper = result.most_bytes + apart + beside
-    if verdict == "fits" and plan.padded and by_share.verdict != "fits":  # there is no room for whatever it reserves
+    if verdict == "fits" and plan.padded and _plays_padding(plan):
         padded = simulated(plan.padded(), least=False, runs=runs, tight=False)
         verdict, upper = padded.verdict if padded.verdict == "fits" else "tight", max(upper, padded.upper_bytes)
     return replace(
@@ -289,8 +289,14 @@ def _without_streams(plan: MemoryPlan) -> MemoryPlan:
 
 
 def _upper_beside(plan: MemoryPlan) -> int:
-    """Return what the upper end has beside a run's segments: the context, and what rows with padding would take, reserve included."""
-    return plan.allowances.upper_context_bytes + plan.allowances.upper_reserved_bytes(plan.doubt_bytes)
+    """Return what a run has to leave free to fit: the context, and what rows with padding would take, reserve included, unless they are played."""
+    padding = 0 if _plays_padding(plan) else plan.allowances.upper_reserved_bytes(plan.doubt_bytes)
+    return plan.allowances.upper_context_bytes + padding
+
+
+def _plays_padding(plan: MemoryPlan) -> bool:
+    """Whether a run with padded rows is played, too: nobody said whether they are, and there is no room for a share as its reserve."""
+    return plan.padded is not None and plan.verdict != "fits"
 
 
 def _gathers(plan: MemoryPlan) -> bool:
