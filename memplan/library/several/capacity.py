@@ -33,8 +33,8 @@ Sizes = Literal["parameters", "batch", "sequence", "lora-rank", "layers"]
 SIZES: tuple[Sizes, ...] = ("parameters", "batch", "sequence", "lora-rank", "layers")
 SOUGHT = {"batch": "micro_batch_size", "sequence": "sequence_length", "lora-rank": "adapter.rank"}
 """What is sought -> its key of a training config, which is not to be set then."""
-COMPARING = ("grpo", "kto")
-"""Stages that compare the rows of a micro-batch, which are at least two."""
+BEGINS = {"grpo": ("batch", "sequence"), "kto": ("batch",)}
+"""Stages that configs may not begin with: they compare two rows of a micro-batch, or a row holds a completion, so that those sizes may be set."""
 CONFIGS = ("qlora", "lora", "bf16-adamw", "tier3")
 """Configs that the largest model is sought under where none is named."""
 MOST_SIMULATED = 4
@@ -187,9 +187,9 @@ def largest(
 
 
 def _setup_seeking(of: Quantity, model: Model, inputs: JobInputs) -> TrainingSetup:
-    """Return the setup of a job; the key of what is sought is not to be set, but a batch of stages that one row is none of."""
+    """Return the setup of a job; the key of what is sought is not to be set, unless the stage has no such size to begin with."""
     setup = inputs.setup(model, "lora" if of == "lora-rank" else "bf16-adamw", inputs.gpus)
-    if of in SOUGHT and not (of == "batch" and setup.config.method.stage in COMPARING):
+    if of in SOUGHT and of not in BEGINS.get(setup.config.method.stage, ()):
         refuse_set(inputs, {SOUGHT[of]: "it is what is sought"})
     return setup
 
