@@ -488,6 +488,19 @@ def test_a_launcher_joins_the_trainer(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("trainer", "text"),
+    [
+        ("axolotl", "base_model: Qwen/Qwen2.5-7B\ndatasets: [{path: x}]\nsequence_len: 512\ndeepspeed: ds.json\n"),
+        ("ms-swift", "model: Qwen/Qwen2.5-7B\ndataset: x\nmax_length: 512\ndeepspeed: ds.json\n"),
+    ],
+)
+def test_a_trainers_own_batch_is_not_left_to_an_engines_file(tmp_path, trainer, text):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}')
+    refused = read(written(tmp_path, text), trainer=trainer, gpus=2)["keys"]["not_modelled"]
+    assert [one["key"] for one in refused] == ["train_micro_batch_size_per_gpu"]
+
+
 def test_buckets_of_deepspeed_are_read_with_auto_as_it_is():
     training = read("trl.yaml", beside=[EXAMPLES / "ds_z2.json"], gpus=8)["training"]
     assert training["parallel"] == {
