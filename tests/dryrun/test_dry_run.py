@@ -311,6 +311,23 @@ def test_a_loop_without_modules_is_told_too(tmp_path):
     assert (answer["steps"], answer["verdict"]) == (3, "fits")
 
 
+WARMS_UP = """
+import torch
+layer = torch.nn.Linear(64, 64)
+for device in ("cpu", "cuda"):
+    adam = torch.optim.Adam(layer.to(device).parameters())
+    for _ in range(3):
+        layer(torch.ones(2, 64, device=device)).sum().backward()
+        adam.step()
+"""
+
+
+@pytest.mark.slow
+def test_steps_on_the_cpu_are_none_of_those_on_the_card(tmp_path):
+    ran = run(tmp_path, written(tmp_path, WARMS_UP), "--json")
+    assert {"name": "optimizer_states", "bytes": 2 * 4 * 64 * 65} in json.loads(ran.stdout)["components"], ran.stderr
+
+
 BY_HAND = {
     "zeroed": ("layer.zero_grad()", 3, 0),
     "emptied": ("for weight in layer.parameters():\n        weight.grad = None", 1, 1),

@@ -45,6 +45,7 @@ class WatchedSteps:
         self.done = 0
         self._until, self._captures = steps, 0
         self._ends, self.finish = 0, _not_yet
+        self._on_card = False  # Whether a step that has ended had tensors on the card
         self.vocab_size = 0
         self.model, self._trained = "", -1
         self.recurrent = False
@@ -164,6 +165,8 @@ class WatchedSteps:
             if captures != self._captures:
                 self._captures = captures
                 self._until = self.done + self.steps if captures <= MOST_CAPTURES else self._until
+            if self.done and not self._on_card and self._has_seen_card():  # the steps before were the CPU's
+                self._until = self.done + self.steps
             warms_up = self.recorder.current_stream() != 0 and self.done < self._until + MOST_WARM_UP
             is_done = self.done >= self._until and not warms_up
             if is_done:
@@ -189,8 +192,7 @@ class WatchedSteps:
             self.recorder.forward_ends()
             self._in_forward = False
         if updates:
-            self._stepped = True
-            self.done += 1
+            self._step_ends()
 
     def _begin_again(self) -> None:
         """Begin a step's forward once more, after it ran out of memory in a script that handles that."""
@@ -291,8 +293,7 @@ class WatchedSteps:
             return
         self.recorder.captured_update = self.recorder.captured_update or bool(self.recorder.capturing)
         if not self._stepped:
-            self._stepped, self._began = True, False
-            self.done += 1
+            self._step_ends()
         self._has_gradients = False
         self._mark_states(optimizer)
         self._mark_weights()
@@ -302,8 +303,16 @@ class WatchedSteps:
     def _updated_by_hand(self) -> None:
         """Take gradients that are zeroed, where they came from backward and the script has no optimizer, for the end of an update."""
         if self._has_gradients and not any(issubclass(type(one), torch.optim.Optimizer) for one in gc.get_objects()):
-            self._stepped, self._began, self._has_gradients = True, False, False
-            self.done += 1
+            self._step_ends()
+            self._has_gradients = False
+
+    def _step_ends(self) -> None:
+        self._stepped, self._began = True, False
+        self._on_card = self._on_card or self._has_seen_card()
+        self.done += 1
+
+    def _has_seen_card(self) -> bool:
+        return any(record.component != "library_workspaces" for record in self.recorder.records)
 
     def ended(self) -> bool:
         """Note that the script has ended; tell whether backward ran and nothing told where an update was, so that it is all one step."""
