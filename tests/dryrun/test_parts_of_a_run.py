@@ -134,21 +134,28 @@ def test_a_folder_holds_what_is_there_and_what_a_script_has_made_of_it(tmp_path)
     for folder in (place / "old", scratch):
         folder.mkdir(parents=True)
     (place / "rows.txt").write_text("1")
+    (place / "log.txt").write_text("3")
     (place / "old" / "step.txt").write_text("2")
     with SandboxedFiles(str(scratch), LINES, allow_writes=False).sandbox():
         pytest.importorskip("numpy").savetxt(place / "more.txt", [3.0])
         with tarfile.open(place / "all.tar", "w") as archive:
             archive.add(place / "rows.txt")
-        assert {path.name for path in place.iterdir()} == {"all.tar", "more.txt", "old", "rows.txt"}
+        assert {path.name for path in place.iterdir()} == {"all.tar", "log.txt", "more.txt", "old", "rows.txt"}
         shutil.rmtree(place / "old")
         assert not (place / "old").exists()
         (place / "old").mkdir()
-        assert {path.name for path in place.rglob("*.txt")} == {"more.txt", "rows.txt"}
+        assert {path.name for path in place.rglob("*.txt")} == {"log.txt", "more.txt", "rows.txt"}
         (place / "rows.txt").unlink()
         with pytest.raises(FileNotFoundError):
             (place / "rows.txt").read_text()
-        assert {entry.name for entry in os.scandir(place)} == {"all.tar", "more.txt", "old"}
-    assert sorted(path.name for path in place.rglob("*")) == ["old", "rows.txt", "step.txt"]
+        assert {entry.name for entry in os.scandir(place)} == {"all.tar", "log.txt", "more.txt", "old"}
+        assert set(os.listdir(os.fsencode(place))) == {b"all.tar", b"log.txt", b"more.txt", b"old"}
+        with (place / "log.txt").open("a") as log:
+            log.write("4")
+        assert (place / "log.txt").rename(place / "log.old").read_text() == "34"
+        assert not (place / "log.txt").exists()
+    assert (place / "log.txt").read_text() == "3"
+    assert sorted(path.name for path in place.rglob("*")) == ["log.txt", "old", "rows.txt", "step.txt"]
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])

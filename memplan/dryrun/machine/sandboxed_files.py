@@ -29,6 +29,8 @@ _PROGRAMS = {"system": 0, "posix_spawn": 1, "posix_spawnp": 1}
 _INNER = frozenset({"_io", __name__})
 """Modules whose own use of ``open`` stays as it is."""
 _WRITES = frozenset("wax+")
+_ANEW = frozenset("wx")
+"""Of modes that write: those that begin an empty file."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -81,7 +83,13 @@ class SandboxedFiles:
         yield os, {"open": self._descriptor(os.open)}
         looks = ("stat", "lstat", "statvfs", "access", "chmod", "utime")
         yield os, {name: self._looked(getattr(os, name)) for name in looks}
-        yield os, {"listdir": self._listed(os.listdir, str), "scandir": self._listed(os.scandir, lambda one: one.name)}
+        yield (
+            os,
+            {
+                "listdir": self._listed(os.listdir, lambda one: one),
+                "scandir": self._listed(os.scandir, lambda one: one.name),
+            },
+        )
         yield os, {name: self._changed(getattr(os, name)) for name in ("mkdir", "rmdir", "remove", "unlink")}
         yield os, {name: self._moved(getattr(os, name)) for name in ("rename", "replace", "link", "symlink")}
 
@@ -106,6 +114,15 @@ class SandboxedFiles:
         self._removed.discard(os.path.abspath(os.fsdecode(path)))
         make_folders(os.path.dirname(apart))
         return apart
+
+    def _copied(self, path: Any, apart: str) -> None:
+        """Copy a file that is there and that the script changes or moves, once, to where it does so."""
+        if self._seen(path, apart) is path and _exists(os.fsdecode(path)):
+            make_folders(os.path.dirname(apart))
+            if os.path.isdir(path):
+                shutil.copytree(path, apart)
+            else:
+                shutil.copyfile(path, apart)
 
     def _opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
@@ -141,7 +158,7 @@ class SandboxedFiles:
 
         return looked
 
-    def _listed(self, function: Callable[..., Any], name_of: Callable[[Any], str]) -> Callable[..., Any]:
+    def _listed(self, function: Callable[..., Any], name_of: Callable[[Any], Any]) -> Callable[..., Any]:
         """List what is in a folder, and what the script has written there."""
 
         def listed(path: Any = ".") -> Any:
@@ -154,9 +171,13 @@ class SandboxedFiles:
             if folder not in self._removed:
                 with suppress(*[FileNotFoundError] if written else []):  # it may be the script's alone
                     names = {name_of(one): one for one in function(path)}
-            names = {name: one for name, one in names.items() if os.path.join(folder, name) not in self._removed}
+            names = {
+                name: one for name, one in names.items() if os.path.join(folder, os.fsdecode(name)) not in self._removed
+            }
             if written or folder in self._removed:
-                names |= {name_of(one): one for one in function(apart)}
+                names |= {
+                    name_of(one): one for one in function(os.fsencode(apart) if isinstance(path, bytes) else apart)
+                }
             return list(names.values()) if function.__name__ == "listdir" else _Entries(names.values())
 
         return listed
@@ -179,11 +200,18 @@ class SandboxedFiles:
         return changed
 
     def _moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        moves = function.__name__ in ("rename", "replace")
+
         def moved(source: Any, target: Any, *args: Any, **options: Any) -> Any:
-            source, apart = self._apart(source) or source, self._apart(target)
-            if not _exists(source):
+            place, apart = self._apart(source), self._apart(target)
+            if moves and place is not None:
+                self._copied(source, place)
+                self._removed.add(os.path.abspath(os.fsdecode(source)))
+            if not _exists(place or source):
                 return None
-            return function(source, target if apart is None else self._written(target, apart), *args, **options)
+            return function(
+                place or source, target if apart is None else self._written(target, apart), *args, **options
+            )
 
         return moved
 
@@ -207,7 +235,11 @@ class SandboxedFiles:
         apart = self._apart(path) if isinstance(path, str | bytes | os.PathLike) and not self._allowed else None
         if apart is None:
             return path
-        return self._written(path, apart) if _WRITES & set(mode) else self._seen(path, apart)
+        if not _WRITES & set(mode):
+            return self._seen(path, apart)
+        if not _ANEW & set(mode):
+            self._copied(path, apart)
+        return self._written(path, apart)
 
     def sandboxed_folder(self, path: Any) -> str:
         """Return the folder where what is written below Python is to go, in place of one that the script names; it is made."""
