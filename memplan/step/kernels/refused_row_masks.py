@@ -95,7 +95,7 @@ def refuse_padded_rows(spec: ModelSpec, setup: TrainingSetup) -> None:
     if older and spec.architecture in OWN_MASKS and setup.profile.attention != "eager":
         raise CannotAnswerError(
             f"padded_rows: {spec.architecture} of transformers {version} makes a mask of floats, which is not modelled; "
-            f"leave it out, use kernels.attention: eager, or a version from {OWN_MASKS_UNTIL}.0 on"
+            f"say padded_rows: false if no row has padding, or use kernels.attention: eager, or a version from {OWN_MASKS_UNTIL}.0 on"
         )
 
 
