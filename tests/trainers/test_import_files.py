@@ -200,6 +200,11 @@ MODEL = "--model_name_or_path Qwen/Qwen2.5-0.5B"
             "llamafactory",
             {"training.parallel.data": 4},
         ),
+        (
+            f"torchrun --nproc_per_node 8 src/train.py {MODEL} --stage sft --ray_num_workers 4",
+            "llamafactory",
+            {"training.parallel.data": 8},
+        ),
     ],
 )
 def test_commands_say_what_their_program_and_flags_mean_together(command, trainer, said):
