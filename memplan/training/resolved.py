@@ -338,8 +338,8 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
         del data["weights"]["expert_matrix"]  # no library quantises stacked experts, which are read back as not said
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
     data["kernels"] = asdict(setup.profile)
-    if setup.profile.attention == "flash" and setup.stack.model_code == "transformers" and not setup.runs_flash_attn:
-        data["kernels"]["attention"] = setup.attention_choice  # torch's own: read back, flash would be the package
+    if setup.stack.model_code == "transformers" and not setup.runs_flash_attn:
+        data["kernels"]["attention"] = setup.attention_choice  # a kernel that torch chose, read back, would be asked for
     names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()
