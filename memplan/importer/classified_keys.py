@@ -1,7 +1,5 @@
 """Every key of a source, sorted: understood, irrelevant, not modelled, or unknown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

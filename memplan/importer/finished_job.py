@@ -1,7 +1,5 @@
 """The last steps of an import: degrees of parallelism from the number of GPUs, and what is still missing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd, prod

@@ -1,7 +1,5 @@
 """Given files and commands read into the job that they describe: a trainer's, its launcher's, and the programs that they start."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

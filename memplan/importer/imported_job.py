@@ -1,7 +1,5 @@
 """A trainer's files joined into one job in memplan's keys: flags over the trainer's file over the launcher's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The one interpreter of mappings: keys of a trainer's file in, memplan's keys out, with who said what."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from math import prod

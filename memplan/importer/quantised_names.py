@@ -1,7 +1,5 @@
 """What a repository's name says of the weights in it."""
 
-from __future__ import annotations
-
 import re
 
 _WEIGHTS: tuple[tuple[re.Pattern[str], str, str | None], ...] = tuple(

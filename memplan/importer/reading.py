@@ -1,7 +1,5 @@
 """What is known of a job while its files are read: results with who said them, keys used and refused, and what is missing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

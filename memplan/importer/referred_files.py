@@ -1,7 +1,5 @@
 """Launchers' keys that a trainer's file refers to: those it holds, a file that it names, or a preset of its package."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

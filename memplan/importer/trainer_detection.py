@@ -1,7 +1,5 @@
 """Which trainer a file is of: its keys alone decide, never its name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

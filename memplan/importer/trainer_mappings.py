@@ -1,7 +1,5 @@
 """Mappings of trainers' files as they lie in ``configs/trainers/``: one file each, read when it is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field, replace
 from functools import lru_cache

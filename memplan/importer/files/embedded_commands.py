@@ -1,7 +1,5 @@
 """Files of schedulers that hold the command which starts a job: SkyPilot, Kubernetes, Compose, dstack and the like."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

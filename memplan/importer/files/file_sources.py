@@ -1,7 +1,5 @@
 """Given files: YAML, JSON, TOML, Python, or the argument vectors of a launch script as JSON."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Hydra's files: classes that ``_target_`` names and what they are given, as a program in Python would call them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

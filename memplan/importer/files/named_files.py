@@ -1,7 +1,5 @@
 """Files that a command or another file names: what its script writes there, or what lies beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path

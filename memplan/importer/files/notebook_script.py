@@ -1,7 +1,5 @@
 """What the cells of a notebook tell a shell, as one script: lines that begin with ``!``, cells of a shell, files that cells write."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Files that start a trainer and are no shell's: PowerShell scripts, Makefiles and Dockerfiles, each line as a shell would have it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

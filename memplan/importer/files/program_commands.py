@@ -1,7 +1,5 @@
 """Commands that a program in Python starts, by ``subprocess`` or as a job of SageMaker's, as a shell script would have them; none is run."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

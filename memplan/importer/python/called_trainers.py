@@ -1,7 +1,5 @@
 """TRL and transformers in Python: what a program gives their classes and PEFT's, in the keys that TRL's own parser takes."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

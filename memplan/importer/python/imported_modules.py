@@ -1,7 +1,5 @@
 """What lies beside a program and is its own: modules that it imports, put in front of it, and the file that Hydra gives it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Notebooks: their cells of code as one Python file, without IPython's own lines; nothing is run."""
 
-from __future__ import annotations
-
 import ast
 import re
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Classes and functions of a Python file: what they are made of, what they do otherwise, what they return, and which nothing calls."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

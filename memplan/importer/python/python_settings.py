@@ -1,7 +1,5 @@
 """What a program in Python takes from elsewhere: flags, classes of settings, attributes and arguments, each by its default."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache

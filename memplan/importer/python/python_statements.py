@@ -1,7 +1,5 @@
 """Statements of a Python file that give names values, in their order; loops are followed in their first turn."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Functions, methods and signs of a Python program whose results are known from their arguments, or from the GPU that is asked for."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

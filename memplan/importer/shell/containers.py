@@ -1,7 +1,5 @@
 """Programs that start another: containers with their variables and images, and wrappers with flags of their own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

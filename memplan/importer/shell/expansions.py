@@ -1,7 +1,5 @@
 """What a shell puts in for variables, arithmetic and quotes of a word; nothing is run, and what is not known stays as it is."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -1,7 +1,5 @@
 """The commands that a shell script would start, with their variables filled in; none of them is started."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How ``[ ... ]`` and ``[[ ... ]]`` end, where that can be told from a script alone."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence

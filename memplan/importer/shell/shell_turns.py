@@ -1,7 +1,5 @@
 """What a shell script starts: a command with its words, and the loops in whose first turn it stands."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import field
 

@@ -1,7 +1,5 @@
 """Variables that Slurm sets by a script's directives, and for a step that srun starts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What a shell script writes to files of its own: a configuration in a here-document, which a command then names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from posixpath import isabs, normpath

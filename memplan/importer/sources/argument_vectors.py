@@ -1,7 +1,5 @@
 """Command lines of launch scripts: environment, launcher, program and flags, told apart without running anything."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

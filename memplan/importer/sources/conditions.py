@@ -1,7 +1,5 @@
 """Conditions of a mapping: what keys have to be for a rule to hold."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase

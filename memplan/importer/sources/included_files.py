@@ -1,7 +1,5 @@
 """Files that inherit from others, as Hydra's ``defaults`` names them, and references between keys of one, as OmegaConf follows them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

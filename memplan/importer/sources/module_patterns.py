@@ -1,7 +1,5 @@
 """Adapters' targets that are given as a regular expression: which linear layers of a decoder it selects."""
 
-from __future__ import annotations
-
 import re
 
 from memplan.documents.name_patterns import name_pattern

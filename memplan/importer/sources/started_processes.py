@@ -1,7 +1,5 @@
 """How many processes a command starts, one for each GPU: what its launcher is told, or what it sees."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Parts of a model, cut where something happens beside their operations: gradients are formed, modules begin and end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.documents.frozen_values import dataclass

@@ -5,8 +5,6 @@ Source:
     ``LlamaRotaryEmbedding`` in transformers/models/llama/modeling_llama.py (5.23.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.model.families.family_fields import FamilyCode

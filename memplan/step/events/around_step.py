@@ -1,7 +1,5 @@
 """What is written around the parts of a step: functions of whoever shares a model among GPUs, which write nothing where it is whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The events of the bundled optimizer's update of one tensor: a codec's scratch, Newton-Schulz, and the weight's chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.step.events.event_stream import EventStream

@@ -4,8 +4,6 @@ Source:
     ``ChunkedLossWrapper.__call__`` and ``GradAccumulator`` in torchtitan/components/loss.py (0.3.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from memplan.step.blocks.block_settings import Regime

@@ -1,7 +1,5 @@
 """Allocations and frees in order, put together from the parts of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The events of a loss over chunks of tokens, each of which is computed again in backward, and of metrics of whole logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

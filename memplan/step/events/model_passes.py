@@ -3,8 +3,6 @@
 Layers that are alike play the same events under other names, so that a step of a large model takes a few milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The tensors of a model one by one, in the order in which they are made, and what is made beside them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Sequence
 

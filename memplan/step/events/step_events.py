@@ -3,8 +3,6 @@
 The order is that of the loop that is traced (memplan/trace/jobs/training_job.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The events of what comes after backward: clipping, the updates, and averages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Products of rows with the matrices of their experts on a tape, all in one call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from memplan.step.blocks.builder import TOKENS, Builder

@@ -1,7 +1,5 @@
 """Mixtures of experts on a tape: routed experts as grouped products over sorted rows, and shared ones beside them."""
 
-from __future__ import annotations
-
 from memplan.model.parameter_tensors import LATENT
 from memplan.model.spec import MixtureOfExperts, Mlp, inside
 from memplan.step.blocks.adapted_projections import linear

@@ -1,7 +1,5 @@
 """Which kernel torch's scaled-dot-product attention takes on a card: restated, since it cannot be asked without one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

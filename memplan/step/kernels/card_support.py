@@ -1,7 +1,5 @@
 """A job on a card: what the card cannot do is refused, or done as torch does it there, and attention as torch chooses it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What the model code of a library does otherwise than the bundled models, family by family."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache

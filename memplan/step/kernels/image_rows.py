@@ -1,7 +1,5 @@
 """Rows with images: how many patches they have, and what a model has names for while its layers run."""
 
-from __future__ import annotations
-
 from memplan.model.spec import ModelSpec
 from memplan.model.tower import ImageGrid
 from memplan.step.kernels.family_code import family_code

@@ -1,7 +1,5 @@
 """What a model makes once a forward and calls every layer with: masks for attention step by step, positions, rotary tables."""
 
-from __future__ import annotations
-
 from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import Attention, LatentAttention, Mixer, ModelSpec
 from memplan.step.kernels.family_code import family_code, tables_apart, tables_in_layers

@@ -6,8 +6,6 @@ Source:
     The memory that is free changes none of them.
 """
 
-from __future__ import annotations
-
 from memplan.units import round_up
 
 TILED = ("tiled-linear", "pieced-linear")

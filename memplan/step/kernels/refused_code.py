@@ -1,7 +1,5 @@
 """Kernels, codes, adapters and checkpointing that a family's code, or a library's own layers, do not run under, or not as modelled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.catalog.entries import Gpu

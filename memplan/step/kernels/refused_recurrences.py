@@ -1,7 +1,5 @@
 """Which gated delta networks, short convolutions and state space layers no code runs, or none that is modelled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.errors import CannotAnswerError

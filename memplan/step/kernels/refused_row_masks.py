@@ -1,7 +1,5 @@
 """Rows of a micro-batch that a collator joins to one, or pads: where no job of that kind was traced, they are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from memplan.errors import CannotAnswerError

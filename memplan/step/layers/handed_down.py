@@ -9,8 +9,6 @@ Source:
     torch/csrc/autograd/FunctionsManual.cpp (v2.13.0), whose result is as large as what was selected from.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from memplan.documents.frozen_values import dataclass

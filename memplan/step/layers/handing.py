@@ -1,7 +1,5 @@
 """Which layers hand tensors down to others, and what each is given, as layers are put on tapes one after another."""
 
-from __future__ import annotations
-
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.builder import TOKENS
 from memplan.step.layers.handed_down import (

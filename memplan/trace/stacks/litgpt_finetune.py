@@ -4,8 +4,6 @@ What stands in are the data, the tokenizer, the checkpoint and the validation be
 whole of ``main`` in ``litgpt/finetune/lora.py`` runs, up to the end of its loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LitGPT's configs of models, with adapters and without."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -3,8 +3,6 @@
 What is called on a stand-in for the recipe is its class's ``train`` itself.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

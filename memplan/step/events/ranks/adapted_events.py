@@ -4,8 +4,6 @@ Which unit is gathered, and let go of, as a module begins or ends is followed as
 (:mod:`memplan.step.ranks.flat_adapters`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from memplan.step.collectives.gathered_units import UnitTensors

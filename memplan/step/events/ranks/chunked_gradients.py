@@ -5,8 +5,6 @@ Source:
     torch/distributed/fsdp/_fully_shard/_fsdp_param.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from memplan.step.collectives.gathered_units import Unit, UnitTensors

@@ -9,8 +9,6 @@ Source:
     ``copy_grads_in_partition``, ``independent_gradient_partition_epilogue``, ``scaled_global_norm`` and ``step``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain

@@ -6,8 +6,6 @@ Source:
     ``_post_backward_hook`` in torch/distributed/fsdp/_runtime_utils.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from memplan.step.collectives.gathered_units import UnitTensors

@@ -8,8 +8,6 @@ Source:
     ``has_overflow``; ``reduce_scatter_coalesced`` in deepspeed/runtime/comm/coalesced_collectives.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ Source:
     schedules.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Source:
     ``rebuild_buckets`` and ``compute_bucket_assignment_by_size`` in torch/csrc/distributed/c10d/reducer.cpp (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 

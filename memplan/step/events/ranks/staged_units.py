@@ -5,8 +5,6 @@ Source:
     ``post_backward`` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (v2.13.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -9,8 +9,6 @@ Source:
     c10/cuda/CUDACachingAllocator.cpp, which compares streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from memplan.catalog.config_keys.parallel_keys import Parallel

@@ -4,8 +4,6 @@ Those functions are axolotl's; the kernels that they launch on a card (Triton's 
 4 bits) are stood in for by what they allocate.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A training loop as transformers' and PEFT's documentation writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The loops of TRL's trainers: their own preparation of model and adapters, their own loss, the Trainer's ``train()``."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """ms-swift's own trainers: their batches, losses and metrics, on models of transformers with PEFT's adapters."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

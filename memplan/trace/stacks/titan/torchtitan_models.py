@@ -1,7 +1,5 @@
 """torchtitan's own models, configured by their own builders with the shapes of a spec."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ What is called on a stand-in for the trainer are ``Trainer.train_step`` and ``Tr
 ``parallelize_llama`` on the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator
