@@ -1,16 +1,10 @@
 """One training run in the simulated allocator, each way that the driver may place its segments; what is not needed is not played."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from memplan.allocator.streams.stream_replay import Stream, StreamPeaks
 from memplan.documents.frozen_values import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from memplan.step.events.event_stream import RunEvents
+from memplan.step.events.event_stream import RunEvents
 
 PLACEMENTS = (True, False)
 """New segments below those before, as on an H200 and a T4, and above them: which addresses it gives is the driver's choice.

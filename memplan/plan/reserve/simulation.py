@@ -3,15 +3,13 @@
 Searches use shares of the allocated bytes instead (configs/allocator_reserve.yaml), which cost nothing.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from memplan.model.parameter_tensors import inventory_of
 from memplan.model.routed_experts import expert_modules_of
-from memplan.plan.memory_plan import fullest_rank
+from memplan.plan.memory_plan import MemoryPlan, Verdict, fullest_rank
 from memplan.plan.reserve.simulated_run import PLACEMENTS, Simulated, Simulation
 from memplan.step.events.event_stream import EventStream, RunEvents
 from memplan.step.events.model_passes import WrittenModel, libraries_of
@@ -24,11 +22,6 @@ from memplan.step.states.parallel_shards import is_accelerated, is_partitioned, 
 from memplan.step.step_inputs import StepInputs
 from memplan.step.tapes.linear_forms import Part
 from memplan.units import ceil_div
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from memplan.plan.memory_plan import MemoryPlan, Verdict
 
 HANDLES = 2
 """Threads with a cuBLAS workspace each."""

@@ -1,23 +1,17 @@
 """What is alive over a step, component by component: the plan's own events, or its instants where events are not told."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
 
 from memplan.documents.frozen_values import dataclass
 from memplan.plan.components import COMPONENTS
+from memplan.plan.memory_plan import MemoryPlan
 from memplan.plan.reserve.simulation import events_of, shares_reason
-from memplan.step.tapes.linear_forms import Part
+from memplan.step.events.event_stream import RunEvents
+from memplan.step.tapes.linear_forms import Part, Storage
+from memplan.step.tapes.moments import Instant
 from memplan.step.tapes.taped_operations import Reduction
-
-if TYPE_CHECKING:
-    from memplan.plan.memory_plan import MemoryPlan
-    from memplan.step.events.event_stream import RunEvents
-    from memplan.step.tapes.linear_forms import Storage
-    from memplan.step.tapes.moments import Instant
 
 COLUMNS = 400
 """Columns of a picture: more are not to be told apart on paper."""

@@ -1,14 +1,13 @@
 """What torchtitan's trainer is given: flex attention, shared sequences, routed experts, and the optimizers that its config names."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import api
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
@@ -20,9 +19,6 @@ from memplan.trace.jobs.optimizers import update_of
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.stacks.titan.flex_kernel import block_mask, flex_attention
 from memplan.training.resolved import TrainingSetup
-
-if TYPE_CHECKING:
-    from torchtitan.distributed import ParallelDims
 
 
 class BundledOptimizers(list[torch.optim.Optimizer]):

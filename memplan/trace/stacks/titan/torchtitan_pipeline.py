@@ -4,27 +4,23 @@ What other ranks would send is a buffer with nothing in it. ``Trainer.pp_forward
 micro-batches to ``step`` that are split already, which torch 2.13.0 does not take: what that calls is called instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, extract_tensor_meta
+from torch.distributed.pipelining.stage import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.distributed import pipeline_parallel
 
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.training.resolved import TrainingSetup
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.stage import PipelineStage
 
 META = torch.device("meta")
 SCHEDULES = {

@@ -23,6 +23,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.tools.utils import set_default_dtype
 from torchtitan.trainer import Trainer
 
 from memplan.catalog.training_config import CheckpointedLayers
@@ -97,13 +98,8 @@ def _built(spec: ModelSpec, setup: TrainingSetup) -> nn.Module:
         raise CannotAnswerError(
             f"torchtitan's models of {names} are traced in fp32 or in bf16 throughout, without adapters"
         )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(TORCH_DTYPES[dtype])
-    try:
-        with META:
-            model: Any = model_config(spec, setup).build()
-    finally:
-        torch.set_default_dtype(default)
+    with set_default_dtype(TORCH_DTYPES[dtype]), META:
+        model: Any = model_config(spec, setup).build()
     model.train()
     return model  # type: ignore[no-any-return]
 
