@@ -25,10 +25,7 @@ from torch import Tensor
 
 from memplan.errors import CannotAnswerError
 from memplan.model.model import Model
-from memplan.trace.jobs.optimizers import cuda_optimizer_paths
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import FOUR_BIT, fill_four_bit, paged_states
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
 from memplan.trace.recording.recorder import Recorder
@@ -36,7 +33,7 @@ from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.litgpt_models import adapted_config_of, config_of
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import refuse_settings, watch_parts, watch_states
+from memplan.trace.stacks.watched_parts import pretended_card, refuse_settings, watch_parts, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("litgpt", "lightning", "bitsandbytes")
@@ -59,7 +56,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     ranks: AbstractContextManager[Any] = nullcontext()
     if isinstance(recorder, ShardedRecorder):
         ranks = flat_shards(setup.config.parallel, recorder)
-    with cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths(), ranks:
+    with pretended_card(inputs.compute_capability), ranks:
         loop = _AdaptedLoop(inputs.model, setup, recorder) if adapted else _Loop(inputs.model, setup, recorder)
         loop.train()
     kind = "finetuning of adapters" if adapted else "full fine-tuning"

@@ -97,8 +97,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     refuse_other_jobs(setup)
     with ExitStack() as stack:
         stack.enter_context(_rank(inputs.details.rank, setup.config.parallel.data))
-        for one in (composite_kernels(inputs.compute_capability), pretended_compiler(inputs.compute_capability)):
-            stack.enter_context(one)
+        stack.enter_context(composite_kernels(inputs.compute_capability))
+        stack.enter_context(pretended_compiler(inputs.compute_capability))
         gpt = stack.enter_context(_own_code(inputs.compute_capability))
         with torch.device("meta"):
             model = gpt.GPT(_config(gpt, spec, setup))

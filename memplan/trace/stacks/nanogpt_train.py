@@ -16,14 +16,11 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, ModelSpec
 from memplan.step.compiled.compiled_model import is_gpt2_shaped
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
-from memplan.trace.jobs.optimizers import cuda_optimizer_paths
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import refuse_settings, watch_parts, watch_states
+from memplan.trace.stacks.watched_parts import pretended_card, refuse_settings, watch_parts, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ()
@@ -101,16 +98,14 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
         raise CannotAnswerError("nanoGPT trains GPT-2's shapes, in fp32 weights without adapters or checkpointing")
     compiles = setup.config.compile == "model"
     with ExitStack() as stack:
-        capability = inputs.compute_capability
-        for one in (cuda_autocast(), composite_kernels(capability), cuda_optimizer_paths()):
-            stack.enter_context(one)
+        stack.enter_context(pretended_card(inputs.compute_capability))
         with torch.device("meta"):
             model = _Gpt(spec, spec.dropout if setup.config.dropout is None else setup.config.dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=setup.profile.optimizer == "fused")
         watch_parts(model, () if compiles else model.h, None if compiles else model.lm_head, recorder)
         called: Any = model
         if compiles:
-            stack.enter_context(pretended_compiler(capability))
+            stack.enter_context(pretended_compiler(inputs.compute_capability))
             called = torch.compile(model)
         with AnyNumber(), recorder:  # type: ignore[no-untyped-call]
             _loop(model, called, optimizer, setup, recorder)

@@ -1,18 +1,29 @@
-"""A library's model, layer by layer, told to a recorder: what it holds, and where its backward is."""
+"""A library's model, layer by layer, told to a recorder: what it holds, and where its backward is; and the card that its code is given."""
 
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.jobs.training_job import watch_layers
+from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
+from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
+
+
+@contextmanager
+def pretended_card(compute_capability: str) -> Iterator[None]:
+    """Run autocast, kernels and optimizers on ``meta`` tensors as on a card."""
+    with cuda_autocast(), composite_kernels(compute_capability), cuda_optimizer_paths():
+        yield
 
 
 def watch_parts(model: nn.Module, layers: Iterable[nn.Module], head: nn.Module | None, recorder: Recorder) -> None:

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from memplan.errors import CannotAnswerError
-from memplan.trace.jobs.optimizers import cuda_optimizer_paths
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.recording.recorder import Recorder
@@ -20,7 +17,7 @@ from memplan.trace.stacks.huggingface.built_model import adapted, loaded_model, 
 from memplan.trace.stacks.huggingface.masked_rows import masked_rows, pads_rows
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import watch_states
+from memplan.trace.stacks.watched_parts import pretended_card, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
@@ -52,15 +49,12 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
 @contextmanager
 def _kernels(inputs: StackInputs) -> Iterator[None]:
     """Let libraries choose the kernels of a card that is pretended; on a device they choose themselves."""
-    capability = inputs.compute_capability
     if not inputs.is_traced:
         yield
         return
     with (
-        cuda_autocast(),
-        composite_kernels(capability),
+        pretended_card(inputs.compute_capability),
         cuda_backend(),
-        cuda_optimizer_paths(),
         flash_attention_2(),
         known_images(inputs.model.spec, inputs.setup),
         masked_rows(inputs),

@@ -21,10 +21,7 @@ from torch import Tensor
 from memplan.errors import CannotAnswerError
 from memplan.step.ends.end_settings import embeds_with_gradient
 from memplan.step.states.parallel_shards import is_replicated, is_sharded, runs_engine
-from memplan.trace.jobs.optimizers import cuda_optimizer_paths
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend, paged_states
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, record_engine, zero_config
@@ -36,7 +33,7 @@ from memplan.trace.stacks.huggingface.liger_kernels import liger_backend
 from memplan.trace.stacks.huggingface.masked_rows import masked_rows, pads_rows
 from memplan.trace.stacks.huggingface.watched_model import mark_weights, watch, watched_by
 from memplan.trace.stacks.registry import STEPS, StackInputs, StackRun
-from memplan.trace.stacks.watched_parts import watch_states
+from memplan.trace.stacks.watched_parts import pretended_card, watch_states
 from memplan.training.resolved import TrainingSetup
 
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes")
@@ -104,12 +101,10 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
     saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in answers]
     with ExitStack() as stack:
         for one in (
-            cuda_autocast(),
-            composite_kernels(compute_capability),
+            pretended_card(compute_capability),
             cuda_backend(),
             paged_states(),
             liger_backend(compute_capability),
-            cuda_optimizer_paths(),
             flash_attention_2(),
             known_images(inputs.model.spec, inputs.setup),
             masked_rows(inputs),

@@ -27,16 +27,13 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
-from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.jobs.training_job import watch_layers
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.composite_kernels import composite_kernels
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
 from memplan.trace.stacks.registry import StackInputs, StackRun
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
-from memplan.trace.stacks.watched_parts import refuse_settings, watch_states, watch_tensors
+from memplan.trace.stacks.watched_parts import pretended_card, refuse_settings, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 
 if FIRST := version("torchtitan").startswith("0.1."):  # with both in other places
@@ -59,8 +56,7 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     refuse_settings(setup, "torchtitan", compiles="layers")
     _refuse_other(inputs.model.spec, setup)
     with ExitStack() as around:
-        for one in (cuda_autocast(), composite_kernels(inputs.compute_capability), cuda_optimizer_paths()):
-            around.enter_context(one)
+        around.enter_context(pretended_card(inputs.compute_capability))
         if setup.config.compile == "layers":
             around.enter_context(pretended_compiler(inputs.compute_capability))
         model, dims = _parallelized(_built(inputs.model.spec, setup), setup, recorder, around)

@@ -31,10 +31,8 @@ from memplan.errors import CannotAnswerError
 from memplan.model.spec import MixtureOfExperts, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
-from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.jobs.training_job import watch_layers
-from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
-from memplan.trace.pretended_cuda.composite_kernels import BACKENDS, composite_kernels
+from memplan.trace.pretended_cuda.composite_kernels import BACKENDS
 from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
@@ -45,7 +43,7 @@ from memplan.trace.stacks.titan.flex_kernel import block_mask
 from memplan.trace.stacks.titan.torchtitan_models import FAMILIES, model_config
 from memplan.trace.stacks.titan.torchtitan_pipeline import Pipeline, nothing_sent, pipeline
 from memplan.trace.stacks.titan.torchtitan_steps import run_steps
-from memplan.trace.stacks.watched_parts import refuse_settings, watch_states, watch_tensors
+from memplan.trace.stacks.watched_parts import pretended_card, refuse_settings, watch_states, watch_tensors
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -67,14 +65,8 @@ def run(inputs: StackInputs, recorder: Recorder) -> StackRun:
     setup = inputs.setup
     refuse_settings(setup, "torchtitan", compiles="layers", fills=True)
     with ExitStack() as around:
-        for one in (
-            cuda_autocast(),
-            composite_kernels(inputs.compute_capability),
-            cuda_optimizer_paths(),
-            torchtitan_parts.runs_flex(),
-        ):
+        for one in (pretended_card(inputs.compute_capability), torchtitan_parts.runs_flex(), _attends(setup)):
             around.enter_context(one)
-        around.enter_context(_attends(setup))
         if setup.config.compile == "layers":
             around.enter_context(pretended_compiler(inputs.compute_capability))
         trainer = _trainer(_built(inputs.model.spec, setup), setup, recorder, around)
