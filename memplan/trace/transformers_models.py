@@ -8,6 +8,7 @@ from typing import Any
 import transformers.masking_utils
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.training.resolved import TrainingSetup
 
 
@@ -43,9 +44,5 @@ def _built(config: Any) -> Any:
 @contextmanager
 def without_packing() -> Iterator[None]:
     """Take every row for one sequence, which transformers would look up in the position ids' values."""
-    original = transformers.masking_utils.find_packed_sequence_indices
-    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None  # noqa: ARG005
-    try:
+    with replaced(transformers.masking_utils, {"find_packed_sequence_indices": lambda position_ids: None}):  # noqa: ARG005
         yield
-    finally:
-        transformers.masking_utils.find_packed_sequence_indices = original

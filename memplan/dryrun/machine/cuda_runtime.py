@@ -15,6 +15,7 @@ from memplan.dryrun.machine.streams_and_graphs import Nothing, Streams, graph_cl
 from memplan.dryrun.terms.outcome import Ranks, RefusedError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
+from memplan.trace.pretended_cuda.fake_devices import all_replaced
 
 GENERATOR_STATE_BYTES = 16
 """Seed and offset of CUDA's generator, 8 bytes each (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``get_state``)."""
@@ -71,18 +72,9 @@ def pretended_runtime(recorder: LiveRecorder, ranks: Ranks | None = None) -> Ite
     Args:
         ranks: Tells how many of it there are, and which one is this process's.
     """
-    saved: list[tuple[Any, str, Any, bool]] = []
-    for owner, name, value in _answers(recorder, ranks or Ranks(1)):
-        saved.append((owner, name, getattr(owner, name, None), hasattr(owner, name)))
-        setattr(owner, name, _of_its_own(name, value))
-    try:
+    answers = _answers(recorder, ranks or Ranks(1))
+    with all_replaced((owner, {name: _of_its_own(name, value)}) for owner, name, value in answers):
         yield
-    finally:
-        for owner, name, original, existed in reversed(saved):
-            if existed:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
 
 
 def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, Any]]:

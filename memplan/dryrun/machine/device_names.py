@@ -4,7 +4,7 @@ Its fake tensors are told apart by :mod:`memplan.trace.pretended_cuda.fake_devic
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
 from memplan.dryrun.terms.outcome import RefusedError
-from memplan.trace.pretended_cuda.fake_devices import PROPERTIES, below, fake_tensor_of, replaced
+from memplan.trace.pretended_cuda.fake_devices import PROPERTIES, all_replaced, below, fake_tensor_of, replaced
 
 _PLAIN = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _FACTORIES = (
@@ -169,21 +169,15 @@ def named_devices(index: int = 0) -> Iterator[None]:
         (torch, {name: _with_inner_devices(getattr(torch, name)) for name in _FACTORIES}),
     ]
     _Own.names = tuple((owner, {name: getattr(owner, name) for name in values}) for owner, values in names)
-    with ExitStack() as stack:
-        stack.enter_context(replaced(_Own, own))
-        fake = {**PROPERTIES, "is_meta": bare, "__new__": staticmethod(fake_tensor_of)}
-        stack.enter_context(replaced(FakeTensor, fake))
-        for owner, values in names:
-            stack.enter_context(replaced(owner, values))
+    fake = {**PROPERTIES, "is_meta": bare, "__new__": staticmethod(fake_tensor_of)}
+    with replaced(_Own, own), replaced(FakeTensor, fake), all_replaced(names):
         yield
 
 
 @contextmanager
 def own_names() -> Iterator[None]:
     """Let torch's functions be its own while compiled code runs: a compiler knows them by what they are."""
-    with ExitStack() as stack:
-        for owner, values in _Own.names:
-            stack.enter_context(replaced(owner, values))
+    with all_replaced(_Own.names):
         yield
 
 

@@ -218,9 +218,8 @@ def _processes(ranks: Ranks | None, recorder: LiveRecorder) -> AbstractContextMa
 def _no_group() -> Iterator[None]:
     from torch.distributed import device_mesh
 
-    with ExitStack() as stack:
-        for module in (torch.distributed, device_mesh):
-            stack.enter_context(replaced(module, {"init_process_group": _refused_group}))
+    refused = {"init_process_group": _refused_group}
+    with replaced(torch.distributed, refused), replaced(device_mesh, refused):
         yield
 
 

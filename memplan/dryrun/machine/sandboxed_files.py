@@ -20,7 +20,7 @@ from memplan.dryrun.machine.run_checkpoints import RunCheckpoints
 from memplan.dryrun.terms.other_programs import harmless_program
 from memplan.dryrun.terms.outcome import RefusedError
 from memplan.dryrun.terms.script_lines import ScriptLines
-from memplan.trace.pretended_cuda.fake_devices import replaced
+from memplan.trace.pretended_cuda.fake_devices import all_replaced, replaced
 
 _FORKS = ("fork", "forkpty", "execv", "execve")
 """What makes another process of this one; all else that does goes by these."""
@@ -68,8 +68,7 @@ class SandboxedFiles:
                 )
             if not self._allowed:
                 stack.enter_context(replaced(shutil, {"_use_fd_functions": False}))  # a descriptor has no path to keep
-                for owner, values in self._file_calls():
-                    stack.enter_context(replaced(owner, values))
+                stack.enter_context(all_replaced(self._file_calls()))
             yield
 
     def _file_calls(self) -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from memplan.dryrun.terms.outcome import RefusedError, StepsDoneError
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.trace.jobs.training_job import tensor_of
 from memplan.trace.pretended_cuda.bitsandbytes_layers import quantised_tensors
-from memplan.trace.pretended_cuda.fake_devices import replaced
+from memplan.trace.pretended_cuda.fake_devices import all_replaced
 from memplan.trace.recording.trace_result import LATER_MICRO_STEP
 
 EVALUATION = "evaluation"
@@ -61,31 +61,28 @@ class WatchedSteps:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what is run inside."""
-        backward, grad = torch.autograd.backward, torch.autograd.grad
         again = torch.utils.checkpoint.CheckpointFunction
-        called = again.apply
-        step, clips = self._around_step, (torch.nn.utils, torch.nn.utils.clip_grad)
+        step = self._around_step
         handles: list[Any] = [
             register_module_forward_pre_hook(self._entering),
             register_module_forward_hook(self._leaving, always_call=True),
             register_optimizer_step_pre_hook(lambda optimizer, _a, _o: step(optimizer, begins=True)),
             register_optimizer_step_post_hook(lambda optimizer, _a, _o: step(optimizer, begins=False)),
         ]
-        clip = torch.nn.utils.clip_grad_norm_
+        clips = {"clip_grad_norm_": self._announced(torch.nn.utils.clip_grad_norm_, self._clipping)}
+        own = {name: self._in_backward(getattr(torch.autograd, name)) for name in ("backward", "grad")}
+        announced: list[tuple[Any, dict[str, Any]]] = [
+            (torch.autograd, own),
+            (again, {"apply": self.computing_again(again.apply)}),
+            (torch.nn.utils, clips),
+            (torch.nn.utils.clip_grad, clips),
+            (nn.Module, {"zero_grad": self._announced(nn.Module.zero_grad, self._updated_by_hand)}),
+        ]
         self.recorder.on_replay, self.recorder.on_failure = self._replayed, self._begin_again
-        torch.autograd.backward = self._in_backward(backward)
-        torch.autograd.grad = self._in_backward(grad)
-        again.apply = self.computing_again(called)  # type: ignore[method-assign]
-        for owner in clips:
-            owner.clip_grad_norm_ = self._announced(clip, self._clipping)  # type: ignore[attr-defined]
         try:
-            with replaced(nn.Module, {"zero_grad": self._announced(nn.Module.zero_grad, self._updated_by_hand)}):
+            with all_replaced(announced):
                 yield
         finally:
-            torch.autograd.backward, torch.autograd.grad = backward, grad
-            again.apply = called  # type: ignore[method-assign]
-            for owner in clips:
-                owner.clip_grad_norm_ = clip  # type: ignore[attr-defined]
             for handle in handles:
                 handle.remove()
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
-from memplan.trace.pretended_cuda.fake_devices import fake_cuda, replaced
+from memplan.trace.pretended_cuda.fake_devices import all_replaced, fake_cuda, replaced
 
 Program = Callable[[list[Any]], Any]
 """Takes the inputs of a graph in a list that it empties, as Inductor's own do, and returns its outputs."""
@@ -161,14 +161,14 @@ def pretended_compiler(
         stack.callback(torch._dynamo.reset)
         if device == "cuda":
             stack.enter_context(answers())
-        for owner, values in (
+        changes: list[tuple[Any, dict[str, Any]]] = [
             (inductor, {name: _compiled_for(answers, card, getattr(inductor, name)) for name in _STEPS}),
             (frames, dict.fromkeys(_MODE_CHECKS, lambda: False)),
             # of kernels that are run again: generators, which are not there and have nothing on a card
             (partitioners, {"functionalize_rng_ops": lambda _joint, forward, backward, _: (forward, backward)}),
             (torch, {"compile": lambda model=None, **given: own(model, **{**given, "backend": backend, "mode": None})}),
-        ):
-            stack.enter_context(replaced(owner, values))
+        ]
+        stack.enter_context(all_replaced(changes))
         stack.enter_context(_composite_losses())
         stack.enter_context(_guards_under_modes())
         yield
@@ -309,10 +309,7 @@ def _of_cuda(compute_capability: str, pads: Callable[..., bool], index: int) -> 
         (joint.UniformValueConstantFolder, {"_deduce_value": folded}),
         (padding, {"_should_pad": pads}),
     ]
-    with ExitStack() as stack:
-        stack.enter_context(fake_cuda(index))
-        for owner, values in requested:
-            stack.enter_context(replaced(owner, values))
+    with fake_cuda(index), all_replaced(requested):
         yield
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memplan.documents.loading import load_document
+from memplan.trace.pretended_cuda.fake_devices import all_replaced
 
 KEY = "AutocastPrivateUse1"
 OURS = ("cuda", "meta")
@@ -164,15 +165,13 @@ class _Autocast(ContextDecorator):
 def cuda_autocast() -> Iterator[None]:
     """Give ``meta`` tensors the autocast of CUDA while what is inside runs."""
     libraries = _kernels()
-    saved = _replaced()
     try:
-        yield
+        with all_replaced(_answers()):
+            yield
     finally:
         _REGION.switch(False)
         _REGION.nesting = 0
         _REGION.copies.clear()
-        for owner, name, original in saved:
-            setattr(owner, name, original)
         for library in libraries:
             library._destroy()
 
@@ -191,8 +190,8 @@ def _kernels() -> list[Any]:
     return [others, library]
 
 
-def _replaced() -> list[tuple[Any, str, Any]]:
-    """Put what asks for autocast's state, and what enters it, in the place of torch's; return torch's."""
+def _answers() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield what asks for autocast's state, and what enters it, to be put in the place of torch's."""
     own = torch.autocast
     mode: Any = torch.amp.autocast_mode
 
@@ -207,7 +206,7 @@ def _replaced() -> list[tuple[Any, str, Any]]:
 
     autocast = Either("autocast", (), {})
 
-    def replaced(original: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
+    def either(original: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
         return lambda device="cuda": answer() if device in OURS else original(device)
 
     answers: list[tuple[Any, str, Any]] = [
@@ -217,10 +216,7 @@ def _replaced() -> list[tuple[Any, str, Any]]:
         (mode, "is_autocast_available", lambda: True),
         (torch.amp, "is_autocast_available", lambda: True),
     ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in answers]
-    saved += [(owner, "autocast", owner.autocast) for owner in (torch, torch.amp, mode)]
     for owner, name, answer in answers:
-        setattr(owner, name, replaced(getattr(owner, name), answer))
-    for owner, name, _ in saved[-3:]:
-        setattr(owner, name, autocast)
-    return saved
+        yield owner, {name: either(getattr(owner, name), answer)}
+    for owner in (torch, torch.amp, mode):
+        yield owner, {"autocast": autocast}

@@ -4,7 +4,7 @@ A build of torch without CUDA can neither guard a device of CUDA's nor run backw
 where they are, so that both can be told what they can work with. The index tells these devices from the plain ``meta``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -81,6 +81,15 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
                 setattr(owner, name, saved[name])
             else:
                 delattr(owner, name)
+
+
+@contextmanager
+def all_replaced(values: Iterable[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+    """Set attributes of several classes or modules, one after the other, while what is inside runs."""
+    with ExitStack() as stack:
+        for owner, own in values:
+            stack.enter_context(replaced(owner, own))
+        yield
 
 
 @contextmanager

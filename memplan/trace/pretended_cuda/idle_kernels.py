@@ -19,6 +19,7 @@ from torch._library import triton as wrapping
 
 from memplan.errors import CannotAnswerError
 from memplan.model.state_space import MULTIPROCESSORS
+from memplan.trace.pretended_cuda.fake_devices import all_replaced, replaced
 from memplan.training.resolved import TrainingSetup
 from memplan.units import ceil_div
 
@@ -129,18 +130,14 @@ def idle_kernels() -> Iterator[None]:
         "get_device_capability": lambda *_: (8, 0),
         "device_count": lambda: 1,
     }
-    saved = {name: getattr(torch.cuda, name) for name in answers}
     sys.meta_path.insert(0, _Finder)
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
     try:
-        yield
+        with replaced(torch.cuda, answers):
+            yield
     finally:
         sys.meta_path.remove(_Finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in COMPILED]:
             del sys.modules[name]  # of which others are to find none
-        for name, original in saved.items():
-            setattr(torch.cuda, name, original)
 
 
 @contextmanager
@@ -154,17 +151,11 @@ def idle_launches(launched: Callable[..., None] = lambda *_, **__: None) -> Iter
         ImportError: Triton is not installed.
     """
     runners: list[Any] = [getattr(import_module(f"triton.runtime.{name}"), kind) for name, kind in _RUNNERS]
-    runs = [runner.run for runner in runners]
     wraps = wrapping.is_wrap_triton_enabled
-    for runner in runners:
-        runner.run = lambda _, *args, **options: launched(*args, **options)
-    wrapping.is_wrap_triton_enabled = lambda: wraps() and any(map(_get_dispatch_mode, _TRACING))
-    try:
+    enabled = {"is_wrap_triton_enabled": lambda: wraps() and any(map(_get_dispatch_mode, _TRACING))}
+    idle = {"run": lambda _, *args, **options: launched(*args, **options)}
+    with replaced(wrapping, enabled), all_replaced((runner, idle) for runner in runners):
         yield
-    finally:
-        wrapping.is_wrap_triton_enabled = wraps
-        for runner, run in zip(runners, runs, strict=True):
-            runner.run = run
 
 
 _RUNNERS = ("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import runs_engine
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.replicated import UnfilledHostTensors, process_group
 from memplan.trace.recording.recorder import Recorder
 from memplan.training.resolved import TrainingSetup
@@ -64,22 +66,15 @@ def deepspeed_ranks(setup: TrainingSetup, rank: int) -> Iterator[None]:
         return
     ranks = setup.config.parallel.data
     variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    record, linear = Tensor.record_stream, functional.linear
-    Tensor.record_stream = _nothing  # type: ignore[method-assign]
-    try:
-        _pretend()
-        with process_group(ranks, rank), UnfilledHostTensors():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        Tensor.record_stream = record  # type: ignore[method-assign]
-        functional.linear = linear  # stage 3 puts its own there, for good
-        _forget_groups()
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    own = functional.linear
+    with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        try:
+            _pretend()
+            with replaced(Tensor, {"record_stream": _nothing}), process_group(ranks, rank), UnfilledHostTensors():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            functional.linear = own  # stage 3 puts its own there, for good
+            _forget_groups()
 
 
 def record_engine(trainer: Any, recorder: Recorder) -> None:

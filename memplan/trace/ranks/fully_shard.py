@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
+from memplan.trace.pretended_cuda.fake_devices import all_replaced, replaced
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.recording.trace_result import Component
 
@@ -169,13 +170,9 @@ class ShardedRecorder(Recorder):  # type: ignore[no-untyped-call]
             finally:
                 self.suspended = False
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
-        try:
+        storages, propagation = {"resize_": resized}, {"_propagate_tensor_meta_non_cached": unseen}
+        with replaced(torch.UntypedStorage, storages), replaced(ShardingPropagator, propagation):
             yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -194,21 +191,15 @@ def process_group(*degrees: int, rank: int = 0) -> Iterator[DeviceMesh]:
 @contextmanager
 def _without_device() -> Iterator[None]:
     """Let FSDP2 run on ``meta`` tensors, with the CPU's streams and events, which do nothing."""
-    modules: list[Any] = [_fsdp_collectives, _fsdp_param_group]
-    saved = [(module, module._get_device_handle) for module in modules]
-    check, owner = FSDPParamGroup._validate_no_meta_params, modules[1]
+    owner: Any = _fsdp_param_group
     reduce = owner.foreach_reduce
-    for module in modules:
-        module._get_device_handle = lambda _: torch.cpu
-    FSDPParamGroup._validate_no_meta_params = lambda _: None  # type: ignore[method-assign]
-    owner.foreach_reduce = lambda *args: _with_event(*reduce(*args))
-    try:
+    answers: list[tuple[Any, dict[str, Any]]] = [
+        (_fsdp_collectives, {"_get_device_handle": lambda _: torch.cpu}),
+        (owner, {"_get_device_handle": lambda _: torch.cpu, "foreach_reduce": lambda *a: _with_event(*reduce(*a))}),
+        (FSDPParamGroup, {"_validate_no_meta_params": lambda _: None}),
+    ]
+    with all_replaced(answers):
         yield
-    finally:
-        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
-        owner.foreach_reduce = reduce
-        for module, handle in saved:
-            module._get_device_handle = handle
 
 
 def _with_event(*reduced: Any) -> tuple[Any, ...]:
@@ -240,12 +231,8 @@ def sharding(owner: Any, degrees: Sequence[int], recorder: ShardedRecorder, rank
             on_meta(module, collective)
             return result
 
-        owner.fully_shard = sharded
-        try:
-            with recorder.following():
-                yield mesh
-        finally:
-            owner.fully_shard = made
+        with replaced(owner, {"fully_shard": sharded}), recorder.following():
+            yield mesh
 
 
 def on_meta(modules: nn.Module | Sequence[nn.Module], collective: Allocates) -> None:

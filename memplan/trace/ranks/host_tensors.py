@@ -15,6 +15,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.overrides import TorchFunctionMode
 
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.fully_shard import META, ShardedRecorder, local
 
 CPU = torch.device("cpu")
@@ -113,9 +114,5 @@ def host_tensors(recorder: ShardedRecorder) -> Iterator[None]:
         if parameter.offload_to_cpu:  # which torch leaves to who fills parameters on ``meta``
             recorder.set_apart(parameter._sharded_param_data)
 
-    FSDPParam._init_sharded_param = sharded  # type: ignore[method-assign, assignment]
-    try:
-        with HostTensors(recorder):
-            yield
-    finally:
-        FSDPParam._init_sharded_param = init  # type: ignore[method-assign]
+    with replaced(FSDPParam, {"_init_sharded_param": sharded}), HostTensors(recorder):
+        yield

@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.step.states.parallel_shards import runs_engine
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks import fully_shard
 from memplan.trace.ranks.flat_shards import flat_shards
 from memplan.trace.ranks.fully_shard import ShardedRecorder
@@ -56,18 +57,18 @@ def _distributed(kind: DistributedType) -> Iterator[None]:
 @contextmanager
 def _replicas(recorder: Recorder, ranks: int) -> Iterator[None]:
     """Put replicas that are told to ``recorder`` in the place of DistributedDataParallel."""
-    made = torch.nn.parallel.DistributedDataParallel
 
     class Recorded(Replica):
         def __init__(self, module: Any, **options: Any) -> None:
             super().__init__(module, recorder, **options)
 
-    torch.nn.parallel.DistributedDataParallel = Recorded  # type: ignore[assignment, misc]
-    try:
-        with _distributed(DistributedType.MULTI_CPU), process_group(ranks), UnfilledHostTensors():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        torch.nn.parallel.DistributedDataParallel = made  # type: ignore[misc]
+    with (
+        replaced(torch.nn.parallel, {"DistributedDataParallel": Recorded}),
+        _distributed(DistributedType.MULTI_CPU),
+        process_group(ranks),
+        UnfilledHostTensors(),  # type: ignore[no-untyped-call]
+    ):
+        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 from memplan.errors import CannotAnswerError
 from memplan.step.states.parallel_shards import is_sharded, runs_engine
 from memplan.trace.pretended_cuda.chosen_rows import AllDesirable, ChosenRows
+from memplan.trace.pretended_cuda.fake_devices import all_replaced
 from memplan.trace.pretended_cuda.known_images import image_columns
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks
 from memplan.trace.recording.host_copies import host_copies
@@ -239,33 +240,24 @@ def _pretended_kernels(inputs: StackInputs) -> Iterator[None]:
     """
     stage = inputs.setup.config.method.stage
     if find_spec("trl.kernels.chunked_logprob") if find_spec("trl.kernels") else False:
-        replaced = _triton_kernels() + (_pair_kernels() if stage in PAIRS else [])
+        answers = _triton_kernels() + (_pair_kernels() if stage in PAIRS else [])
     else:
-        replaced = _chunk_loop(inputs) + log_probability_kernels()
+        answers = _chunk_loop(inputs) + log_probability_kernels()
     if stage != "sft":
         own, _ = trainer_of(stage)
-        replaced += [
+        answers += [
             (own, name, _as_it_is) for name in ("_prepare_dataset", "_precompute_ref_logps") if hasattr(own, name)
         ]
         if stage in REFERRED:
             module = import_module(own.__module__)
-            replaced.append((module, "hash_module", _nothing))
+            answers.append((module, "hash_module", _nothing))
             if hasattr(module, "disable_gradient_checkpointing"):  # and back on, with a function that tells nobody
-                replaced.append((module, "disable_gradient_checkpointing", lambda *_: nullcontext()))
+                answers.append((module, "disable_gradient_checkpointing", lambda *_: nullcontext()))
     casts = import_module(trainer_of(stage)[0].__module__)
     if hasattr(casts, "peft_module_casting_to_bf16") and inputs.setup.config.compute_dtype != "bf16":
-        replaced.append((casts, "peft_module_casting_to_bf16", _nothing))  # it is told of bf16 in place of fp16
-    saved = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
-    for owner, name, function in replaced:
-        setattr(owner, name, function)
-    try:
+        answers.append((casts, "peft_module_casting_to_bf16", _nothing))  # it is told of bf16 in place of fp16
+    with all_replaced((owner, {name: function}) for owner, name, function in answers):
         yield
-    finally:
-        for owner, name, original in saved:
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 def _chunk_loop(inputs: StackInputs) -> list[tuple[Any, str, Any]]:

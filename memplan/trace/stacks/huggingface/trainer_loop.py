@@ -22,6 +22,7 @@ from memplan.errors import CannotAnswerError
 from memplan.step.ends.end_settings import embeds_with_gradient
 from memplan.step.states.parallel_shards import is_replicated, is_sharded, runs_engine
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend, paged_states
+from memplan.trace.pretended_cuda.fake_devices import all_replaced
 from memplan.trace.pretended_cuda.flash_attention_2 import flash_attention_2
 from memplan.trace.pretended_cuda.known_images import image_columns, known_images
 from memplan.trace.ranks.deepspeed_engine import deepspeed_ranks, record_engine, zero_config
@@ -91,14 +92,13 @@ def machine_of(inputs: StackInputs) -> AbstractContextManager[None]:
 def pretended_machine(inputs: StackInputs) -> Iterator[None]:
     """Let libraries take ``meta`` for the card of a job."""
     compute_capability = inputs.compute_capability
-    answers: list[tuple[Any, str, Any]] = [
-        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),
-        (accelerate.accelerator, "is_bf16_available", lambda _=False: True),
-        (torch.amp.GradScaler, "_maybe_opt_step", _finite_step),
+    answers: list[tuple[Any, dict[str, Any]]] = [
+        (transformers.training_args, {"is_torch_bf16_gpu_available": lambda: True}),
+        (accelerate.accelerator, {"is_bf16_available": lambda _=False: True}),
+        (torch.amp.GradScaler, {"_maybe_opt_step": _finite_step}),
     ]
     if hasattr(transformers.modeling_utils, "is_bitsandbytes_available"):  # which asks for a device up to 4.44
-        answers.append((transformers.modeling_utils, "is_bitsandbytes_available", lambda: True))
-    saved = [(owner, name, owner.__dict__[name]) for owner, name, _ in answers]
+        answers.append((transformers.modeling_utils, {"is_bitsandbytes_available": lambda: True}))
     with ExitStack() as stack:
         for one in (
             pretended_card(compute_capability),
@@ -108,16 +108,13 @@ def pretended_machine(inputs: StackInputs) -> Iterator[None]:
             flash_attention_2(),
             known_images(inputs.model.spec, inputs.setup),
             masked_rows(inputs),
+            all_replaced(answers),
         ):
             stack.enter_context(one)
-        for owner, name, answer in answers:
-            setattr(owner, name, answer)
         stack.enter_context(mock.patch.dict(os.environ, {DEVICE: "meta"}))  # with what TrainingArguments writes into it
         try:
             yield
         finally:
-            for owner, name, original in saved:
-                setattr(owner, name, original)
             AcceleratorState._reset_state(reset_partial_state=True)
 
 

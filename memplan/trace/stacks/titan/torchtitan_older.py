@@ -28,6 +28,7 @@ from memplan.model.spec import Attention, Mlp, ModelSpec
 from memplan.step.states.parallel_shards import is_sharded
 from memplan.trace.compiled.compiler import COMPILED_NOTE, pretended_compiler
 from memplan.trace.jobs.training_job import watch_layers
+from memplan.trace.pretended_cuda.fake_devices import replaced
 from memplan.trace.ranks.fully_shard import ShardedRecorder, mesh_degrees, sharding
 from memplan.trace.recording.recorder import Recorder
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -179,11 +180,8 @@ def _root_gathered(model: Any) -> Iterator[None]:
     def sharded(module: Any, **options: Any) -> Any:
         return made(module, **(options | {"reshard_after_forward": None} if module is model else options))
 
-    parallelize.fully_shard = sharded
-    try:
+    with replaced(parallelize, {"fully_shard": sharded}):
         yield
-    finally:
-        parallelize.fully_shard = made
 
 
 def _compiling(setup: TrainingSetup) -> Any:

@@ -90,12 +90,8 @@ META = torch.device("meta")
 @contextlib.contextmanager
 def runs_flex() -> Iterator[None]:
     """Let flex attention run as its kernel does on CUDA."""
-    original = FlexAttention.__dict__["compiled_flex_attn"]
-    FlexAttention.compiled_flex_attn = staticmethod(flex_attention)
-    try:
+    with replaced(FlexAttention, {"compiled_flex_attn": staticmethod(flex_attention)}):
         yield
-    finally:
-        FlexAttention.compiled_flex_attn = original
 
 
 @contextlib.contextmanager
