@@ -186,11 +186,7 @@ def _fewest_of(
     simulated: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
     first: int = 2,
 ) -> Placement | None:
-    """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly.
-
-    Args:
-        first: Where to look first.
-    """
+    """Return the fewest GPUs for a job that share matrices in one way, or None where that is more than ``most``, or nearly."""
     tensor, _ = way
 
     @cache

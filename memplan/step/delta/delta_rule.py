@@ -256,9 +256,7 @@ def _chunk(
     """Return results and state after one chunk, and what has names until the next; nothing reads the state after the last.
 
     Args:
-        state: The state before the chunk.
         named: What the chunk before has left names for.
-        ends: Whether it is the last chunk.
     """
     tape = builder.tape
     value = _selected(builder, parts.values)

@@ -202,7 +202,6 @@ def _product(
 
     Args:
         width: Elements of the result for each unit of ``quantity``.
-        copies: Whether ``left`` and ``right`` are copied.
     """
     tape = builder.tape
     with tape.alive(left, right):

@@ -86,11 +86,7 @@ def _embed_layers(builder: Builder, x: Value, settings: EndSettings) -> None:
 
 
 def _looked_up(table: Weight, places: Quantity) -> tuple[Weight, list[tuple[Quantity, int]]]:
-    """Return a table whose rows alone are decoded, and what that takes, in forward alone.
-
-    Args:
-        places: What is looked up.
-    """
+    """Return a table whose rows alone are decoded, and what that takes, in forward alone."""
     each, once = table.row_decoding
     at_once = Quantity.DECODED_TOKENS if places is TOKENS else Quantity.DECODED_POSITIONS
     sizes = [*[(at_once, size) for size in each], *([(Quantity.ONE, once)] if once else [])]

@@ -85,14 +85,8 @@ class BundledUpdate:
         self, name: str, entry: entries.Optimizer, weights: Sequence[Trained], setup: TrainingSetup, staged: int = 0
     ) -> None:
         formats = {dtype: name for name, dtype in GRADIENT_FORMATS.items()}
-        keeps = next(
-            (
-                formats[_gradient_dtype(weight)]
-                for weight in weights
-                if _gradient_dtype(weight) != _default_gradient_dtype(weight)
-            ),
-            None,
-        )
+        other = (_gradient_dtype(weight) for weight in weights if _gradient_dtype(weight) != _default_dtype(weight))
+        keeps = next((formats[dtype] for dtype in other), None)
         options = update_options(name, entry)
         muon = {
             "ns_workspace": setup.profile.newton_schulz,
@@ -114,8 +108,13 @@ class BundledUpdate:
 
     def states(self) -> Iterator[tuple[Tensor, str]]:
         """Yield every tensor of the optimizer's state."""
-        for state in self.optimizer.state.values():
-            yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
+        return state_tensors(self.optimizer)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
+    """Yield the tensors of an optimizer's state, as far as it has made them, with their names."""
+    for state in optimizer.state.values():
+        yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
 
 
 def _gradient_dtype(weight: Trained) -> torch.dtype:
@@ -123,7 +122,7 @@ def _gradient_dtype(weight: Trained) -> torch.dtype:
     return weight.keeps or (weight.tensor.dtype if weight.weight is None else weight.weight.run.options.compute_dtype)
 
 
-def _default_gradient_dtype(weight: Trained) -> torch.dtype:
+def _default_dtype(weight: Trained) -> torch.dtype:
     """Return the dtype in which the library stores a gradient by default: bf16 for coded weights."""
     return weight.tensor.dtype if weight.weight is None else torch.bfloat16
 

@@ -19,7 +19,7 @@ from memplan.catalog.update_classes import BUNDLED, NO_UPDATE, UNTRACED, UPDATE_
 from memplan.errors import CannotAnswerError
 from memplan.step.states.update_algorithms import depends_on_kernel
 from memplan.step.tensors.update_kernels import PAGED_FROM, Updated, is_exempt, slot_bytes, stepper
-from memplan.trace.jobs.bundled_optimizer import BundledUpdate
+from memplan.trace.jobs.bundled_optimizer import BundledUpdate, state_tensors
 from memplan.trace.jobs.gradient_lifetimes import Trained
 from memplan.trace.recording.valueless_tensors import AnyNumber
 from memplan.trace.reference.run_options import TORCH_DTYPES
@@ -208,8 +208,7 @@ class ClassUpdate:
 
     def states(self) -> Iterator[tuple[Tensor, str]]:
         """Yield every tensor in the optimizer's state."""
-        for state in self.optimizer.state.values():
-            yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
+        return state_tensors(self.optimizer)
 
 
 class StatesOnly:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memplan.errors import CannotAnswerError
+from memplan.trace.jobs.bundled_optimizer import state_tensors
 from memplan.trace.jobs.optimizers import cuda_optimizer_paths
 from memplan.trace.jobs.training_job import watch_layers
 from memplan.trace.pretended_cuda.autocast_region import cuda_autocast
@@ -61,7 +62,7 @@ def stored_tensors(parameter: Any) -> Iterator[Tensor]:
 
 def watch_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     """Book the states of an optimizer, as far as it has made them."""
-    for tensor, key in _states(optimizer):
+    for tensor, key in state_tensors(optimizer):
         recorder.mark(tensor, "optimizer_states", key)
 
 
@@ -86,11 +87,6 @@ def refuse_settings(
     }
     for key in [key for key, given in requested.items() if given]:
         raise CannotAnswerError(f"{key}: the code of {name} has no such setting that could be traced")
-
-
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str]]:
-    for state in optimizer.state.values():
-        yield from ((value, key) for key, value in state.items() if isinstance(value, Tensor))
 
 
 def finished_gradient(recorder: Recorder, name: str) -> Callable[[Tensor], None]:

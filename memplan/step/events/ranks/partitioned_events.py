@@ -78,11 +78,7 @@ class _Script:
 
 
 class _Written:
-    """Writes down what is gathered and let go of.
-
-    Args:
-        script: Where it is written to.
-    """
+    """Writes down in a script what is gathered and let go of."""
 
     def __init__(self, script: _Script) -> None:
         self._script = script
