@@ -12,7 +12,6 @@ from memplan.model.spec import Norm
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.norms import normalised
-from memplan.step.feed_forwards.feed_forward import activated
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tower.tower_sections import (
@@ -23,6 +22,7 @@ from memplan.step.tower.tower_sections import (
     Named,
     attended_images,
     convolved,
+    fed_forward,
     given_pixels,
     scattered,
 )
@@ -40,7 +40,6 @@ def pooled_opening(settings: TowerSettings, weights: Named) -> Section:
     tape.instant = INSTANT
     pixels = given_pixels(builder, settings)
     x = convolved(builder, settings, pixels, f"{EMBEDDINGS}.patch_embedding")
-    x.needs_gradient = x.needs_gradient or settings.leaf == "patches"
     table = builder.weight(f"{EMBEDDINGS}.position_embedding.weight")
     rows = tape.value(ONE, settings.grid.patches * hidden, table.element_bytes)
     with tape.alive(x):
@@ -67,13 +66,7 @@ def pooled_block(settings: TowerSettings, weights: Named, full: bool, needs_grad
                 out = attended_images(builder, settings, (query, key, value))
                 part = linear(builder, out, "self_attn.out_proj", hidden)
         x = builder.add(entry, part)
-    with tape.alive(x):
-        second = normalised(builder, x, LAYER_NORM, "layer_norm2", hidden)
-        with tape.alive(second):
-            inner = activated(builder, linear(builder, second, "mlp.fc1", shape.intermediate_size))
-            fed = linear(builder, inner, "mlp.fc2", hidden)
-        output = builder.add(x, fed)
-    return Section(tape, entry, output)
+    return Section(tape, entry, fed_forward(builder, settings, x, "layer_norm2", ("mlp.fc1", "mlp.fc2")))
 
 
 @lru_cache(maxsize=MOST_PARTS)

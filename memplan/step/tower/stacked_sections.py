@@ -11,7 +11,6 @@ from memplan.model.spec import Norm
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
-from memplan.step.feed_forwards.feed_forward import activated
 from memplan.step.playing.section import Section
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Traits, Value
 from memplan.step.tower.tower_sections import (
@@ -22,6 +21,7 @@ from memplan.step.tower.tower_sections import (
     Named,
     attention,
     convolved,
+    fed_forward,
     given_pixels,
     joined_images,
 )
@@ -42,7 +42,6 @@ def stacked_opening(settings: TowerSettings, weights: Named) -> Section:
     table = builder.weight("visual.pos_embed.weight")
     with tape.alive(taps, positions):
         x = convolved(builder, settings, pixels, "visual.patch_embed.proj")
-        x.needs_gradient = x.needs_gradient or settings.leaf == "patches"
         with tape.alive(x):
             rows = tape.value(PATCHES, TAPS * hidden, table.element_bytes)
             saved = [taps] if table.trainable else []
@@ -73,13 +72,7 @@ def stacked_block(settings: TowerSettings, weights: Named, full: bool, needs_gra
     with tape.alive(first):
         part = attention(builder, settings, first, full=True)
     x = builder.add(entry, part)
-    with tape.alive(x):
-        second = normalised(builder, x, LAYER_NORM, "norm2", hidden)
-        with tape.alive(second):
-            inner = activated(builder, linear(builder, second, "mlp.linear_fc1", shape.intermediate_size))
-            fed = linear(builder, inner, "mlp.linear_fc2", hidden)
-        output = builder.add(x, fed)
-    return Section(tape, entry, output)
+    return Section(tape, entry, fed_forward(builder, settings, x, "norm2", ("mlp.linear_fc1", "mlp.linear_fc2")))
 
 
 @lru_cache(maxsize=MOST_PARTS)

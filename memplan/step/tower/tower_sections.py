@@ -7,7 +7,7 @@ from memplan.model.spec import Mlp, Norm
 from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import ONE, TOKENS, Builder
 from memplan.step.blocks.norms import normalised
-from memplan.step.feed_forwards.feed_forward import mlp
+from memplan.step.feed_forwards.feed_forward import activated, mlp
 from memplan.step.layers.attention_kernels import FLASH_ATTN_RANDOM_BYTES, RANDOM_STATE_BYTES
 from memplan.step.layers.rotation import turned_whole
 from memplan.step.playing.section import Section
@@ -126,7 +126,6 @@ def opening_section(settings: TowerSettings, weights: Named) -> Section:
     positions = tape.make("positions", tape.value(PATCHES, ROW_AND_COLUMN_BYTES, 1))
     with tape.alive(positions):
         x = convolved(builder, settings, pixels, "visual.patch_embed.proj")
-        x.needs_gradient = x.needs_gradient or settings.leaf == "patches"
         x = tape.apply("windows", [(x, NEW)], builder.fresh(x), traits=SAVES_NOTHING)
         with tape.alive(x):
             tables = tape.value(PATCHES, settings.table_bytes, 1)
@@ -164,7 +163,19 @@ def convolved(builder: Builder, settings: TowerSettings, pixels: Value, name: st
     used = [weight] if bias is None else [weight, bias]
     tape.apply("patches", [], out, saves, used, Traits(packs=weight.trainable))
     tape.touch(*([copy] if copy is not None else []))
+    out.needs_gradient = out.needs_gradient or settings.leaf == "patches"
     return out
+
+
+def fed_forward(builder: Builder, settings: TowerSettings, x: Value, norm: str, products: tuple[str, str]) -> Value:
+    """Return the stream behind a LayerNorm and two matrices around an activation, which are added to it; names are given."""
+    tape, shape = builder.tape, settings.shape
+    with tape.alive(x):
+        normed = normalised(builder, x, Norm("layer"), norm, shape.hidden_size)
+        with tape.alive(normed):
+            inner = activated(builder, linear(builder, normed, products[0], shape.intermediate_size))
+            fed = linear(builder, inner, products[1], shape.hidden_size)
+        return builder.add(x, fed)
 
 
 @lru_cache(maxsize=MOST_PARTS)
