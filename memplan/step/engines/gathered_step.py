@@ -267,6 +267,7 @@ def through_forward(walk: EnginePass, following: Following, played: PlayedModel)
             walked.append((kind, number, following.walk(walk.layers[kind].forward, number)))
             around += played.layers[kind].saved + stored_keys(taped, kind)
     head = around + retained_arguments(inputs) - arguments - named - forgotten_keys(taped)
+    head -= tables_of_graph(inputs) if taped.lowest_turned is None else ZERO
     for kind in set(taped.kinds):
         below = around
         following.forget()

@@ -124,7 +124,7 @@ def _layer(step: ShardedStep, place: tuple[int, int], around: Form, played: Play
     around += arrived
     if step.reentrant:  # its function still holds what it was given and gave, the gradient of that, and the tables
         around += arrived + arrived + arrived
-    elif run.first + position == 1:
+    elif run.first + position == 1 and step.taped.lowest_turned is not None:
         around -= tables_of_graph(step.inputs) - let_go(step.inputs, step.taped, 1)
     there = (name, around, step.whole_of(index))
     yield from _put_together(own, there, root + own.gathered_bytes + ahead, root + ahead, of, after)

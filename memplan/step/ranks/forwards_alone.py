@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import takewhile
 
+from memplan.step.alive_around_layers import passed_on
 from memplan.step.kernels.layer_arguments import layer_arguments
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import (
@@ -36,6 +37,11 @@ def arguments_of(step: ShardedStep) -> Form:
     """Return what a forward has made for its layers, tables included."""
     inputs = step.inputs
     return layer_arguments(inputs.spec, inputs.setup, masked=inputs.regime.masked) + tables_of_graph(inputs)
+
+
+def passed_to_backward(step: ShardedStep) -> Form:
+    """Return what layers have been called with that the graph of the loss has, if it has any of it."""
+    return ZERO if step.taped.lowest_turned is None else passed_on(step.inputs)
 
 
 def entry_of(step: ShardedStep) -> Form:

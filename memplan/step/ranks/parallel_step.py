@@ -24,7 +24,6 @@ from memplan.step.alive_around_layers import (
     escaped_form,
     let_go,
     logits_of_loop,
-    passed_on,
 )
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.chunks_at_once import logits_of_model, saved_rows
@@ -38,6 +37,7 @@ from memplan.step.ranks.forwards_alone import (
     evaluated,
     gathers_tail_again,
     instant_with,
+    passed_to_backward,
     root_of_reference_bytes,
     saved_by_lone_norm,
     with_gathered,
@@ -130,7 +130,7 @@ def _one_pass(step: ShardedStep, base: Form, of: Pass) -> Iterator[Instant]:
     yield from forward(step, base + named_labels(step), begins=not of.beside)
     bare = base + leaf_of(step) + root_form(step.inputs, step.taped.settings)
     bare += named_labels(step)
-    base = bare + passed_on(step.inputs) + step.taped.handed.given
+    base = bare + passed_to_backward(step) + step.taped.handed.given
     if step.flat:
         yield from flat_backward(step, bare, base, played, of)
         return
@@ -290,7 +290,7 @@ def _layer_unit(step: ShardedStep, place: tuple[int, int], around: Form, played:
     whole, last, handed = step.whole_of(index), run.first + position == 1, step.taped.handed
     gradients = constant_form(Part.GRADIENTS, of.formed(whole))
     if last and name != step.end_instant:
-        gone = passed_on(step.inputs) - called_again(step.inputs) - let_go(step.inputs, step.taped, 1)
+        gone = passed_to_backward(step) - called_again(step.inputs) - let_go(step.inputs, step.taped, 1)
         gone += handed.given + handed.waiting(1) - handed.left
         name, around = step.end_instant, around + leaf_output(step) - gone
         resident = root + waiting + own.gathered_bytes + next_gathered

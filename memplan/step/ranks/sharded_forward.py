@@ -20,13 +20,13 @@ from memplan.step.ranks.forwards_alone import (
     arguments_of,
     entry_of,
     instant_with,
+    passed_to_backward,
     referred,
     saved_by_lone_norm,
     with_gathered,
 )
 from memplan.step.ranks.sharded_units import ShardedStep
 from memplan.step.states.parallel_shards import casts_shards
-from memplan.step.step_inputs import retained_arguments, tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, Quantity, constant_form, single_form
 from memplan.step.tapes.moments import BEHIND_REGION, Instant
 
@@ -240,7 +240,7 @@ def _layers(step: ShardedStep, around: Form, given: Form) -> Iterator[Instant]:
 
 def _head_inside(step: ShardedStep, around: Form, waiting: Unit | None = None) -> Iterator[Instant]:
     """Yield norm, head and loss where the model itself forms it, so that the last buffer is there until it is known."""
-    around += retained_arguments(step.inputs) + tables_of_graph(step.inputs)
+    around += passed_to_backward(step)
     buffer = waiting or (step.tail if step.apart and not step.head_by_hand else step.last)
     gathered = step.tail.gathered_bytes + buffer.buffer_bytes + step.below_head
     for moment in head_forward(step.inputs, step.taped.head, step.played.head, around, ZERO):
@@ -255,7 +255,7 @@ def _head_inside(step: ShardedStep, around: Form, waiting: Unit | None = None) -
 
 def _loss_on_both_sides(step: ShardedStep, around: Form) -> Iterator[Instant]:
     """Yield norm, head and the model's own loss inside the root, which has let go of all buffers before the trainer forms another."""
-    around += retained_arguments(step.inputs) + tables_of_graph(step.inputs)
+    around += passed_to_backward(step)
     gathered = step.tail.gathered_bytes + step.last.buffer_bytes
     for moment in step.played.head.forward:
         inside = moment.name != BEHIND_REGION
