@@ -93,3 +93,5 @@ class RotaryTables:
     gathered: bool  # Whether each layer gathers the rows of the tokens' positions, and saves them for backward
     # Whether a model is made with tables for all its positions, which go once those of a shorter sequence are there.
     replaced: bool = False
+    # Whether layers are given copies of those in fp32 in the dtype of products, which each call makes and not its caller.
+    cast_for_layers: bool = False

@@ -255,7 +255,7 @@ def called_again(inputs: StepInputs) -> Form:
     # Tensors among a layer's own arguments go with its node; what is bound to the function, or in a tuple, does not
     # (``CheckpointFunction`` in torch/utils/checkpoint.py, v2.13.0).
     if inputs.setup.stack.checkpointing.calls_units:
-        return tables_of_graph(inputs)
+        return tables_of_graph(inputs, behind=True)
     return passed_on(inputs) - placed_mask(inputs.spec, inputs.setup)
 
 
@@ -270,7 +270,7 @@ def leaf_apart(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 def passed_on(inputs: StepInputs) -> Form:
     """Return what layers have been called with that the graph of the loss has, as long as one of them needs it."""
-    return retained_arguments(inputs) + tables_of_graph(inputs)
+    return retained_arguments(inputs) + tables_of_graph(inputs, behind=True)
 
 
 def let_go(inputs: StepInputs, taped: ModelOnTape, layer: int) -> Form:
@@ -281,9 +281,9 @@ def let_go(inputs: StepInputs, taped: ModelOnTape, layer: int) -> Form:
     spec, setup = inputs.spec, inputs.setup
     if _is_reentrant(setup):
         return ZERO
-    tables, mask = tables_of_graph(inputs), other_mask(spec, setup, layer)
+    tables, mask = tables_of_graph(inputs, behind=True), other_mask(spec, setup, layer)
     # which keys computed again have turned by
-    stay = tables is ZERO or bool(taped.handed.graphs and taped.handed.keeps)
+    stay = tables is ZERO or taped.lowest_turned is None or bool(taped.handed.graphs and taped.handed.keeps)
     gone = ZERO if stay else other_tables(spec, setup, layer, wide=inputs.regime.wide_tables)
     return gone if setup.checkpointing == "none" else gone + mask
 

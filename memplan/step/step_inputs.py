@@ -6,7 +6,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.blocks.fused_adapters import run_together
 from memplan.step.kernels.family_code import family_code, tables_in_layers
 from memplan.step.kernels.image_rows import image_batch
-from memplan.step.kernels.layer_arguments import layer_arguments, rotary_tables, steps_through_scores
+from memplan.step.kernels.layer_arguments import graph_has_tables, layer_arguments, rotary_tables, steps_through_scores
 from memplan.step.playing.recomputation import Recomputation
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.muon_scratch import codec_scratch, decoding_sizes, row_decoding
@@ -309,10 +309,11 @@ def joined_ids(setup: TrainingSetup, *, forward: bool) -> Form:
     return single_form(Part.ACTIVATIONS, Quantity.TOKENS, retained)
 
 
-def tables_of_graph(inputs: StepInputs) -> Form:
-    """Return rotary tables that each forward forms anew, which go with its graph."""
+def tables_of_graph(inputs: StepInputs, *, behind: bool = False) -> Form:
+    """Return rotary tables that each forward forms anew, which go with its graph; those that this has ``behind`` forward."""
     spec, setup = inputs.spec, inputs.setup
     forms = family_code(setup.stack, spec.architecture).forms_tables and not tables_in_layers(spec, setup)
+    forms = forms and (graph_has_tables(spec, setup) or not behind)
     return rotary_tables(spec, setup, wide=inputs.regime.wide_tables) if forms else ZERO
 
 

@@ -8,7 +8,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.families.family_fields import FamilyCode
 from memplan.model.spec import ModelSpec, TensorNames
 from memplan.step.kernels.family_code import dropouts, family_code, tables_in_layers
-from memplan.step.kernels.layer_arguments import steps_through_scores
+from memplan.step.kernels.layer_arguments import casts_tables_again, copies_tables, steps_through_scores
 from memplan.step.states.parallel_shards import casts_shards, is_partitioned
 from memplan.step.tapes.kernel_order import Schedule
 from memplan.step.tapes.linear_forms import Quantity
@@ -77,6 +77,8 @@ class BlockSettings:
     code: FamilyCode  # What the model's code does otherwise than the bundled models
     regime: Regime  # What batch and length decide
     own_tables: bool  # Whether each layer has cosines and sines of its own, formed or gathered where it turns heads
+    copies_tables: bool  # Whether each layer is given copies of rotary tables, narrower than the model's
+    casts_tables_again: bool  # Whether what is computed again forms these anew
     gathered_rows: bool  # Whether each layer gathers the rows of rotary tables that it needs
     copies_fused: bool  # Whether query, key and value are copied out of the result of one projection
     # Whether a product with a frozen weight saves its input too, as the function in Python does that DeepSpeed puts in
@@ -99,6 +101,7 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
     """Return what operations depend on; equal ones give equal tapes."""
     profile, own = KernelProfile(), setup.profile
     dropout, attention_dropout = dropouts(spec, setup)
+    code, copies = family_code(setup.stack, spec.architecture), copies_tables(spec, setup)
     flat = setup.config.parallel.engine == "fsdp1" and setup.stack.model_code == "transformers"
     attention = setup.masked_attention if regime.masked and setup.masked_attention else own.attention
     return BlockSettings(
@@ -129,9 +132,11 @@ def block_settings(spec: ModelSpec, setup: TrainingSetup, regime: Regime) -> Blo
         cache_stays="logits" in setup.stack.loop.holds,
         cache=_cache(spec, setup),
         flash_attn=setup.runs_flash_attn,
-        code=family_code(setup.stack, spec.architecture),
+        code=replace(code, wide_rotary=False) if copies else code,
         regime=regime,
         own_tables=tables_in_layers(spec, setup),
+        copies_tables=copies,
+        casts_tables_again=casts_tables_again(setup),
         gathered_rows=setup.stack.rotary_tables.gathered,
         copies_fused=setup.stack.models.fused_qkv == "copies",
         divided=setup.config.parallel.tensor > 1,

@@ -30,6 +30,7 @@ class Builder:
     Attributes:
         named_values: Values that a layer's code has names for until it returns.
         named: The same for attention.
+        tables: Cosines and sines of the layer's own call, where it is not given the model's.
         given_keys: Keys and values of an earlier layer, where this one has none of its own.
         stores_keys: Whether later layers read those of this one.
         joins_keys: Whether their gradients come to these.
@@ -44,6 +45,7 @@ class Builder:
         self.tape = Tape(sums_anew=settings.divided)
         self.named_values: list[Value] = []
         self.named: list[Value] = []
+        self.tables: tuple[Value, ...] = ()
         self.given_keys: tuple[Value, ...] = ()
         self.stores_keys = self.joins_keys = self.keeps_graph = False
 

@@ -11,7 +11,7 @@ from memplan.model.families.family_fields import FamilyCode
 from memplan.step.ends.head_on_tape import NAMED
 from memplan.step.events.event_stream import EventStream, PlayedSection
 from memplan.step.kernels.family_code import family_code
-from memplan.step.kernels.layer_arguments import layer_arguments
+from memplan.step.kernels.layer_arguments import graph_has_tables, layer_arguments
 from memplan.step.layers.handed_down import HandedDown
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
@@ -25,7 +25,18 @@ class ModelArguments:
         taped: The model on tape, whose head has what goes with the model's own names.
     """
 
-    __slots__ = ("_code", "_given", "_handed", "_inputs", "_named", "_section", "_stays", "_stream", "_values")
+    __slots__ = (
+        "_code",
+        "_given",
+        "_handed",
+        "_inputs",
+        "_named",
+        "_section",
+        "_stays",
+        "_stream",
+        "_values",
+        "copied",
+    )
 
     def __init__(self, stream: EventStream, inputs: StepInputs, taped: ModelOnTape, values: Sequence[int]) -> None:
         self._stream, self._inputs, self._values = stream, inputs, values
@@ -33,6 +44,7 @@ class ModelArguments:
         self._code = family_code(inputs.setup.stack, inputs.spec.architecture)
         self._named: dict[Quantity, list[int]] = {}
         self._stays: list[int] = []
+        self.copied: list[int] = []  # Tables that layers are called with copies of
         self._handed = HandedTensors(stream, taped.handed, values)
 
     def follow(self, number: str, part: PlayedSection, place: int) -> None:
@@ -66,7 +78,8 @@ class ModelArguments:
             self._stays += self._made(quantity, stays)
             self._named.setdefault(quantity, []).extend(self._made(quantity, size - stays))
         if (tables := tables_of_graph(inputs)) is not ZERO:
-            self._stays += self._tables(tables)
+            graph = graph_has_tables(inputs.spec, inputs.setup)
+            (self._stays if graph else self.copied).extend(self._tables(tables))
         self._stream.of("activations")
 
     def named_by(self, head: PlayedSection) -> None:
@@ -80,7 +93,7 @@ class ModelArguments:
         """Let a head that saves nothing free all these behind its norm, and the embeddings, where nothing else has them."""
         self._given = self._given or NAMED
         given = [quantity for quantity, _ in self._given]
-        going = [*embedded, *self._stays, *self.left(called_again=False)]
+        going = [*embedded, *self._stays, *self.copied, *self.left(called_again=False)]
         for quantity in self._named.keys() - given:
             going += self._named.pop(quantity)
         self._named.setdefault(given[0], []).extend(going)

@@ -193,7 +193,7 @@ class ModelPasses:
         elif self.around.copy_returned is not None:
             self.around.copy_returned(self._last_logits)
             self._last_logits = []
-        self.stream.free_all(storage for part in parts for storage in part.cached)
+        self.stream.free_all([*[storage for part in parts for storage in part.cached], *arguments.copied])
         if (lowest := self.taped.lowest_turned) is None and not self._called_again:
             self.stream.free_all(arguments.staying)
         return lowest

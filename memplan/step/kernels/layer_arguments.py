@@ -191,6 +191,22 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False, 
     return single_form(Part.ACTIVATIONS, rows, row_bytes)
 
 
+def copies_tables(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether each call of a layer is given copies of rotary tables in fp32, in the dtype of products."""
+    wide = family_code(setup.stack, spec.architecture).wide_rotary and setup.compute_bytes < 4
+    return setup.stack.rotary_tables.cast_for_layers and wide
+
+
+def casts_tables_again(setup: TrainingSetup) -> bool:
+    """Tell whether these are formed inside of what checkpointing computes again, and not retained by it."""
+    return setup.checkpointing != "none" and setup.stack.checkpointing.calls_units
+
+
+def graph_has_tables(spec: ModelSpec, setup: TrainingSetup) -> bool:
+    """Tell whether the graph of a loss may have the model's tables: else layers are called with copies, which it has instead."""
+    return not copies_tables(spec, setup) or casts_tables_again(setup)
+
+
 FIRST_ROWS, MORE_ROWS = 4 * 8192, 8192
 
 

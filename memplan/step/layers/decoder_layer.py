@@ -66,7 +66,7 @@ def layer_section(
     given = builder.tape.part_of if staged is not None and staged.is_view else builder.tape.given
     entry = given(settings.stream, settings.hidden_size, element_bytes, needs_gradient)
     entry.leaf = leaf
-    output = layer_output(builder, entry, layer, receive(builder, handed))
+    output = layer_output(builder, entry, layer, receive(builder, handed, layer))
     builder.tape.touch(*builder.named_values)
     builder.tape.region_stays = staged is not None and not staged.is_view and not staged.hooked
     if staged is not None and staged.hooked:

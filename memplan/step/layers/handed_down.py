@@ -18,6 +18,7 @@ from memplan.step.blocks.adapted_projections import linear
 from memplan.step.blocks.builder import TOKENS, Builder
 from memplan.step.blocks.norms import normalised
 from memplan.step.feed_forwards.feed_forward import activated
+from memplan.step.layers.rotation import receive_tables
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, single_form
 from memplan.step.tapes.taped_operations import NEW, SAVES_NOTHING, Value
 
@@ -66,10 +67,12 @@ def given(builder: Builder, tensor: Given, *, waits: bool) -> Value:
     return value
 
 
-def receive(builder: Builder, handed: Handed) -> Value | None:
+def receive(builder: Builder, handed: Handed, layer: Layer) -> Value | None:
     """Put what a layer is given on its tape; return the embedding of its own, or None."""
     builder.given_keys = tuple([given(builder, x, waits=handed.read_above) for x in handed.keys])
     builder.stores_keys, builder.joins_keys, builder.keeps_graph = handed.stores, handed.joins, handed.keeps_graph
+    if builder.settings.copies_tables and isinstance(layer.attention, Attention):
+        receive_tables(builder, layer.attention)
     if handed.inputs is None:
         return None
     every = given(builder, handed.inputs, waits=not handed.last)

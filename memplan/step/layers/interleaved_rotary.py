@@ -28,7 +28,8 @@ def interleaved_rotation(builder: Builder, heads: Rotated, part: Attention) -> t
         if builder.settings.code.interleaved == "by-model":
             return (*_turned_in_part(builder, query, key, part, []), ())
         wide = builder.settings.code.interleaved == "spread-wide"
-        spread = [_spread(builder, part, 4 if wide else builder.settings.residual_bytes) for _ in ("cos", "sin")]
+        widest = wide and not builder.settings.copies_tables
+        spread = [_spread(builder, part, 4 if widest else builder.settings.residual_bytes) for _ in ("cos", "sin")]
         with builder.tape.alive(*spread):
             turn = _turned_by_wide if wide else _turned_in_part
             return (*turn(builder, query, key, part, spread), ())

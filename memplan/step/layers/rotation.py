@@ -31,6 +31,18 @@ def turned(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Va
         return query, rotary(builder, key, part.head_dim, part.rotary_dim), ()
 
 
+def receive_tables(builder: Builder, part: Attention) -> None:
+    """Put copies of cosines and sines on a layer's tape, which its caller makes and has names for until it returns."""
+    # Source: ``FSDPState._cast_forward_inputs`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.13.0).
+    for _ in ("cos", "sin") if part.rotary_dim else ():
+        with builder.tape.alive(*builder.tables):
+            table = builder.tape.value(Quantity.POSITIONS, part.rotary_dim, builder.compute)
+            builder.tables += (builder.tape.make("cast table", table),)
+    builder.named_values += builder.tables
+    if not builder.settings.casts_tables_again:
+        builder.tape.called_with = tuple([table.storage for table in builder.tables])
+
+
 def _by_own_tables(builder: Builder, heads: Rotated, part: Attention) -> tuple[Value, Value, tuple[Value, ...]]:
     """Return query and key rotated by cosines and sines that the layer has formed or gathered, and has names for."""
     query, key, value = heads
@@ -238,7 +250,7 @@ def turned_whole(
     builder: Builder, x: Value, tables: Sequence[Value] = (), *, cosines_first: bool | None = None
 ) -> Value:
     """Return ``x * cos + cat(-second half, first half) * sin``, in fp32 where the tables are; these may be saved."""
-    tape = builder.tape
+    tape, tables = builder.tape, tables or builder.tables
     formed = builder.settings.code.forms_tables if cosines_first is None else cosines_first
     width = max(x.element_bytes, tables[0].element_bytes if tables else _table_bytes(builder))
     with tape.alive(x):

@@ -97,6 +97,8 @@ class _Backward:
         self.player.cache = set()
         if self.player.entry is not None and self.player.tape.lingers is None:
             self.live.release(self.player.entry.storage)
+        if self.player.entry is not None and self.player.escaping:
+            self.live.release_all(self.player.tape.called_with)
 
     def form(self, node: Node, arrived: list[int]) -> None:
         """Form the gradients of a node's inputs and weights."""

@@ -63,9 +63,10 @@ class Player:
         named = self._given()
         graph = saves and self.checkpointing == "none"
         unnamed_after = self._unnamed_after(graph)
-        cached = self._cached() if saves and self.checkpointing == "selective" and self.to_recompute else ()
+        cached = self._cached() if saves and self.to_recompute else ()
         if self.entry is not None and saves and not self.tape.waits:
             self.live.retain(self.entry.storage)
+        called_with = self.tape.called_with if cached else ()
         instant = "forward"
         for index, operation in enumerate(self.tape.operations):
             if index == self.tape.region_end:
@@ -83,6 +84,7 @@ class Player:
             elif index in cached:
                 self.cache.update(operation.makes)
                 self.live.retain_all(operation.makes)
+                self.live.retain_all([own for own in operation.makes if own in called_with])
             if self.tape.cache_stays and (graph or not saves):  # the model returns it
                 self.live.retain_all([own for own in operation.makes if own in self.tape.cached])
             self._forget(named, unnamed_after.get(index, ()))
@@ -94,7 +96,7 @@ class Player:
         """Return the storages that stay behind forward, copies of weights aside."""
         if self.entry is None:
             return set(self.tape.saved_storages())
-        cached = self._cached() if self.checkpointing == "selective" else ()
+        cached = self._cached()
         made = {storage for index in cached for storage in self.tape.operations[index].makes}
         return {self.entry.storage, *made, *self.escaping_storages()}
 
@@ -103,13 +105,16 @@ class Player:
         return self.escaping and operation.node is not None and bool(operation.node.attributes)
 
     def _cached(self) -> set[int]:
-        """Return the indices of the operations whose results selective checkpointing saves."""
+        """Return the indices of the operations whose results checkpointing saves."""
+        called_with = set(range(len(self.tape.called_with)))  # the first ones make one each
+        if self.checkpointing != "selective":
+            return called_with
         products = [index for index, item in enumerate(self.tape.operations) if item.traits.product]
         matrices = [index for index in products if self.tape.operations[index].traits.matrices]
         if not self.recomputation.alternate:
-            return set(products)
+            return set(products) | called_with
         batched = {index for index in products if self.tape.operations[index].traits.batched}
-        return set(products) - set(matrices[1::2]) - batched
+        return set(products) - set(matrices[1::2]) - batched | called_with
 
     def region_ends(self) -> Form:
         """Let go of what autocast has cast; return what goes with it."""
@@ -197,6 +202,7 @@ class Player:
         """Return what nodes hold as attributes until the graph of the loss goes; a backward of its own has its own graph."""
         nodes = self.tape.nodes if self.escaping else []
         escaped = dict.fromkeys(self.escaped.get(own, own) for node in reversed(nodes) for own in node.attributes)
+        escaped |= dict.fromkeys(self.tape.called_with if self.entry is not None and not self.escaping else ())
         return (*escaped, *sorted(self.tape.cached - escaped.keys())) if self.tape.cache_stays else tuple(escaped)
 
     def escaped_form(self) -> Form:

@@ -15,7 +15,7 @@ from memplan.step.tapes.taped_operations import Mode, Value
 TURNED = ("mul cos", "mul sin", "mul complex", "rotary")
 """Beginnings of what operations are called that read rotary tables."""
 
-SPREAD = "spread table"
+COPIED = ("spread table", "cast table")
 """What forms a table of a layer's own out of one that it is given, which backward has no need of."""
 
 SavedTensor = tuple[str, Quantity, int, Part]
@@ -85,7 +85,7 @@ class Section:
     @property
     def turns(self) -> bool:
         """Whether its backward turns something by rotary tables that it is given, or a function of it is given them."""
-        if any(operation.name == SPREAD for operation in self.tape.operations):
+        if any(operation.name in COPIED for operation in self.tape.operations):
             return False
         return any(node.name.startswith(TURNED) for node in self.tape.nodes)
 

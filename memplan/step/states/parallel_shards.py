@@ -193,19 +193,24 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup that forward and backward of gathered weights run under.
 
     They are gathered in the compute dtype, so that nothing is cast in a product, and there is no autocast; norms run in it too. Evaluation is
-    told apart: it gathers as well.
+    told apart: it gathers as well. What FSDP2's units are called with is cast likewise; FSDP1 casts what the root is.
 
     Source:
-        ``MixedPrecisionPolicy`` in torch/distributed/fsdp/_fully_shard/_fsdp_api.py (v2.13.0).
+        ``MixedPrecisionPolicy`` in torch/distributed/fsdp/_fully_shard/_fsdp_api.py, ``_cast_forward_inputs`` in
+        _fsdp_state.py beside it; ``cast_forward_inputs`` in torch/distributed/fsdp/api.py (v2.13.0).
     """
     config, dtype = setup.config, setup.config.compute_dtype
     adapter = config.adapter and replace(config.adapter, dtype=dtype if casts_shards(setup) else config.adapter.dtype)
     plain = StorageFormat(dtype, 1, FLOAT_BYTES[dtype], "", (), "float")
     floats = {role: name in FLOAT_BYTES for role, name in setup.format_names.items()}
     projections = replace(setup.stack.projections, adapter_input_bytes=_adapter_input_bytes(setup))
+    casts_inputs = config.parallel.engine == "torch" and casts_shards(setup)
+    tables = replace(setup.stack.rotary_tables, cast_for_layers=casts_inputs)
     return replace(
         setup,
-        stack=replace(setup.stack, autocast="never", kbit_floats="as-is", projections=projections),
+        stack=replace(
+            setup.stack, autocast="never", kbit_floats="as-is", projections=projections, rotary_tables=tables
+        ),
         config=replace(
             config,
             parallel=replace(config.parallel, data=1, replicate=1, zero_stage=0),

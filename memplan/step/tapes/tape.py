@@ -72,6 +72,8 @@ class Tape:
     # What hooks have copied back for the part behind, and keep until backward has run the first node that needs what is
     # computed again; None where what is given is not in host memory by hooks.
     lingers: Sizes | None = None
+    # What is made here for the function that is called again, with what is given.
+    called_with: tuple[int, ...] = ()
     # Whether what autocast casts as it is computed again stays until its backward is done, which is in the same region.
     region_stays: bool = False
 
