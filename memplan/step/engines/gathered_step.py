@@ -18,6 +18,7 @@ from memplan.step.alive_around_layers import (
     leaf_apart,
     named_embeddings,
     retained_graph,
+    returned_before,
     stored_keys,
 )
 from memplan.step.ends.head_on_tape import FUSED_LOSSES
@@ -271,10 +272,11 @@ def through_forward(walk: EnginePass, following: Following, played: PlayedModel)
     for kind in set(taped.kinds):
         below = around
         following.forget()
-        for other, _, helds in reversed(walked):
+        for other, number, helds in reversed(walked):
             below -= played.layers[other].saved + stored_keys(taped, other)
             if other == kind:
-                yield from following.moments(walk.layers[kind].forward, helds, below, "forward")
+                beside = returned_before(taped, kind) if number > 1 else ZERO
+                yield from following.moments(walk.layers[kind].forward, helds, below + beside, "forward")
     yield from following.through(walk.head.forward, head, "forward")
     return head + played.head.saved
 
