@@ -224,13 +224,13 @@ def retained_graph(inputs: StepInputs, taped: ModelOnTape) -> Form:
 
 def graph_of_loss(inputs: StepInputs, taped: ModelOnTape) -> Form:
     """Return what the graph of a loss has after backward: a leaf with its gradient, and arguments."""
-    escaped = escaped_form(taped, taped.played("first", inputs.recomputation))
     leaves, setup, tower = embedded_leaf(inputs, taped) * 2, inputs.setup, taped.tower
     if tower is not None:
         leaves += tower.leaf * 2 + (tower.tables if tower.again and _is_reentrant(setup) else ZERO)
     if setup.stack.loop.holds:  # what a graph had of the tower is the outputs' alone then
         leaves += returned_features(setup, tower, graph=False) - returned_features(setup, tower, graph=True)
-    return leaves + called_again(inputs) + taped.handed.left + escaped + left_stretch(inputs, taped)
+    leaves += called_again(inputs) + taped.handed.left + (taped.handed.left_behind if taped.leaf is None else ZERO)
+    return leaves + escaped_form(taped, taped.played("first", inputs.recomputation)) + left_stretch(inputs, taped)
 
 
 def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:

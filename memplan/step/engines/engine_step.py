@@ -68,7 +68,8 @@ class EnginePass:
         for moment in leaf_instants(inputs, taped, around):
             yield following.with_resident(moment)
         if not isinstance(gradients, WholeGradients):
-            last = Instant("end of backward", "reduction of the last bucket", around)
+            behind = around + (taped.handed.left_behind if taped.leaf is None else ZERO)
+            last = Instant("end of backward", "reduction of the last bucket", behind)
             yield besides(last, gradients.end())
 
     def walk(self, gradients: Gradients) -> None:

@@ -172,6 +172,12 @@ class HandedDown:
         return self.waiting(0) + self.kept_keys() if self.reentrant else ZERO
 
     @property
+    def left_behind(self) -> Form:
+        """What the embedding's backward, which was given it, adds to these: the gradient of what the first layer was given."""
+        first = self.reentrant and any(share.stores == 0 for share, _ in self.graphs)
+        return self.gradient if first else ZERO
+
+    @property
     def given(self) -> Form:
         """What layers are given in backward, keys and values that checkpointing keeps among it."""
         return self.embedded + self.kept_keys()
