@@ -9,7 +9,7 @@ from memplan.documents.frozen_values import dataclass
 from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter
 from memplan.plan.memory_plan import Device
-from memplan.plan.sizes.largest_model import LargestModel, ModelsBySize, largest_models, told
+from memplan.plan.sizes.largest_model import LargestModel, ModelsBySize, told
 from memplan.step.kernels.card_support import emulated_dtype
 from memplan.training.resolved import TrainingSetup
 
@@ -99,8 +99,10 @@ def _on_adapters(
 ) -> list[LargestModel]:
     """Return the largest model of each device under a config, or under what stands for it where its dtype is emulated."""
     own = [emulated_dtype(pair[0], device.gpu) for device in devices]
-    rows = {emulated: largest_models(models, pair[emulated], devices) for emulated in set(own)}
-    return [rows[emulated][place] for place, emulated in enumerate(own)]
+    ordered = {emulated: ModelsBySize(models, pair[emulated]) for emulated in set(own)}
+    for by_size in ordered.values():
+        by_size.refuse_all()
+    return [ordered[emulated].largest(device) for emulated, device in zip(own, devices, strict=True)]
 
 
 def _suggested_configs(device: Device, rows: Sequence[LargestModel]) -> SuggestedConfigs:
