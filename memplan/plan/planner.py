@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from operator import mul
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Gpu
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.errors import CannotAnswerError
@@ -231,8 +232,11 @@ class CompiledPlan:
         least = [section.least_saved(way) for section, way in zip(taped.layers, ways, strict=True)]
         saved = sum(least[kind].total_bytes(values) * count for kind, count in taped.counts().items())
         moments = loss_moments(inputs, taped)
-        loss = (sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments)
-        return self.constant_bytes + saved + max(loss, default=0)
+        more = [sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments]
+        last = taped.kinds[-1]  # which backward computes again first, when nothing of the others has gone
+        if taped.again[last] and config.parallel == Parallel():
+            more.append(taped.layers[last].recomputed().total_bytes(values) - least[last].total_bytes(values))
+        return self.constant_bytes + saved + max(more, default=0)
 
     @cached_property
     def _with_padding(self) -> CompiledPlan | None:

@@ -284,7 +284,7 @@ def _scoring(model: Model, spec: ModelSpec, setup: TrainingSetup) -> Model:
     return replace(model, spec=spec, inventory=tuple(inventory))
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)
 def _built_spec(spec: ModelSpec, rules: StackModels) -> ModelSpec:
     """Return a model's shapes as the rules of a stack change them."""
     return replace(

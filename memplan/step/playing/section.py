@@ -113,6 +113,17 @@ class Section:
         storages = self.tape.storages
         return sum((single_form(*storages[storage]) for storage in {self.entry.storage, *results}), ZERO)
 
+    def recomputed(self) -> Form:
+        """Return what is alive at least as it is computed again: its input, and what all operations but the last that saves have saved.
+
+        The last one that saves has a moment as it runs, unless it lies between others; nothing is said then.
+        """
+        saving = [item for item in self.tape.operations if item.node is not None and item.node.packs]
+        if not saving or saving[-1].between or self.tape.waits:
+            return ZERO
+        saved = {storage for item in saving[:-1] if item.node is not None for storage in item.node.saved}
+        return sum((single_form(*self.tape.storages[own]) for own in {self.entry.storage, *saved}), ZERO)
+
     def played(self, mode: Mode, recomputation: Recomputation = NOTHING_AGAIN) -> Played:
         """Return what is alive while it runs forward and backward."""
         key = (mode, recomputation)
