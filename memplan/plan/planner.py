@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from operator import mul
 
-from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.catalog.entries import Gpu
 from memplan.catalog.kernel_profiles import AttentionKernel, KernelProfile
 from memplan.errors import CannotAnswerError
@@ -21,11 +20,10 @@ from memplan.plan.jobs.forms_by_regime import Compiled, FormsByRegime
 from memplan.plan.jobs.unmodelled_jobs import refuse_unmodelled, refuse_whole_load
 from memplan.plan.memory_plan import Device, MemoryPlan, fullest_rank, verdict_of
 from memplan.step.divided.divided_model import divided
-from memplan.step.instants import StepForms, loss_moments
+from memplan.step.instants import StepForms
 from memplan.step.kernels.card_support import on_card
 from memplan.step.kernels.loss_pieces import LARGE_CARD_BYTES
 from memplan.step.kernels.refused_row_masks import may_pad
-from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.regimes import regime_of
 from memplan.step.states.model_states import ModelStates, with_cast_biases
 from memplan.step.states.optimizer_scratch import step_temporaries
@@ -133,6 +131,11 @@ class CompiledPlan:
             self._by_card[key] = plan._by_card[key] = plan
         return self._by_card[key]
 
+    @property
+    def kernels(self) -> Kernels:
+        """All of a card that its closed forms depend on: plans on two cards that have them in common request the same."""
+        return _kernels(self.setup)
+
     def _with_setup(self, setup: TrainingSetup) -> CompiledPlan:
         """Return the plan of a setup that differs in its kernels, or only in what is said of it."""
         if setup is self.setup:
@@ -219,24 +222,14 @@ class CompiledPlan:
         return self.constant_bytes + max(stream * (len(every) if again else 1), update)
 
     def saved_bytes(self, batch: int, length: int) -> int:
-        """Return what is there all the time, what layers save for backward and the loss's own takes beside it: no more than a step requests at its peak.
+        """Return what is there all the time and what :meth:`FormsByRegime.saved_bytes` tells beside it: no more than a step requests at its peak.
 
         It takes a third of the time of the closed forms. Nothing is said of what ranks save that hold shards.
         """
-        values = self.values(batch, length)
         config = self.setup.config
         if is_sharded(config.parallel) or config.offload.activations != "none" or config.compile != "none":
             return self.least_bytes(batch, length)
-        inputs, taped = self._regimes.tapes(regime_of(self.own, self.setup, batch, length))
-        ways = [inputs.recomputation if again else NOTHING_AGAIN for again in taped.again]
-        least = [section.least_saved(way) for section, way in zip(taped.layers, ways, strict=True)]
-        saved = sum(least[kind].total_bytes(values) * count for kind, count in taped.counts().items())
-        moments = loss_moments(inputs, taped)
-        more = [sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments]
-        last = taped.kinds[-1]  # which backward computes again first, when nothing of the others has gone
-        if taped.again[last] and config.parallel == Parallel():
-            more.append(taped.layers[last].recomputed().total_bytes(values) - least[last].total_bytes(values))
-        return self.constant_bytes + saved + max(more, default=0)
+        return self.constant_bytes + self._regimes.saved_bytes(batch, length)
 
     @cached_property
     def _with_padding(self) -> CompiledPlan | None:

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import mul
 
+from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.model.model import Model
 from memplan.model.routed_experts import routed_to
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.compiled_layers.compiled_layer import refuse_padded_tokens
-from memplan.step.instants import StepForms, compile_step, step_on_tape
+from memplan.step.instants import StepForms, compile_step, loss_moments, step_on_tape
 from memplan.step.kernels.image_rows import image_sizes
 from memplan.step.kernels.layer_arguments import grown_rows
 from memplan.step.kernels.loss_pieces import TILED, has_all_words, next_rows, piece_rows
@@ -18,6 +20,7 @@ from memplan.step.losses.fused_linear_loss import linear_chunk
 from memplan.step.losses.token_chunk_loss import STRETCH_TOKENS, TOKEN_CHUNK, TOKEN_CHUNKS
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import EVALUATION
+from memplan.step.playing.recomputation import NOTHING_AGAIN
 from memplan.step.regimes import forwarded_rows, regime_of
 from memplan.step.states.model_states import ModelStates
 from memplan.step.states.parallel_shards import is_flat, is_partitioned, is_sharded
@@ -155,6 +158,23 @@ class FormsByRegime:
         if regime not in self._on_tape:
             self._on_tape[regime] = step_on_tape(self.own, self.setup, self.states, regime)
         return self._on_tape[regime]
+
+    def saved_bytes(self, batch: int, length: int) -> int:
+        """Return what layers save for backward, and the most of what the loss's own takes beside it and of what the last one saves as it is computed again.
+
+        Moments of both are among those of a step on one GPU, in which nothing else is less than nothing.
+        """
+        values = self.values(batch, length)
+        inputs, taped = self.tapes(regime_of(self.own, self.setup, batch, length))
+        ways = [inputs.recomputation if again else NOTHING_AGAIN for again in taped.again]
+        least = [section.least_saved(way) for section, way in zip(taped.layers, ways, strict=True)]
+        saved = sum(least[kind].total_bytes(values) * count for kind, count in taped.counts().items())
+        moments = loss_moments(inputs, taped)
+        beside = [sum(map(mul, one.form.totals(), values)) + one.partial_bytes(values) for one in moments]
+        last = taped.kinds[-1]  # its backward is the first, when nothing that others save has gone
+        if taped.again[last] and self.setup.config.parallel == Parallel():
+            beside.append(taped.layers[last].recomputed().total_bytes(values) - least[last].total_bytes(values))
+        return saved + max(beside, default=0)
 
     def values(self, batch: int, length: int) -> tuple[int, ...]:
         """Return the values of the quantities that the forms are made of.

@@ -16,7 +16,7 @@ from memplan.model.model import Model
 from memplan.plan.bytes_per_parameter import bytes_per_parameter, least_bytes_per_parameter
 from memplan.plan.job_allowances import devices_for, searched_allowances
 from memplan.plan.memory_plan import Device, MemoryPlan
-from memplan.plan.planner import CardKind, CompiledPlan, card_kind
+from memplan.plan.planner import CardKind, CompiledPlan, Kernels, card_kind
 from memplan.step.kernels.card_support import refuse_unable
 from memplan.training.resolved import TrainingSetup
 from memplan.training.stack_models import as_trained, built_by, with_model_built
@@ -157,8 +157,8 @@ class _Planned:
         self._job = setup.config.micro_batch_size, setup.config.sequence_length
         self._untaped_bytes: int | None = None
         self._refused: set[CardKind] = set()
-        self._saved: dict[CardKind, int] = {}
-        self._needed: dict[CardKind, tuple[int, int]] = {}
+        self._saved: dict[Kernels, int] = {}
+        self._needed: dict[CardKind, tuple[int, int]] = {}  # not of kernels: those under a mask of padding are others
 
     @cached_property
     def _planned(self) -> CompiledPlan | MemplanError:
@@ -222,7 +222,7 @@ class _Planned:
             planned = self._planned
             if isinstance(planned, MemplanError):
                 return False
-            if not self._fits(planned, card, room):
+            if not self._fits(planned, room):
                 return False
         except MemplanError:
             self._refused.add(card)
@@ -231,17 +231,19 @@ class _Planned:
             return self._fits_whole(planned.on(room.device.gpu), room, simulate)
         return False
 
-    def _fits(self, planned: CompiledPlan, card: CardKind, room: _Room) -> bool:
+    def _fits(self, planned: CompiledPlan, room: _Room) -> bool:
         """Tell whether what it requests fits."""
         if self._untaped_bytes is None:
             self._untaped_bytes = planned.least_bytes(*self._job)
         if not room.holds(self._untaped_bytes, 0):
             return False
         own = planned.on(room.device.gpu)
-        if card not in self._saved:
-            self._saved[card] = own.saved_bytes(*self._job)
-        if not room.holds(self._saved[card], 0):
+        kernels = own.kernels
+        if kernels not in self._saved:
+            self._saved[kernels] = own.saved_bytes(*self._job)
+        if not room.holds(self._saved[kernels], 0):
             return False
+        card = card_kind(room.device.gpu)
         if card not in self._needed:
             self._needed[card] = own.upper_requested_bytes(*self._job) + own.rounding_bytes, own.forms.stream_bytes
         return room.holds(*self._needed[card])
