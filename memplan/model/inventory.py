@@ -76,7 +76,8 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
     """
     counts: dict[Kind, int] = {}
     for tensor in inventory:
-        counts[tensor.kind] = counts.get(tensor.kind, 0) + tensor.count
+        kind = tensor.kind
+        counts[kind] = counts.get(kind, 0) + tensor.count
     return tuple(
         ParameterTensor("", shape, role, count, used=used, frozen=frozen, divided=divided, batched=batched)
         for (role, shape, used, frozen, divided, batched), count in counts.items()

@@ -269,7 +269,8 @@ class _Kinds:
                     (entry.tensor.name, entry.trainable, entry.tensor.shape)
                 )
         self._names = {first: tuple(own) for first, own in names.items()}
-        self._unmasked = block_settings(inputs.spec, inputs.setup, replace(regime, masked=False, pads_mask=False))
+        unmasked = replace(regime, masked=False, pads_mask=False)
+        self._unmasked = block_settings(inputs.spec, inputs.setup, unmasked) if regime.masked else self._block
         self._known: dict[tuple[Layer, tuple[Parameter, ...], Stream, bool, bool, Staged | None, Handed], int] = {}
         self._behind = behind
         self.handing = Handing(inputs.spec, inputs.setup, embedded)

@@ -55,7 +55,9 @@ def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
         ``_set_trainable`` in peft/utils/other.py (0.21.2).
     """
     adapter = setup.config.adapter
-    if adapter is None or tensor.role not in SAVED_ROLES or not tensor.used:
+    if adapter is None or not (adapter.modules_to_save or setup.scores):
+        return False
+    if tensor.role not in SAVED_ROLES or not tensor.used:
         return False
     return module_of(tensor).endswith(adapter.modules_to_save) or (setup.scores and tensor.role == "head")
 
@@ -63,6 +65,8 @@ def is_saved(setup: TrainingSetup, tensor: ParameterTensor) -> bool:
 def with_saved_alone(own: Inventory, setup: TrainingSetup) -> Inventory:
     """Return tensors of which those of a copied module's roles that are not copied are marked as frozen."""
     roles = {tensor.role for tensor in own if is_saved(setup, tensor)}
+    if not roles:
+        return own
     return tuple(replace(t, frozen=True) if t.role in roles and not is_saved(setup, t) else t for t in own)
 
 

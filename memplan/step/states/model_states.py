@@ -62,8 +62,8 @@ def model_states(setup: TrainingSetup, inventory: Inventory, adapters: Iterable[
     own, added = with_saved_alone(rank_tensors(inventory, setup), setup), rank_tensors(adapters, setup)
     narrow = _biases_beside_codes(own, setup) | _never_updated(own, setup) | _whole_towers(own, setup)
     narrow |= _staged_codes(inventory, own, setup) | _never_reached(own, setup)
-    kinds_of_own = merged(tensor for tensor in own if _place(tensor) not in narrow)
-    saved = {tensor.kind for tensor in own if is_saved(setup, tensor)}
+    kinds_of_own = merged([tensor for tensor in own if _place(tensor) not in narrow] if narrow else own)
+    saved = {tensor.kind for tensor in own if is_saved(setup, tensor)} if frozen else set()
     steppers = (
         {} if frozen else _steppers(setup, [tensor for tensor in kinds_of_own if tensor.used and not tensor.frozen])
     )
@@ -260,7 +260,9 @@ def _never_updated(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorSt
 
 def _never_reached(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorStates]:
     """Return the states of the model's own head beside one of values, to which no gradient comes, and which no optimizer updates."""
-    heads = {module_of(tensor) for tensor in own if tensor.role == "head" and setup.has_value_head}
+    if not setup.has_value_head:
+        return {}
+    heads = {module_of(tensor) for tensor in own if tensor.role == "head"}
     return {_place(tensor): tensor_states(setup, tensor, frozen=True) for tensor in own if module_of(tensor) in heads}
 
 
