@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import count
 
 from memplan.catalog.config_keys.parallel_keys import MAXIMUM_GPUS, Parallel
+from memplan.catalog.entries import Gpu
 from memplan.catalog.training_config import ALL_LINEAR, ALL_TRAIN
 from memplan.documents.frozen_values import dataclass
 from memplan.errors import CannotAnswerError, MemplanError
@@ -131,14 +132,27 @@ class _Room:
     """What a device has for a setup, with the allocator's reserve as a share or without any."""
 
     def __init__(self, setup: TrainingSetup, device: Device, *, by_share: bool) -> None:
-        self.device, self.usable_bytes = device, device.usable_bytes(setup.reserve_bytes)
+        self._setup, self.device, self.usable_bytes = setup, device, device.usable_bytes(setup.reserve_bytes)
         allowances = searched_allowances(setup, device)
         self._allowances = allowances if by_share else replace(allowances, upper_reserve_fraction=Fraction(0))
+
+    @cached_property
+    def unable(self) -> bool:
+        """Whether the device cannot do something that the setup says, whatever the model is."""
+        return _is_unable(self._setup, self.device.gpu)
 
     def holds(self, allocated_bytes: int, stream_bytes: int) -> bool:
         """Tell whether so many bytes of blocks fit, workspaces of libraries left out."""
         allowances = self._allowances
         return allowances.upper_bytes(allocated_bytes + allowances.library_bytes) + stream_bytes <= self.usable_bytes
+
+
+def _is_unable(setup: TrainingSetup, gpu: Gpu) -> bool:
+    try:
+        refuse_unable(setup, gpu)
+    except MemplanError:
+        return True
+    return False
 
 
 class _Planned:
@@ -218,7 +232,10 @@ class _Planned:
             return False
         try:
             if self._untaped_bytes is None:  # before it is planned, which takes far longer
-                refuse_unable(with_model_built(self._setup, self._built, self._model), room.device.gpu)
+                setup = with_model_built(self._setup, self._built, self._model)
+                if room.unable if setup is self._setup else _is_unable(setup, room.device.gpu):
+                    self._refused.add(card)
+                    return False
             planned = self._planned
             if isinstance(planned, MemplanError):
                 return False

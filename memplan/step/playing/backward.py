@@ -116,7 +116,7 @@ class _Backward:
         first = self.weight_gradients(node) if node.weight_first else []
         if first:
             self.live.multiply()
-        decoded = self.player.decoded(node.weights, node.instant, node.name, again=True)
+        decoded = self.player.decoded(node.weights, node.instant, node.name, again=True) if node.weights else ()
         for weight in node.weights:
             if again := weight.decoding_again:
                 self.player.with_scratch(node.instant, node.name, again)

@@ -261,12 +261,15 @@ class Player:
 
     def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
         """Allocate what an operation makes; a result that selective checkpointing has saved is there already."""
-        scales = self.live.take([scale for w in operation.weights if not w.decoded_alike for scale in w.scales * 2])
-        decoded = self.decoded(operation.weights, instant, operation.name)
-        for weight in operation.weights:
+        weights = operation.weights
+        scales = (
+            self.live.take([scale for w in weights if not w.decoded_alike for scale in w.scales * 2]) if weights else ()
+        )
+        decoded = self.decoded(weights, instant, operation.name) if weights else ()
+        for weight in weights:
             if decoding := weight.decoding_again if weight.decoded_alike else weight.decoding:
                 self.with_scratch(instant, operation.name, decoding)
-        parts = self._taken_in_parts(operation.traits.decoding)
+        parts = self._taken_in_parts(operation.traits.decoding) if operation.traits.decoding else []
         scratch = temporaries(operation.traits.scratch)
         first = self.live.take(scratch if operation.traits.makes_last else ())
         saved = not self.cache.isdisjoint(operation.makes)
@@ -280,7 +283,7 @@ class Player:
             self.live.give_back(parts[::-1])
         named.update(operation.makes)
         if operation.traits.product and not (operation.traits.own_workspace or saved):
-            fused = len(operation.weights) > 1 and not operation.traits.custom
+            fused = len(weights) > 1 and not operation.traits.custom
             self.live.multiply(with_bias=fused or operation.traits.adds_bias)
         self.with_scratch(instant, operation.name, () if first else scratch)
         self.live.give_back(first)
@@ -336,7 +339,7 @@ class Player:
 
     def with_scratch(self, instant: str, operation: str, scratch: Sequence[Storage]) -> None:
         """Note the moment at which an operation's scratch memory is there."""
-        taken = self.live.take(scratch)
+        taken = self.live.take(scratch) if scratch else ()
         self.note(instant, operation)
         self.live.give_back(taken)
 
