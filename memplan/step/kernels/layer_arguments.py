@@ -193,8 +193,9 @@ def rotary_tables(spec: ModelSpec, setup: TrainingSetup, *, wide: bool = False, 
 
 def copies_tables(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """Tell whether each call of a layer is given copies of rotary tables in fp32, in the dtype of products."""
+    given = setup.stack.model_code == "transformers"  # whose layers are called with them
     wide = family_code(setup.stack, spec.architecture).wide_rotary and setup.compute_bytes < 4
-    return setup.stack.rotary_tables.cast_for_layers and wide
+    return setup.stack.rotary_tables.cast_for_layers and given and wide
 
 
 def casts_tables_again(setup: TrainingSetup) -> bool:
