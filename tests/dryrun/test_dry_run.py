@@ -85,7 +85,7 @@ FAILURES = {
         "import torch\nlayer = torch.nn.Linear(2, 2)\nadam = torch.optim.Adam(layer.parameters())\n"
         "layer(torch.ones(2)).sum().backward()\nadam.step()\n",
         3,
-        "took 1 steps and no tensor was on the GPU: it trains on the CPU",
+        "it trains on the CPU: no tensor was on the GPU (optimizer steps: 1)",
     ),
     "properties": (
         "import torch\ntorch.cuda.get_device_properties(0).L2_cache_size\n",

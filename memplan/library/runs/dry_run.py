@@ -294,6 +294,6 @@ def _finished_trace(outcome: Outcome, script: str) -> Trace:
         )
     if not (outcome.trace.peak_bytes or outcome.runs_out):
         raise CannotAnswerError(
-            f"{script}: it took {outcome.steps:,} steps and no tensor was on the GPU: it trains on the CPU; have it train on cuda"
+            f"{script}: it trains on the CPU: no tensor was on the GPU (optimizer steps: {outcome.steps:,}); have it train on cuda"
         )
     return outcome.trace
