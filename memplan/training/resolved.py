@@ -339,7 +339,7 @@ def resolved_keys(setup: TrainingSetup) -> dict[str, Any]:
     data["optimizer"] = {role: setup.optimizer_names[role] for role in ROLES}
     data["kernels"] = asdict(setup.profile)
     if setup.stack.model_code == "transformers" and not setup.runs_flash_attn:
-        data["kernels"]["attention"] = setup.attention_choice  # a kernel that torch chose, read back, would be asked for
+        data["kernels"]["attention"] = setup.attention_choice  # read back, what torch chose would be asked for
     names = {setup.adapter_dtype} if setup.config.adapter is not None else set(data["weights"].values())
     if setup.gradient is None and len(names) == 1 and names <= FLOAT_BYTES.keys():
         data["gradients"]["dtype"] = names.pop()
