@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import memplan
 from memplan.catalog.config_keys.parallel_keys import FlatShards, Parallel
 from memplan.catalog.kernel_profiles import Kernels
 from memplan.catalog.training_config import Adapter, Gradients, Offload, TrainingConfig
@@ -367,3 +368,9 @@ def test_logits_in_stretches_of_a_row_are_litgpts_alone(stack):
     keys = {"kernels.loss": "fp32-stretches"}
     with pytest.raises(CannotAnswerError, match=r"kernels\.loss: fp32-stretches is not modelled for"):
         plan_by_share("llama-3.2-1b", gpu="h100", config="bf16-adamw", stack=stack, set=keys)
+
+
+def test_gradients_in_the_dtype_that_they_have_anyway_are_the_same_on_several_gpus():
+    job = {"gpu": "h100", "config": "mixed-adamw", "gpus": 2, "sequence_length": 64}
+    plain, said = (memplan.plan("llama-3.2-1b", set=keys, **job) for keys in ({}, {"gradients.dtype": "fp32"}))
+    assert said.memory.instants == plain.memory.instants

@@ -217,6 +217,7 @@ def gathered_setup(setup: TrainingSetup) -> TrainingSetup:
             offload=Offload(),
             evaluation=False,
             adapter=adapter,
+            gradients=replace(config.gradients, dtype=None),
         ),
         format_names={role: dtype if floats[role] else name for role, name in setup.format_names.items()},
         formats={role: plain if floats[role] else entry for role, entry in setup.formats.items()},
