@@ -26,7 +26,6 @@ from memplan.training.rules.image_rules import out_of_range
 
 POSSIBLE = "planned is data parallelism with zero_stage 3 (torch's fully_shard), 1 to 3 (parallel.engine: deepspeed) or 0 (DistributedDataParallel), tensor, context and expert parallelism and pipelines with --stack torchtitan, and a divided model with --stack megatron"
 INSTEAD = "use parallel.zero_stage: 0, with data parallelism alone"
-
 MAXIMUM_ELEMENTS = 2**50
 
 OTHER_KEYS = (
@@ -182,11 +181,11 @@ def _undivided(config: TrainingConfig, stack: Stack) -> Problems:
     yield from shared_refusals(config, stack) if "routing" in stack.divides else ()
     possible = f"memplan fit alone plans it under {stack.name}" if stack.not_modelled else POSSIBLE
     for name in Parallel.__dataclass_fields__:
-        given = getattr(parallel, name)
-        usual = parallel.tensor if name == "expert_tensor" and given is not None else getattr(Parallel(), name)
-        if name not in (*OTHER_KEYS, *stack.divides) and given != usual:
-            text = f"{name} parallelism is not modelled here; {possible}"
-            yield ("parallel", name), f"{str(given).lower():.60} is not supported: {text}"
+        given, own = getattr(parallel, name), getattr(Parallel(), name)
+        usual = (own, parallel.tensor) if name == "expert_tensor" else (own,)
+        if name not in (*OTHER_KEYS, *stack.divides) and given not in usual:
+            what = f"{name} parallelism is not modelled here; {possible}"
+            yield ("parallel", name), f"{str(given).lower():.60} is not supported: {what}"
 
 
 def _misplaced(parallel: Parallel, stack: Stack) -> Problems:

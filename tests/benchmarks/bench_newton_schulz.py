@@ -7,11 +7,11 @@ take bf16 parameters and gradients. On CUDA the share of the card's measured bf1
 
 import argparse
 import sys
-import time
 import weakref
 
 import pytest
 import torch
+from bench_muon_step import seconds
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -45,16 +45,6 @@ class Peak(TorchDispatchMode):
     def _gone(self, key, size):
         self.known.discard(key)
         self.live -= size
-
-
-def seconds(step, device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def operations(rows, columns, workspace):
