@@ -19,13 +19,13 @@ from types import FrameType
 from typing import Any
 
 from memplan.allocator.settings import parse_alloc_conf
+from memplan.dryrun.files.sandboxed_files import SandboxedFiles
 from memplan.dryrun.libraries.compiled_modules import CompiledModules
 from memplan.dryrun.libraries.library_changes import known_libraries
 from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
 from memplan.dryrun.terms.other_programs import refuse_launcher
 from memplan.dryrun.terms.outcome import Ending, Outcome, RefusedError, Request, RunsOut, StepsDoneError
 from memplan.dryrun.terms.script_errors import how_it_failed

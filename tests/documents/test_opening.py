@@ -30,7 +30,7 @@ ELSEWHERE = {
         "from_pretrained",
     ): "TRL puts a head of values on a model that is there already, and reads nothing",
     ("dryrun/stack_scripts/unsloth_sft.py", "from_pretrained"): "unsloth reads the config that was just written",
-    ("dryrun/machine/run_checkpoints.py", "open"): "a checkpoint of the script's, whose errors are the script's too",
+    ("dryrun/files/run_checkpoints.py", "open"): "a checkpoint of the script's, whose errors are the script's too",
     ("measure/child.py", "pickle.load"): "the task that the parent process sends through a pipe",
     ("dryrun/script_child.py", "pickle.load"): "the request that the parent process sends through a pipe",
     ("cli/completion.py", "read_text"): "our own files' names, for a shell that waits",

@@ -88,7 +88,7 @@ FAILURES = {
         "it trains on the CPU: no tensor was on the GPU (optimizer steps: 1)",
     ),
     "properties": (
-        "import torch\ntorch.cuda.get_device_properties(0).L2_cache_size\n",
+        "import torch\ntorch.cuda.get_device_properties(0).L2_cache_size // 4\n",
         3,
         "script.py:2: L2_cache_size of the card's properties is asked for, which is not known here",
     ),

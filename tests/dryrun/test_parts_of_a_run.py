@@ -12,13 +12,13 @@ from inspect import signature
 import pytest
 import torch
 
+from memplan.dryrun.files.sandboxed_files import SandboxedFiles
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime
 from memplan.dryrun.machine.data_loaders import data_loaders
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
 from memplan.dryrun.machine.pretended_tensors import answered
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
 from memplan.dryrun.script_child import _fullest
 from memplan.dryrun.terms.kernel_checks import check_arguments
 from memplan.dryrun.terms.other_programs import harmless_program, refuse_launcher

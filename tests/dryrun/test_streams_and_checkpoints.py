@@ -10,9 +10,9 @@ import torch
 
 from memplan.allocator.caching_allocator import CachingAllocator, replay
 from memplan.allocator.pools import Turn
+from memplan.dryrun.files.sandboxed_files import SandboxedFiles
 from memplan.dryrun.machine.known_values import KnownValues
 from memplan.dryrun.machine.pretended_machine import pretended_machine
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
 from memplan.dryrun.terms.outcome import Card, RefusedError, StepsDoneError
 from memplan.dryrun.terms.script_lines import ScriptLines
 from memplan.dryrun.watching.live_recorder import LiveRecorder

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles
+from memplan.dryrun.files.sandboxed_files import SandboxedFiles
 from memplan.trace.pretended_cuda.fake_devices import replaced
 
 _OPENS: dict[str, dict[str, str]] = {

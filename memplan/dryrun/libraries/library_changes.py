@@ -26,11 +26,12 @@ from urllib.request import OpenerDirector, Request
 import torch
 from torch import Tensor
 
+from memplan.dryrun.files.sandboxed_files import SandboxedFiles, prepared_rows
+from memplan.dryrun.files.sandboxed_paths import make_folders
 from memplan.dryrun.libraries.arrow_files import arrow_changes
 from memplan.dryrun.libraries.flash_attn_package import flash_attn_installed
 from memplan.dryrun.libraries.trainer_calls import TrainerCalls
 from memplan.dryrun.machine.known_values import KnownValues
-from memplan.dryrun.machine.sandboxed_files import SandboxedFiles, make_folders, prepared_rows
 from memplan.dryrun.terms.outcome import RefusedError
 from memplan.errors import printable
 from memplan.trace.pretended_cuda.bitsandbytes_layers import cuda_backend

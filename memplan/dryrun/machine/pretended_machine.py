@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _push_mode
 
 from memplan.dryrun.machine.cuda_runtime import pretended_runtime
 from memplan.dryrun.machine.device_names import named_devices, own_names
@@ -56,7 +56,9 @@ def pretended_machine(
         stack.enter_context(_tensor_methods(values))
         stack.enter_context(replaced(torch._subclasses, {"FakeTensor": _NoTensor}))
         stack.enter_context(_moved_modules())
-        stack.enter_context(replaced(Tensor, {"_make_wrapper_subclass": staticmethod(_wrapper)}))
+        stack.enter_context(
+            replaced(Tensor, {"_make_wrapper_subclass": staticmethod(_wrapper), "__new__": staticmethod(_of_a_class)})
+        )
         stack.enter_context(_processes(ranks, recorder))
         stack.enter_context(replaced(torch.multiprocessing, {"spawn": _spawned(ranks)}))
         if cuda:
@@ -111,6 +113,17 @@ def _wrapper(kind: type, *size: Any, **options: Any) -> Tensor:
 
 
 _MAKE_WRAPPER: Callable[..., Tensor] = Tensor._make_wrapper_subclass
+
+
+def _of_a_class(kind: type, *given: Any, **options: Any) -> Tensor:
+    """Return a tensor of a class of its own that is made of numbers, on the CPU, which torch refuses where a mode has made its values."""
+    if any(isinstance(one, Tensor) for one in given):
+        return _NEW(kind, *given, **options)
+    with _disable_current_modes():
+        return _NEW(kind, *given, **options)
+
+
+_NEW: Callable[..., Tensor] = Tensor.__new__
 
 
 def _unscripted(given: Any, *_: Any, **__: Any) -> Any:

@@ -1,16 +1,19 @@
 """Checkpoints that a script saves and loads again: what is loaded has the shapes of what was saved.
 
-In the place of what is saved a mark is written, which goes wherever the script moves or copies the file. A file that is really there is read into ordinary memory, mapped where its format allows, and what belongs on the GPU has
+In the place of what is saved a file is written that has all of it but the bytes of tensors, and goes wherever the script moves or copies it; nothing
+is remembered besides. A file that is really there is read into ordinary memory, mapped where its format allows, and what belongs on the GPU has
 no memory. Tensors that shared a storage share one again, as torch's do.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import os
+import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 from uuid import uuid4
 
@@ -19,14 +22,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _LOAD = torch.load
-_MARK = b"a checkpoint of memplan's dry run " + uuid4().hex.encode() + b", number %012d\n"
-"""What is written, of this run alone: ``--allow-writes`` leaves it where the script saves."""
+_MARK = b"a checkpoint of memplan's dry run " + uuid4().hex.encode() + b"\n"
+"""Begins what is written, of this run alone: ``--allow-writes`` leaves it where the script saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedTensor:
-    """What is remembered of a tensor: a reference to its storage would keep that alive."""
+    """What is written of a tensor: where it lay, and values only of those that are known or not many."""
 
+    number: int
     storage: int
     storage_bytes: int
     shape: tuple[int, ...]
@@ -34,27 +38,28 @@ class _SavedTensor:
     offset: int
     dtype: torch.dtype
     device: str
-    values: Tensor | None
+    values: bytes | None
     is_parameter: bool
+    is_trained: bool
 
 
 class RunCheckpoints:
-    """Remembers what was saved."""
+    """Writes what stands for a checkpoint, and makes again what it stands for."""
 
     def __init__(self) -> None:
-        self._saved: dict[bytes, Any] = {}
         self.values: Callable[[Tensor], Tensor | None] = lambda _: None
 
-    def mark(self, thing: Any) -> bytes:
-        """Remember what is saved; return what is to be written in its place."""
-        mark = _MARK % len(self._saved)
-        self._saved[mark] = self._frozen(thing)
-        return mark
+    def written(self, thing: Any) -> tuple[bytes, int]:
+        """Return what is to be written in the place of what is saved, and the bytes of the tensors in that."""
+        stream = BytesIO()
+        pickler = _Pickler(stream, self.values)
+        pickler.dump(thing)
+        return _MARK + stream.getvalue(), sum(pickler.storages.values())
 
     def load(self, f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
         """Load what ``torch.load`` would: of this run, or from a file that is there."""
-        if (mark := _mark_in(f)) in self._saved:
-            return _Thawed(map_location).thawed(self._saved[mark])
+        if (saved := _saved_in(f)) is not None:
+            return _Unpickler(BytesIO(saved), map_location).load()
         places: dict[int, str] = {}
 
         def noted(storage: Any, location: str) -> Any:
@@ -74,26 +79,41 @@ class RunCheckpoints:
         """Return what loads a file of safetensors: of this run, or one that is there."""
 
         def loaded(filename: Any, device: Any = "cpu", *args: Any, **options: Any) -> Any:
-            if (mark := _mark_in(filename)) in self._saved:
-                return _Thawed(device).thawed(self._saved[mark])
+            if (saved := _saved_in(filename)) is not None:
+                return _Unpickler(BytesIO(saved), device).load()
             return {name: tensor.to(device) for name, tensor in original(filename, "cpu", *args, **options).items()}
 
         return loaded
 
-    def _frozen(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._frozen_tensor(getattr(value, "_local_tensor", value))
-        if isinstance(value, dict | list | tuple):
-            return _each(value, self._frozen)
-        if isinstance(value, torch.nn.Module):
-            return value
-        with suppress(Exception):
-            return copy.deepcopy(value)
-        return value
 
-    def _frozen_tensor(self, tensor: Tensor) -> _SavedTensor:
-        storage, known = tensor.untyped_storage(), self.values(tensor)
+class _Pickler(pickle.Pickler):
+    """Pickles as ``torch.save`` does, but for the bytes of tensors.
+
+    Args:
+        values: Returns the values of a tensor, where they are known.
+    """
+
+    def __init__(self, stream: BytesIO, values: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._values = values
+        self._tensors: dict[int, tuple[Tensor, _SavedTensor]] = {}
+        self.storages: dict[int, int] = {}
+
+    def persistent_id(self, thing: Any) -> _SavedTensor | None:
+        """Return what is written of a tensor; all else is pickled as ever."""
+        if not isinstance(thing, Tensor):
+            return None
+        if id(thing) not in self._tensors:
+            tensor = getattr(thing, "_local_tensor", thing)
+            self._tensors[id(thing)] = (thing, self._saved(tensor, len(self._tensors)))
+        return self._tensors[id(thing)][1]
+
+    def _saved(self, tensor: Tensor, number: int) -> _SavedTensor:
+        storage, known = tensor.untyped_storage(), self._values(tensor)
+        self.storages[storage._cdata] = storage.nbytes()
+        many = known is None or (tensor.is_floating_point() and tensor.numel() > _MOST_VALUES)
         return _SavedTensor(
+            number,
             storage._cdata,
             storage.nbytes(),
             tuple(tensor.shape),
@@ -101,41 +121,51 @@ class RunCheckpoints:
             int(tensor.storage_offset()),
             tensor.dtype,
             str(tensor.device),
-            None if known is None or tensor.numel() > _MOST_VALUES else known.detach().clone(),
+            None if many or known is None else _bytes_of(known),
             isinstance(tensor, torch.nn.Parameter),
+            tensor.requires_grad and tensor.is_leaf,
         )
 
 
 _MOST_VALUES = 2**16
-"""Elements up to which values are remembered: counters, states of generators."""
+"""Numbers up to which values are written: losses, states of a schedule; of ids, labels and masks all are."""
 
 
-class _Thawed:
+class _Unpickler(pickle.Unpickler):
     """Makes what was saved again, where it is to be loaded."""
 
-    def __init__(self, map_location: Any) -> None:
+    def __init__(self, stream: BytesIO, map_location: Any) -> None:
+        super().__init__(stream)
         self._target = _target(map_location)
+        self._tensors: dict[int, Tensor] = {}
         self._storages: dict[tuple[int, str, torch.dtype], Tensor] = {}
 
-    def thawed(self, value: Any) -> Any:
-        """Return a tensor, or what holds some, made again."""
-        if isinstance(value, _SavedTensor):
-            tensor = self._tensor(value)
-            return torch.nn.Parameter(tensor, tensor.is_floating_point()) if value.is_parameter else tensor
-        if isinstance(value, torch.nn.Module):
-            return copy.deepcopy(value).to(self._target("cpu"))
-        return _each(value, self.thawed)
+    def persistent_load(self, saved: _SavedTensor) -> Tensor:
+        """Return a tensor, the same each time that it is met."""
+        if saved.number not in self._tensors:
+            tensor = self._tensor(saved)
+            self._tensors[saved.number] = (
+                torch.nn.Parameter(tensor, saved.is_trained)
+                if saved.is_parameter
+                else tensor.requires_grad_(saved.is_trained)
+            )
+        return self._tensors[saved.number]
 
     def _tensor(self, saved: _SavedTensor) -> Tensor:
         device = self._target(saved.device)
         if saved.values is not None:
-            return saved.values.clone().to(device)
+            flat = torch.frombuffer(bytearray(saved.values or b"0" * 16), dtype=saved.dtype)
+            return flat[: math.prod(saved.shape)].reshape(saved.shape).to(device)
         place = (saved.storage, device, saved.dtype)
         if place not in self._storages:
             self._storages[place] = torch.empty(
                 saved.storage_bytes // saved.dtype.itemsize, dtype=saved.dtype, device=device
             )
         return self._storages[place].as_strided(saved.shape, saved.stride, saved.offset)
+
+
+def _bytes_of(values: Tensor) -> bytes:
+    return values.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class _Moved:
@@ -219,12 +249,13 @@ def _each(value: Any, function: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _mark_in(file: Any) -> bytes:
-    """Return what a file or a stream begins with, as long as a mark; the stream stays where it is."""
+def _saved_in(file: Any) -> bytes | None:
+    """Return what a file or a stream holds of what this run saved; the stream of another stays where it is."""
     if isinstance(file, str | bytes | os.PathLike):
         with open(file, "rb") as stream:
-            return stream.read(len(_MARK % 0))
+            return stream.read() if stream.read(len(_MARK)) == _MARK else None
     place = file.tell()
-    begins = file.read(len(_MARK % 0))
+    if file.read(len(_MARK)) == _MARK:
+        return bytes(file.read())
     file.seek(place)
-    return bytes(begins)
+    return None

@@ -1,0 +1,176 @@
+"""Files that a script writes go to a folder that is thrown away, and its checkpoints nowhere."""
+
+import builtins
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan.dryrun.files.run_checkpoints import RunCheckpoints
+from memplan.dryrun.files.sandboxed_paths import SandboxedPaths, make_folders
+from memplan.dryrun.terms.other_programs import harmless_program
+from memplan.dryrun.terms.outcome import RefusedError
+from memplan.dryrun.terms.script_lines import ScriptLines
+from memplan.trace.pretended_cuda.fake_devices import all_replaced, replaced
+
+_FORKS = ("fork", "forkpty", "execv", "execve")
+"""What makes another process of this one; all else that does goes by these."""
+_PROGRAMS = {"system": 0, "posix_spawn": 1, "posix_spawnp": 1}
+"""What starts another program, and where it is told which."""
+_INNER = frozenset({"_io", __name__})
+"""Modules whose own use of ``open`` stays as it is."""
+
+
+class SandboxedFiles:
+    """A sandbox for what a script writes, and the checkpoints that it would have written.
+
+    Args:
+        lines: Tells which line of the script is running.
+        allow_writes: Whether it may write where it wants to.
+    """
+
+    def __init__(self, scratch: str, lines: ScriptLines, *, allow_writes: bool) -> None:
+        self._lines, self._allowed = lines, allow_writes
+        self.skipped: dict[str, int] = {}
+        self._paths = SandboxedPaths(scratch, ("/dev", prepared_rows()), self.skipped)
+        self.checkpoints = RunCheckpoints()
+
+    @contextmanager
+    def sandbox(self) -> Iterator[None]:
+        """Run what is inside with files in a sandbox."""
+        with ExitStack() as stack:
+            stack.enter_context(replaced(BaseProcess, {"start": self._refused_process}))
+            stack.enter_context(replaced(os, {name: self._refused_process for name in _FORKS if hasattr(os, name)}))
+            stack.enter_context(
+                replaced(os, {name: self._started(getattr(os, name), at) for name, at in _PROGRAMS.items()})
+            )
+            stack.enter_context(replaced(subprocess.Popen, {"__init__": self._started(subprocess.Popen.__init__, 1)}))
+            stack.enter_context(replaced(torch, {"save": self._saved, "load": self.checkpoints.load}))
+            if find_spec("safetensors") is not None:
+                tensors = import_module("safetensors.torch")
+                read = self.checkpoints.load_tensors(tensors.load_file)
+                stack.enter_context(
+                    replaced(tensors, {"save_file": self._saved, "save_model": self._saved_model, "load_file": read})
+                )
+            if not self._allowed:
+                stack.enter_context(replaced(shutil, {"_use_fd_functions": False}))  # a descriptor has no path to keep
+                stack.enter_context(all_replaced(self._file_calls()))
+            yield
+
+    def _file_calls(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        opened = self._opened(_OPEN)
+        for module in list(sys.modules.values()):  # builtins, io, and those that took it from there: tarfile, bz2
+            own = getattr(module, "__dict__", {})
+            if names := [name for name, value in own.items() if value is _OPEN and module.__name__ not in _INNER]:
+                yield module, dict.fromkeys(names, opened)
+        if numpys := sys.modules.get("numpy.lib._datasource"):  # by which its savetxt and loadtxt open files
+            yield numpys._file_openers, {"_file_openers": {**numpys._file_openers._file_openers, None: opened}}
+        yield os, self._paths.replacements()
+
+    def _opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            return function(self.sandboxed_file(file, mode), mode, *args, **options)
+
+        return opened
+
+    def _started(self, function: Callable[..., Any], at: int) -> Callable[..., Any]:
+        """Refuse processes that the script starts, but for those that tell something; what libraries ask other programs is no training."""
+
+        def started(*args: Any, **options: Any) -> Any:
+            if "args" in options:
+                args = (*args, options.pop("args"))
+            harmless = harmless_program(args[at])
+            if harmless is None:
+                return self._refused_process() if self._lines.caller() else function(*args, **options)
+            return function(*args[:at], harmless, *args[at + 1 :], **options)
+
+        return started
+
+    def _saved(self, thing: Any, file: Any, *_: Any, **__: Any) -> None:
+        """Save all but the bytes of a checkpoint's tensors, which are counted."""
+        written, size = self.checkpoints.written(thing)
+        if isinstance(file, str | os.PathLike):
+            name = os.fsdecode(file)
+            with open(file, "wb") as stream:
+                stream.write(written)
+        else:
+            name = "a stream"
+            file.write(written)
+        self.skipped[name] = size
+
+    def _saved_model(self, model: torch.nn.Module, filename: Any, *_: Any, **__: Any) -> None:
+        self._saved(model.state_dict(), filename)
+
+    def sandboxed_file(self, path: Any, mode: str = "r") -> Any:
+        """Return where a file lies that is opened in a mode, in place of its path; what is no path is returned as it is."""
+        is_path = isinstance(path, str | bytes | os.PathLike) and not self._allowed
+        return self._paths.place(path, mode) if is_path else path
+
+    def sandboxed_folder(self, path: Any) -> str:
+        """Return the folder where what is written below Python is to go, in place of one that the script names; it is made."""
+        apart = None if self._allowed else self._paths.apart(path)
+        if apart is None:
+            return os.fsdecode(path)
+        make_folders(self._paths.written(path, apart))
+        return apart
+
+    def saved_parts(
+        self, state_dict: Any, *_: Any, checkpoint_id: Any = None, storage_writer: Any = None, **__: Any
+    ) -> None:
+        """Save nothing of what ``torch.distributed.checkpoint`` is given: the bytes of this rank's tensors are counted."""
+        name = checkpoint_id or getattr(storage_writer, "path", None) or "a distributed checkpoint"
+        self.skipped[str(name)] = _bytes_of(state_dict)
+
+    def saved_parts_later(self, *args: Any, **options: Any) -> Future[None]:
+        """Save nothing, as :meth:`saved_parts`, and return what ``async_save`` does: what tells when it is done."""
+        self.saved_parts(*args, **options)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _refused_process(self, *_: Any, **__: Any) -> Any:
+        line = self._lines.current()
+        raise RefusedError(
+            f"the script starts a process of its own{f' at {line}' if line else ''}, whose tensors would not be seen; "
+            "run the one process that is to be judged"
+        )
+
+
+def prepared_rows() -> str:
+    """Return where ``datasets`` keeps the rows that it has read, which it writes below Python (datasets/config.py, 5.2.0)."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    return os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets"))
+
+
+def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
+    """Return the bytes of the tensors in a checkpoint."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        value = getattr(value, "_local_tensor", value)
+        storage = value.untyped_storage()
+        if storage._cdata in seen:
+            return 0
+        seen.add(storage._cdata)
+        return int(storage.nbytes())
+    if isinstance(value, dict):
+        return sum(_bytes_of(item, seen) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_bytes_of(item, seen) for item in value)
+    if isinstance(value, torch.nn.Module):
+        return _bytes_of(value.state_dict(), seen)
+    return 0
+
+
+_OPEN = builtins.open
