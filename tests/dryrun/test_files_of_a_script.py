@@ -82,6 +82,14 @@ def test_links_that_a_script_makes_are_followed_by_their_names(sandbox):
     assert Path("moved/step1.pt").exists()
 
 
+def test_folders_of_its_own_are_copied_whole(sandbox):
+    Path("run").mkdir()
+    Path("run/log.txt").write_text("log")
+    shutil.copytree("run", "again")
+    shutil.copytree("data", "rows")
+    assert (Path("again/log.txt").read_text(), os.listdir("rows")) == ("log", ["rows.txt"])
+
+
 def test_a_script_goes_into_folders_of_its_own_and_back(sandbox, there):
     Path("run").mkdir()
     Path("run/log.txt").write_text("log")
@@ -139,6 +147,37 @@ def test_what_is_loaded_is_what_was_saved_but_for_the_values_of_weights(recorder
     assert [parameter.requires_grad for parameter in loaded["model"].parameters()] == [True, False]
     assert loaded["tied"][0] is loaded["tied"][1] is loaded["model"].weight is not layer.weight
     assert torch.equal(loaded["ids"], ids)
+
+
+class Job:
+    """What ``torch.distributed.checkpoint`` calls stateful."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, parts):
+        self.step = parts["step"]
+
+
+def test_a_distributed_checkpoint_of_this_run_is_there_and_loaded(recorder, tmp_path):
+    weight = torch.zeros(4, device="cuda")
+    done = recorder.files.saved_parts_later(
+        {"weight": weight, "job": Job(5), "rest": {"epoch": 2}}, checkpoint_id="run/1"
+    )
+    assert (done.result(), os.path.exists("run/1/.metadata"), recorder.files.skipped["run/1"]) == (None, True, 16)
+    asked = []
+    load = recorder.files.loaded_parts(lambda *_, **given: asked.append(given["checkpoint_id"]))
+    job, rest = Job(0), {"epoch": 0}
+    live = recorder.allocator.allocated_bytes
+    load({"weight": weight, "job": job, "rest": rest}, checkpoint_id="run/1")
+    assert (job.step, rest["epoch"], recorder.allocator.allocated_peak_bytes) == (5, 2, live)
+    with pytest.raises(RuntimeError, match="Missing key in checkpoint state_dict: bias"):
+        load({"bias": weight}, checkpoint_id="run/1")
+    load({"weight": weight}, checkpoint_id="elsewhere")
+    assert asked == ["elsewhere"]
 
 
 def test_what_cannot_be_pickled_cannot_be_saved(recorder):

@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -74,6 +75,13 @@ class RunCheckpoints:
                 places.clear()
                 whole = _LOAD(f, noted, *args, **options)
         return _Moved(map_location, places).moved(whole)
+
+    def without_tensors(self, file: Any) -> Any:
+        """Return what a file of this run holds, with None in the place of tensors; None where there is no such file."""
+        with suppress(FileNotFoundError):
+            if (saved := _saved_in(file)) is not None:
+                return _Bare(BytesIO(saved)).load()
+        return None
 
     def load_tensors(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return what loads a file of safetensors: of this run, or one that is there."""
@@ -162,6 +170,14 @@ class _Unpickler(pickle.Unpickler):
                 saved.storage_bytes // saved.dtype.itemsize, dtype=saved.dtype, device=device
             )
         return self._storages[place].as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Bare(pickle.Unpickler):
+    """Leaves tensors out."""
+
+    def persistent_load(self, saved: _SavedTensor) -> None:
+        """Return nothing for a tensor."""
+        del saved
 
 
 def _bytes_of(values: Tensor) -> bytes:

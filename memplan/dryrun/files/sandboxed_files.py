@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from io import BytesIO
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -29,6 +30,10 @@ _PROGRAMS = {"system": 0, "posix_spawn": 1, "posix_spawnp": 1}
 """What starts another program, and where it is told which."""
 _INNER = frozenset({"_io", __name__})
 """Modules whose own use of ``open`` stays as it is."""
+
+
+PARTS = ".metadata"
+"""What ``torch.distributed.checkpoint`` writes last into a checkpoint's folder, by which scripts tell that it is whole."""
 
 
 class SandboxedFiles:
@@ -127,9 +132,31 @@ class SandboxedFiles:
     def saved_parts(
         self, state_dict: Any, *_: Any, checkpoint_id: Any = None, storage_writer: Any = None, **__: Any
     ) -> None:
-        """Save nothing of what ``torch.distributed.checkpoint`` is given: the bytes of this rank's tensors are counted."""
-        name = checkpoint_id or getattr(storage_writer, "path", None) or "a distributed checkpoint"
-        self.skipped[str(name)] = _bytes_of(state_dict)
+        """Save what ``torch.distributed.checkpoint`` is given as :meth:`_saved` does: this rank's part of it."""
+        parts = {name: value.state_dict() if _has_parts(value) else value for name, value in state_dict.items()}
+        folder = checkpoint_id or getattr(storage_writer, "path", None)
+        if folder is None:
+            self._saved(parts, BytesIO())
+            return
+        file = os.path.join(os.fsdecode(folder), PARTS)
+        os.makedirs(folder, exist_ok=True)
+        self._saved(parts, file)
+        self.skipped[os.fsdecode(folder)] = self.skipped.pop(file)
+
+    def loaded_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what loads such parts into the tensors that they are for: those of this run have no values, all else has."""
+
+        def loaded(
+            state_dict: Any, *args: Any, checkpoint_id: Any = None, storage_reader: Any = None, **options: Any
+        ) -> None:
+            folder = checkpoint_id or getattr(storage_reader, "path", None)
+            saved = None if folder is None else self.checkpoints.without_tensors(os.path.join(folder, PARTS))
+            if saved is None:
+                original(state_dict, *args, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **options)
+            else:
+                _fill(state_dict, saved)
+
+        return loaded
 
     def saved_parts_later(self, *args: Any, **options: Any) -> Future[None]:
         """Save nothing, as :meth:`saved_parts`, and return what ``async_save`` does: what tells when it is done."""
@@ -154,23 +181,24 @@ def prepared_rows() -> str:
     return os.path.expanduser(os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets"))
 
 
-def _bytes_of(value: Any, seen: set[int] | None = None) -> int:
-    """Return the bytes of the tensors in a checkpoint."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        value = getattr(value, "_local_tensor", value)
-        storage = value.untyped_storage()
-        if storage._cdata in seen:
-            return 0
-        seen.add(storage._cdata)
-        return int(storage.nbytes())
-    if isinstance(value, dict):
-        return sum(_bytes_of(item, seen) for item in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_bytes_of(item, seen) for item in value)
-    if isinstance(value, torch.nn.Module):
-        return _bytes_of(value.state_dict(), seen)
-    return 0
+def _has_parts(value: Any) -> bool:
+    """Tell whether something gives and takes a ``state_dict`` of its own, as ``torch.distributed.checkpoint.Stateful`` does."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _fill(target: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Put what was saved where it is for, but for tensors, which stay."""
+    for name, value in target.items():
+        if name not in saved:
+            raise RuntimeError(f"Missing key in checkpoint state_dict: {name}.")
+        if _has_parts(value):
+            parts = value.state_dict()
+            _fill(parts, saved[name])
+            value.load_state_dict(parts)
+        elif isinstance(value, dict) and isinstance(saved[name], dict):
+            _fill(value, saved[name])
+        elif saved[name] is not None and not isinstance(value, Tensor):
+            target[name] = saved[name]
 
 
 _OPEN = builtins.open

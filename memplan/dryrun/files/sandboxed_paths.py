@@ -37,7 +37,8 @@ class SandboxedPaths:
 
     def replacements(self) -> dict[str, Any]:
         """Return what stands for the functions of ``os``."""
-        looks, marks = ("stat", "lstat", "statvfs", "access", "readlink"), ("chmod", "chown", "lchown", "utime")
+        looks = ("stat", "lstat", "statvfs", "access", "readlink", "listxattr", "getxattr")
+        marks = ("chmod", "chown", "lchown", "utime", "setxattr", "removexattr")
         return {
             "open": self._descriptor(os.open),
             "getcwd": lambda: self._folder or _FOLDER(),
@@ -48,12 +49,8 @@ class SandboxedPaths:
             "truncate": self._truncated,
             "link": self._linked,
             "symlink": self._named,
-            **{name: self._looked(getattr(os, name)) for name in looks},
-            **{
-                name: self._marked(getattr(os, name))
-                for name in (*marks, "setxattr", "removexattr")
-                if hasattr(os, name)
-            },
+            **{name: self._looked(getattr(os, name)) for name in looks if hasattr(os, name)},
+            **{name: self._marked(getattr(os, name)) for name in marks if hasattr(os, name)},
             **{name: self._changed(getattr(os, name)) for name in ("rmdir", "remove", "unlink")},
             **{name: self._made(getattr(os, name)) for name in ("mkdir", "mkfifo", "mknod")},
             **{name: self._moved(getattr(os, name)) for name in ("rename", "replace")},

@@ -63,7 +63,9 @@ def known_libraries(
     parts = {"save": files.saved_parts, "async_save": files.saved_parts_later}
     with ExitStack() as stack:
         changes = arrow_changes(files, stack) | {
-            "torch.distributed.checkpoint": lambda module: stack.enter_context(replaced(module, parts)),
+            "torch.distributed.checkpoint": lambda module: stack.enter_context(
+                replaced(module, {**parts, "load": files.loaded_parts(module.load)})
+            ),
             "transformers.modeling_utils": lambda module: _without_weights(module, stack),
             "transformers.tokenization_utils_base": lambda module: _saved_below_python(module, files, stack),
             "transformers.trainer": lambda module: calls.watch(module, stack),

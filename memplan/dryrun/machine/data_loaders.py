@@ -28,7 +28,8 @@ def data_loaders(tokens: int | None = None) -> Iterator[None]:
 
     def made(loader: Any, *args: Any, **options: Any) -> None:
         options |= {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
-        options.pop("multiprocessing_context", None)
+        for name in ("multiprocessing_context", "timeout"):  # of workers alone
+            options.pop(name, None)
         original(loader, *args, **options)
 
     def full(loader: Any) -> Iterator[Any]:

@@ -102,18 +102,24 @@ def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
     def made(ranks: Any = None, *_: Any, group_desc: Any = None, **__: Any) -> Any:
         return make(ranks, backend=BACKENDS, group_desc=group_desc)
 
-    def gathered(objects: list[Any], value: Any, *_: Any, **__: Any) -> None:
-        objects[:] = [value] * len(objects)
+    def gathered_by_all(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+        object_list[:] = [obj] * len(object_list)
 
-    def scattered(objects: list[Any], values: list[Any] | None, *_: Any, **__: Any) -> None:
-        objects[0] = values[processes.rank] if values else None
+    def gathered(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        gathered_by_all(object_gather_list or [], obj)
+
+    def scattered(
+        scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *_: Any, **__: Any
+    ) -> None:
+        given = scatter_object_input_list
+        scatter_object_output_list[0] = given[processes.rank] if given else None
 
     return {
         **{name: _with_result(getattr(distributed_c10d, name)) for name in COLLECTIVES},
         "init_process_group": joined,
         "new_group": made,
-        "all_gather_object": gathered,
-        "gather_object": lambda value, objects=None, *_, **__: gathered(objects or [], value),
+        "all_gather_object": gathered_by_all,
+        "gather_object": gathered,
         "broadcast_object_list": lambda *_, **__: None,
         "scatter_object_list": scattered,
         "get_backend": lambda *_: requested[0],
