@@ -497,3 +497,16 @@ def test_one_rank_gathers_what_all_would_give():
     parts = [None, None]
     _group_calls(Ranks(2, 1))["gather_object"](obj={"step": 1}, object_gather_list=parts, dst=0)
     assert parts == [{"step": 1}, {"step": 1}]
+
+
+def test_a_collective_that_is_given_its_tensor_by_name_goes_on():
+    from torch._C._distributed_c10d import Work
+
+    from memplan.dryrun.machine.pretended_ranks import _with_result
+
+    def broadcast(tensor, src, async_op=False):
+        return Work() if async_op else None
+
+    sent = _with_result(broadcast)
+    assert sent(tensor=torch.ones(2), src=0) is None
+    assert sent(tensor=torch.ones(2), src=0, async_op=True).get_future().value()[0].tolist() == [1, 1]

@@ -7,6 +7,7 @@ are given as it is; buffers that FSDP2, DistributedDataParallel or the script ma
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -129,12 +130,13 @@ def _group_calls(processes: Ranks) -> dict[str, Callable[..., Any]]:
 
 def _with_result(collective: Callable[..., Any]) -> Callable[..., Any]:
     """Return a collective whose future has what was written, as NCCL's has: hooks of DistributedDataParallel go on from it."""
+    first = next(iter(signature(collective).parameters))
 
-    def sent(written: Any, *args: Any, **options: Any) -> Any:
-        if collective(written, *args, **options) is None:
+    def sent(*args: Any, **options: Any) -> Any:
+        if collective(*args, **options) is None:
             return None
         done: Future[Any] = Future()
-        done.set_result([written])
+        done.set_result([args[0] if args else options[first]])
         return _create_work_from_future(done)
 
     return sent
