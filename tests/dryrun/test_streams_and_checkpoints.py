@@ -248,6 +248,15 @@ def test_older_scripts_make_tensors_by_classes():
         assert not isinstance(torch.ones(2), torch.cuda.FloatTensor)
 
 
+def test_torch_is_a_build_for_cuda_to_a_script_that_asks():
+    with machine():
+        torch.backends.cuda.preferred_linalg_library("cusolver")
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        assert torch.backends.cudnn.is_available()
+        assert torch.backends.cuda.is_flash_attention_available()
+        assert torch.cuda.nccl.version() >= (2, 20)
+
+
 def test_packed_rows_have_the_shapes_of_real_ones():
     lengths, rows = torch.tensor([4, 2, 1]), torch.ones(3, 4, 5)
     pack = torch.nn.utils.rnn.pack_padded_sequence

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from memplan.dryrun.machine.card_properties import CardProperties
 from memplan.dryrun.machine.device_names import inner_device
 from memplan.dryrun.machine.streams_and_graphs import Nothing, Streams, graph_class
-from memplan.dryrun.terms.outcome import Ranks, RefusedError
+from memplan.dryrun.terms.outcome import Ranks
 from memplan.dryrun.watching.live_recorder import LiveRecorder
 from memplan.step.tapes.reduction_workspaces import MULTIPROCESSORS
 from memplan.trace.pretended_cuda.fake_devices import all_replaced
@@ -21,6 +21,8 @@ GENERATOR_STATE_BYTES = 16
 """Seed and offset of CUDA's generator, 8 bytes each (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, ``get_state``)."""
 CUDA_VERSION = "13.0"
 """CUDA of torch 2.13's default wheels (https://pytorch.org/get-started)."""
+NCCL_VERSION = (2, 27, 7)
+"""What a script that asks is told, and may log; nothing is sized by it."""
 NATIVE = ("bitsandbytes",)
 """Packages that load kernels of their own where there is a GPU, and know how to do without."""
 
@@ -92,6 +94,7 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
         (cuda, _idle_answers()),
         (cuda.random, _idle_answers()),
         (cuda.nvtx, {"_nvtx": Nothing()}),
+        (cuda.nccl, {"version": lambda: NCCL_VERSION}),
         (torch.profiler, {"profile": NoProfile}),
         (torch.autograd.profiler, {"profile": NoProfile}),
         (
@@ -108,6 +111,10 @@ def _answers(recorder: LiveRecorder, ranks: Ranks) -> Iterator[tuple[Any, str, A
     yield torch, "Stream", streams.stream_class
     yield torch, "Event", Nothing
     yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cuda, "is_flash_attention_available", lambda: True
+    for kind in ("linalg", "blas"):  # all that builds for CUDA have, and what they take is not counted
+        yield torch._C, f"_set_{kind}_preferred_backend", _nothing
     yield (
         torch.backends.cudnn,
         "is_acceptable",
@@ -145,57 +152,10 @@ def _is_available() -> bool:
     return not str(sys._getframe(1).f_globals.get("__name__")).startswith(NATIVE)
 
 
-_NOT_KNOWN = frozenset(
-    {
-        "L2_cache_size",
-        "clock_rate",
-        "max_threads_per_multi_processor",
-        "memory_bus_width",
-        "memory_clock_rate",
-        "shared_memory_per_block",
-        "shared_memory_per_block_optin",
-        "shared_memory_per_multiprocessor",
-        "uuid",
-    }
-)
-"""What torch tells of a card besides (``_CudaDeviceProperties`` in torch/_C/__init__.pyi, v2.13.0), and nobody here knows."""
-
-
-class _NotKnownHere:
-    """Stands for what torch tells of a card and nobody here knows: it can be looked for and printed; a use of it ends the run."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _refused(self, *_: Any) -> Any:
-        raise RefusedError(f"{self._name} of the card's properties is asked for, which is not known here")
-
-    def __repr__(self) -> str:
-        return "not known"
-
-    def __hash__(self) -> int:
-        return hash(self._name)
-
-    __int__ = __index__ = __float__ = __bool__ = __len__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = (
-        _refused
-    )
-    __add__ = __sub__ = __mul__ = __floordiv__ = __truediv__ = __mod__ = __neg__ = _refused
-    __radd__ = __rsub__ = __rmul__ = __rfloordiv__ = __rtruediv__ = __rmod__ = _refused
-
-
-class _Properties(SimpleNamespace):
-    """What torch tells of a card."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _NOT_KNOWN:
-            return _NotKnownHere(name)
-        raise AttributeError(name)
-
-
 def _device_answers(recorder: LiveRecorder, ranks: Ranks) -> dict[str, Any]:
     card = recorder.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
-    properties = _Properties(
+    properties = CardProperties(
         name=card.name,
         major=major,
         minor=minor,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
-from torch.cuda import nccl
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor, _dispatch
 from torch.futures import Future
@@ -29,8 +28,6 @@ from memplan.trace.ranks.replicated import booked_buckets, unsent
 
 PLACES = ("device", "is_cuda", "is_cpu", "is_meta")
 """What tells where a tensor is, which C++ would answer of a distributed one."""
-NCCL_VERSION = (2, 27, 7)
-"""What a script that asks is told, and may log; nothing is sized by it."""
 BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 COLLECTIVES = (
     "all_reduce",
@@ -72,7 +69,6 @@ def pretended_ranks(ranks: Ranks, recorder: RankRecorder) -> Iterator[None]:
         stack.enter_context(replaced(distributed, {"_verify_param_shape_across_processes": lambda *_: True}))
         stack.enter_context(replaced(_dispatch, {"run_dtensor_rng_op": _drawn}))
         stack.enter_context(replaced(DTensor, {name: _of_the_part(name) for name in PLACES}))
-        stack.enter_context(replaced(nccl, {"version": lambda: NCCL_VERSION}))
         stack.enter_context(recorder.following())
         yield
 
