@@ -82,8 +82,10 @@ class _Step:
         if not conditions:
             return
         if names and given is None:
-            unset = rule.get("if_null") == "unset" and self.keys.has(names[0])
-            if "default" in rule and not unset:
+            null = rule.get("if_null") if self.keys.has(names[0]) else None
+            if isinstance(null, Mapping):
+                self._null(names[0], null)
+            elif null is None and "default" in rule:
                 self._default(names[0])
             return
         self._apply(given)
@@ -149,13 +151,22 @@ class _Step:
             text = self.rule.get("refuse", f"{shown_value(value, 60)}{few}")
             self._refuse(key, f"{text}{'' if few else match_hint(word(value), known)}")
         elif isinstance(meaning, Mapping):
-            for name, one in meaning.items():
-                if name == "refuse":
-                    self._refuse(key, one)
-                else:
-                    self._state(name, one, key)
+            self._meant(key, meaning)
         elif meaning is not None:
             self._state(self.rule["to"], meaning, key)
+
+    def _null(self, key: str, meaning: Mapping[str, Any]) -> None:
+        """Do what a key stands for that is there without a value, where that is not what it is without the key."""
+        source = self.keys.source(key).name
+        self.reading.used.setdefault((source, key), UsedKey(key, source, self.keys.line(key), None))
+        self._meant(key, meaning)
+
+    def _meant(self, key: str, meaning: Mapping[str, Any]) -> None:
+        for name, one in meaning.items():
+            if name == "refuse":
+                self._refuse(key, one)
+            else:
+                self._state(name, one, key)
 
     def _converted(self, key: str, value: Any) -> Any:
         kind = self.rule.get("as", "text")
@@ -258,6 +269,7 @@ class _Step:
     def _refuse(self, key: str | None, why: str) -> None:
         name = key or next(iter(self.seen), "")
         value = self.keys.value(name) if name else ""
+        value = None if value is MISSING else value  # a key without a value
         source = self.keys.source(name).name if name else self.keys.name
         refusal = Refusal(name, source, self.keys.line(name) if name else 1, value, why)
         if refusal not in self.reading.refusals:

@@ -963,7 +963,7 @@ def test_a_mapping_has_rules_of_the_kinds_that_there_are(path):
     data = yaml_data(path)
     for rule in [*data.get("rules", ()), *data.get("joined", ())]:
         assert rule.keys() <= RULE_KEYS, rule
-        assert rule.keys() & {"to", "table", "set", "need", "refuse", "value", "change"}, rule
+        assert rule.keys() & {"to", "table", "set", "need", "refuse", "value", "change", "if_null"}, rule
     assert all(isinstance(why, str) and why for why in data.get("not_modelled", {}).values())
     assert not set(data.get("irrelevant", ())) & set(data.get("not_modelled", {}))
 

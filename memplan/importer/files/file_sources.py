@@ -12,7 +12,7 @@ from memplan.errors import InvalidFileError
 from memplan.importer.files.script_commands import command_of, script_commands
 from memplan.importer.sources.argument_vectors import CONFIG_FLAGS, CommandLine, command_line
 from memplan.importer.sources.given_keys import GivenKeys, given_document
-from memplan.importer.sources.included_files import interpolated, with_includes
+from memplan.importer.sources.included_files import DEFAULTS, interpolated, with_includes
 
 MEGATRON = "MODEL_ARGS"
 """Where Megatron-LM's own test jobs have the flags of a run."""
@@ -63,7 +63,9 @@ def read_source(
     if path.suffix != ".json" and (several := _several_documents(text, name)):
         return several
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
-    keys = interpolated(with_includes(keys, path, _own_keys) if "defaults" in keys.data else keys)
+    keys = interpolated(
+        with_includes(keys, path, _own_keys) if isinstance(keys.data.get(DEFAULTS), list | str) else keys
+    )
     if "_target_:" in text:
         from memplan.importer.files.hydra_targets import with_targets
 
@@ -226,8 +228,13 @@ def started_by_program(path: Path, environment: Mapping[str, str]) -> tuple[Comm
     return program_commands(text, name, _files_beside(path), environment) if STARTS.search(text) else ()
 
 
-def _own_keys(path: Path) -> GivenKeys:
-    return given_document(parse_document(read_text(path, instead=INSTEAD), shown_path(path)))
+_PACKAGE = re.compile(r"^\s*#\s*@package\s+([\w.]+)", re.MULTILINE)
+
+
+def _own_keys(path: Path) -> tuple[GivenKeys, str]:
+    text = read_text(path, instead=INSTEAD)
+    package = _PACKAGE.match(text)
+    return given_document(parse_document(text, shown_path(path))), package[1] if package else ""
 
 
 def _json(text: str, name: str) -> Any:

@@ -12,8 +12,6 @@ from memplan.importer.python.python_words import VARIABLES
 from memplan.importer.sources.conditions import is_on
 from memplan.importer.sources.given_keys import MISSING, Expression, GivenKeys
 
-CONFIGS = ("SFTConfig", "DPOConfig", "GRPOConfig", "KTOConfig", "RewardConfig", "ORPOConfig", "CPOConfig", "RLOOConfig", "PPOConfig", "GKDConfig", "TrainingArguments", "Seq2SeqTrainingArguments")  # fmt: skip
-"""Classes of arguments, those of TRL's trainers first."""
 TRAINERS: Mapping[str, str] = {
     "SFTTrainer": "sft",
     "DPOTrainer": "dpo",
@@ -25,9 +23,12 @@ TRAINERS: Mapping[str, str] = {
     "RLOOTrainer": "rloo",
     "PPOTrainer": "ppo",
     "GKDTrainer": "gkd",
-}
-"""TRL's trainers -> its script of each (trl/scripts, examples/scripts)."""
+    **{f"{name}Trainer": name.lower() for name in ("A2PO", "AsyncDistillation", "AsyncGRPO", "BCO", "Distillation", "GMPO", "GOLD", "IWOPD", "MiniLLM", "NashMD", "OnlineDPO", "PAPO", "PRM", "SDFT", "SDPO", "ServerDistillation", "TPO", "XPO")},
+}  # fmt: skip
+"""TRL's trainers -> its script of each (trl/scripts, examples/scripts); those of trl/experimental (1.16.0) are refused by it."""
 PLAIN_ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments")
+CONFIGS = (*(f"{name.removesuffix('Trainer')}Config" for name in TRAINERS), *PLAIN_ARGUMENTS)
+"""Classes of arguments, those of TRL's trainers first."""
 PLAIN_DEFAULTS = {"gradient_checkpointing": False, "bf16": False}
 """What transformers' own class of arguments hands on to a trainer of TRL's, whose defaults are others (trl/trainer/sft_trainer.py, 1.16.0, line 654)."""
 PLAIN = ("Trainer", "Seq2SeqTrainer")
@@ -132,6 +133,13 @@ def trainer_keys(keys: GivenKeys) -> GivenKeys:
     """Return a trainer's keys where a program calls it with arguments that stand in it; else the keys as they are."""
     called = next((name for name in (*TRAINERS, *PLAIN) if name in keys.words), None)
     arguments = next((name for name in CONFIGS if name in keys.words), None)
+    if (
+        called is not None
+        and called in TRAINERS
+        and arguments is None
+        and not {"args", "1"} & _given(keys, called).keys()
+    ):  # it makes its own
+        arguments = f"{called.removesuffix('Trainer')}Config"
     if direct := _direct(keys):
         given = _given(keys, direct)
         inner = given.get("0")

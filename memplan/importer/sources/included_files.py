@@ -12,8 +12,14 @@ from memplan.importer.sources.given_keys import MISSING, GivenKeys
 
 DEEPEST = 12
 FILES = (".yaml", ".yml")
+DEFAULTS = "defaults"
+"""The key that names files to inherit from."""
 
-Read = Callable[[Path], GivenKeys]
+Read = Callable[[Path], tuple[GivenKeys, str]]
+"""A file -> its keys, and the package that its header puts them in (``# @package _global_``), or nothing."""
+ITSELF = "_self_"
+"""Where a file's own keys stand among those that it includes (hydra 1.3); last where it is not said."""
+_NAME = re.compile(r"[\w./-]+")
 
 
 def with_includes(keys: GivenKeys, path: Path, read: Read, above: tuple[Path, ...] = ()) -> GivenKeys:
@@ -28,24 +34,45 @@ def with_includes(keys: GivenKeys, path: Path, read: Read, above: tuple[Path, ..
     """
     here = whole_path(path)
     above = (*above, here)
-    below: Mapping[str, Any] = {}
+    own = {key: value for key, value in keys.data.items() if key != DEFAULTS}
+    data: Mapping[str, Any] = {}
     absent: list[str] = []
-    for name in _names(keys):
+    for group, name in _names(keys):
+        if name == ITSELF:
+            data, own = merged(data, own), {}
+            continue
         other = (here.parent / name).resolve()
-        place = keys.where("defaults")
+        place = keys.where(DEFAULTS)
         if other in {one.resolve() for one in above} or len(above) > DEEPEST:
             raise InvalidFileError([f"{place}: {printable(name)} includes itself"])
         if not is_file(other):
             absent.append(f"the file {shown_path(other)}, which {place} includes")
             continue
-        below = merged(below, with_includes(read(other), other, read, above).data)
-    return replace(keys, data=merged(below, keys.data), absent=tuple(absent))
+        inner, package = read(other)
+        data = merged(data, _packed(with_includes(inner, other, read, above).data, package or group))
+    return replace(keys, data=merged(data, own), absent=tuple(absent))
 
 
-def _names(keys: GivenKeys) -> list[str]:
-    given = keys.data.get("defaults")
-    names = given if isinstance(given, list) else [given]
-    return [name for name in names if isinstance(name, str) and name.endswith(FILES) and "${" not in name]
+def _packed(data: Mapping[str, Any], package: str) -> Mapping[str, Any]:
+    """Return keys below the names of a package."""
+    for name in reversed(package.split(".") if package not in ("", "_global_") else []):
+        data = {name: data}
+    return data
+
+
+def _names(keys: GivenKeys) -> Iterator[tuple[str, str]]:
+    """Yield what ``defaults`` names: a group of Hydra's, or nothing, and the file; :data:`ITSELF` for the keys beside it."""
+    given = keys.data.get(DEFAULTS)
+    single = [given] if isinstance(given, str) and given.endswith(FILES) else []
+    for one in given if isinstance(given, list) else single:
+        pairs = one.items() if isinstance(one, Mapping) else [("", one)]
+        for group, name in pairs:
+            group = group.removeprefix("override ").strip()
+            named = isinstance(name, str) and _NAME.fullmatch(name) and (not group or _NAME.fullmatch(group))
+            if not named or group.partition("/")[0] == "hydra":
+                continue
+            file = name if name == ITSELF or name.endswith(FILES) else f"{name}.yaml"
+            yield group.replace("/", "."), f"{group}/{file}" if group else file
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
