@@ -118,6 +118,13 @@ def test_a_family_that_is_not_modelled_is_refused_by_name(catalog):
             resolve_model_name(name, catalog)
 
 
+def test_of_a_model_with_code_of_its_own_the_release_for_transformers_is_named(catalog):
+    with pytest.raises(
+        CannotAnswerError, match="OpenGVLab/InternVL3-2B-hf is the release that transformers' own code runs"
+    ):
+        resolve_model_name("OpenGVLab/InternVL3-2B", catalog)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

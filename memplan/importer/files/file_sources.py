@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def read_source(
     if path.suffix == ".toml":
         return _toml(text, name)
     if path.suffix in SCRIPTS:
-        return script_commands(text, name)
+        return script_commands(text, name, _sourced_beside(path))
     if path.suffix == NOTEBOOK:
         return _notebook(_json_value(text, name), path, environment)
     if path.suffix == ".py":
@@ -62,6 +63,12 @@ def read_source(
         return script_commands(script, name)
     if path.suffix != ".json" and (several := _several_documents(text, name)):
         return several
+    return _document(text, path)
+
+
+def _document(text: str, path: Path) -> GivenKeys | tuple[CommandLine, ...]:
+    """Return the keys of a file, with those that it includes, or the commands that it lists."""
+    name = shown_path(path)
     keys = given_document(_json(text, name) if path.suffix == ".json" else parse_document(text, name, last_counts=True))
     keys = interpolated(
         with_includes(keys, path, _own_keys) if isinstance(keys.data.get(DEFAULTS), list | str) else keys
@@ -161,6 +168,19 @@ def _plain_names(keys: GivenKeys) -> GivenKeys:
     names = {key: key.lstrip("-").replace("-", "_") for key in keys.data}
     lines = {(names.get(str(path[0]), path[0]), *path[1:]): line for path, line in keys.lines.items() if path}
     return replace(keys, data={names[key]: value for key, value in keys.data.items()}, lines=lines)
+
+
+def _sourced_beside(path: Path) -> Callable[[str], str]:
+    """Return what gives the text of a file that a script takes up: beside it, or where memplan runs; of a folder that nobody knows beside it."""
+
+    def load(name: str) -> str:
+        own = usable_path(name.rpartition("/")[2] if "$" in name else name)
+        place = next((one for folder in (path.parent, Path()) if is_file(one := folder / own)), None)
+        with suppress(InvalidFileError):  # no text
+            return read_text(place) if place is not None and not own.is_absolute() else ""
+        return ""
+
+    return load
 
 
 def _files_beside(path: Path) -> Callable[[str], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from memplan.importer.shell.shell_turns import ShellCommand, Turn
 
 
-def script_commands(text: str, name: str) -> tuple[CommandLine, ...]:
+def script_commands(text: str, name: str, beside: Callable[[str], str] | None = None) -> tuple[CommandLine, ...]:
     """Return the commands of a shell script, none of which is run.
+
+    Args:
+        beside: What stands in a file that it takes up with ``source``.
 
     Raises:
         InvalidFileError: It cannot be read, or starts nothing.
     """
     from memplan.importer.shell.shell_commands import shell_commands
 
-    commands = shell_commands(text, name)
+    commands = shell_commands(text, name, beside)
     if not commands:
         raise InvalidFileError(
             [f"{name}: a shell script that starts no trainer; give the command, memplan import -- ..."]

@@ -27,6 +27,7 @@ from memplan.importer.python.python_words import (
     SIGNATURE,
     VARIABLES,
     YES,
+    constant_of,
 )
 from memplan.importer.sources.given_keys import Expression
 
@@ -137,8 +138,8 @@ def _name(node: ast.Name, names: Known, line: int) -> Any:
 
 
 def _attribute(node: ast.Attribute, names: Known, line: int) -> Any:
-    if isinstance(node.value, ast.Name) and node.value.id == "torch":
-        return node.attr
+    if constant := constant_of(shown(node)):
+        return constant
     if shown(node) == ARGV:
         return names.flags.get(ARGV, [""])
     if (end := names.modules.get(shown(node.value))) is not None:

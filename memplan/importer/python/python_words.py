@@ -56,3 +56,23 @@ COMPUTED: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 MADE = re.compile(r"[\w.]*\b[A-Z]\w*\(")
 """How an expression begins that makes an instance of a class, which is true, and not None."""
+
+
+_CONSTANT = re.compile(
+    r"torch\.(\w+)|(?:\w+\.)*(?:IntervalStrategy|EvaluationStrategy|SaveStrategy|OptimizerNames)\.(\w+)(?:\.value)?"
+)
+_LONGER = {"adamw_bnb": "adamw_bnb_8bit", "lion": "lion_32bit", "paged_adamw": "paged_adamw_32bit", "paged_ademamix": "paged_ademamix_32bit", "paged_lion": "paged_lion_32bit", "rmsprop_8bit": "rmsprop_bnb_8bit", "rmsprop_32bit": "rmsprop_bnb_32bit"}  # fmt: skip
+"""Members of ``OptimizerNames`` whose values say more than their names (transformers/training_args.py, 5.24.0)."""
+
+
+def constant_of(text: str) -> str:
+    """Return what a member of torch, or of an enumeration that transformers' arguments take, is called there; nothing for others.
+
+    Example:
+        >>> constant_of("torch.bfloat16"), constant_of("IntervalStrategy.STEPS"), constant_of("OptimizerNames.PAGED_ADAMW")
+        ('bfloat16', 'steps', 'paged_adamw_32bit')
+    """
+    match = _CONSTANT.fullmatch(text)
+    if match is None or match[1]:
+        return match[1] if match else ""
+    return _LONGER.get(match[2].lower(), match[2].lower())

@@ -1,7 +1,7 @@
 """The commands that a shell script would start, with their variables filled in; none of them is started."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from posixpath import join
@@ -34,15 +34,18 @@ _OWN_WORDS = re.compile(r"ARGS|OPTS|FLAGS|EXTRA|OPTIONS", re.IGNORECASE)
 """Variables for further words, which a script's caller may set."""
 
 
-def shell_commands(text: str, name: str) -> list[ShellCommand]:
+def shell_commands(text: str, name: str, beside: Callable[[str], str] | None = None) -> list[ShellCommand]:
     """Return the commands of a script that may start a training job, in its order.
 
     Branches are followed where their tests can be told from the script; where not, what they set is not known.
 
+    Args:
+        beside: What stands in a file that the script takes up with ``source``; nothing where it is not there.
+
     Raises:
         InvalidFileError: It cannot be read as a shell script.
     """
-    run = _Run(name)
+    run = _Run(name, beside)
     run.scheduled(text)
     run.all(parsed(tokens(text, name), name), sure=True)
     return run.commands
@@ -53,6 +56,7 @@ class _Run:
     """What is known while a script is followed."""
 
     name: str
+    beside: Callable[[str], str] | None
     scope: Scope = field(default_factory=Scope)
     lines: dict[str, list[int]] = field(default_factory=dict)  # Variable -> where it, or each of its words, was set
     exported: set[str] = field(default_factory=set)
@@ -61,6 +65,7 @@ class _Run:
     written: dict[str, Text] = field(default_factory=dict)  # Path -> what stands in a file, where that is known
     folder: str = ""  # Where commands run, from where the script does
     turns: list[Turn] = field(default_factory=list)  # Loops that are followed now
+    exports: bool = False  # Whether all variables are exported that are set now
     followed: int = 0
     depth: int = 0
 
@@ -202,6 +207,10 @@ class _Run:
             self.scope.arguments = self.scope.arguments[int(count) if count.isdigit() else 1 :]
         if first in ("cd", "pushd") and len(words) == 2 and sure and "$" not in words[1]:
             self.folder = join(self.folder, words[1])
+        if first in ("source", ".") and self.beside and len(words) > 1 and (text := self.beside(words[1])):
+            return self._again(text, lines[0], sure, moves=False)
+        if first == "set" and {"-a", "+a"} & {*words}:
+            self.exports = "-a" in words
         if first in ("true", ":", "false"):
             return first != "false"
         start = started_inside(words)
@@ -241,12 +250,12 @@ class _Run:
         self.scope.arguments = before
         return ended
 
-    def _again(self, text: str, line: int, sure: bool) -> bool | None:
-        """Follow a text that the shell reads as a script of its own."""
+    def _again(self, text: str, line: int, sure: bool, *, moves: bool = True) -> bool | None:
+        """Follow a text that the shell reads as a script of its own; ``moves``: whether its lines are those behind ``line``."""
         if self.depth >= DEEPEST or "$" in text.partition(" ")[0]:
             return None
         self.depth += 1
-        inner = [token.moved(line) for token in tokens(text, self.name)]
+        inner = [token.moved(line if moves else line - token.line + 1) for token in tokens(text, self.name)]
         ended = self.all(parsed(inner, self.name), sure=sure)
         self.depth -= 1
         return ended
@@ -315,6 +324,7 @@ class _Run:
         if not sure and self.scope.variables.get(name, "") != value:
             value = UNKNOWN
         self.scope.variables[name] = value
+        self.exported |= {name} if self.exports else set()
         self.lines[name] = [token.line for token in where][:1]
 
 

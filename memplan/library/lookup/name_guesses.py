@@ -172,7 +172,10 @@ def refuse_unmodelled(text: str, catalog: Catalog) -> None:
     """
     for family, reason in _unmodelled(text, catalog):
         script = "memplan run executes a script that trains it"
-        raise CannotAnswerError(f"{printable(text)!r}: {family} is not modelled: {reason}; {script}")
+        ids = (one for key in ("hf_id", "ids") for one, _ in catalog.models.listed(key))
+        release = next((one for one in ids if one.lower() == f"{text}-hf".lower()), "")
+        other = f", and {release} is the release that transformers' own code runs" if release else ""
+        raise CannotAnswerError(f"{printable(text)!r}: {family} is not modelled: {reason}; {script}{other}")
 
 
 def _unmodelled(text: str, catalog: Catalog) -> Iterator[tuple[str, str]]:
