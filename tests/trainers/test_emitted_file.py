@@ -39,6 +39,20 @@ def test_a_starting_file_says_that_nothing_runs_under_autocast(tmp_path, trainer
     assert plan_by_share(path, gpu="a100-80gb").training["autocast"] is False
 
 
+@pytest.mark.parametrize("trainer", ["axolotl", "trl", "llama-factory"])
+def test_a_starting_file_evaluates_where_the_config_does(tmp_path, trainer):
+    options = {"config": "lora", "gpu": "a100-80gb", "micro_batch_size": 2, "sequence_length": 512}
+    path = tmp_path / "start.yaml"
+    path.write_text(memplan.emit("llama-3.2-1b", trainer, **options, set=["evaluation=true"]))
+    training = memplan.import_file(path).to_dict()["training"]
+    assert (training["evaluation"], training["evaluation_batch_size"]) == (True, 2)
+
+
+def test_an_evaluation_that_a_trainer_has_no_keys_for_is_refused():
+    with pytest.raises(CannotAnswerError, match="it differs in evaluation"):
+        memplan.emit("qwen3-0.6b", "torchtitan", config="fp32-adamw", gpu="a100-80gb", set=["evaluation=true"])
+
+
 def test_fp16_without_autocast_is_written_where_a_trainer_can_say_it():
     options = {"config": "lora", "gpu": "a100-80gb", "sequence_length": 512}
     settings = ["autocast=false", "compute_dtype=fp16", "weights.default=fp16"]

@@ -84,8 +84,9 @@ def command_line(
     launcher, script = _launcher(texts, start)
     if short := SHORT if launcher in OUTER else HOST_FLAGS if launcher == "deepspeed" else {}:
         texts[start:script] = [_spelled(text, short) for text in texts[start:script]]
-    launched = _flags(texts, start, script)
-    job = _flags(texts, script, len(texts))
+    own = _own_end(texts, script)
+    launched = _flags(texts, start, script) if own == len(texts) else _flags(texts, own, len(texts))
+    job = _flags(texts, script, own)
     program = tuple(word for word in (*texts[start:script], *job.places) if not word.startswith("-"))
     config = [str(job.flags[flag]) for flag in CONFIG_FLAGS if isinstance(job.flags.get(flag), str)]
     given = {**(environment or {}), **variables}
@@ -106,6 +107,12 @@ def command_line(
         line=min(places[start : start + 1], default=1),
         short=_short_flags(texts[script:]),
     )
+
+
+def _own_end(texts: Sequence[str], script: int) -> int:
+    """Return where a program's own words end: axolotl's command hands its launcher what stands behind ``--`` (cli/main.py, 0.21.0)."""
+    end = texts.index("--", script) if "--" in texts[script:] else len(texts)
+    return end if any(text.rsplit("/", 1)[-1] == "axolotl" for text in texts[script:end]) else len(texts)
 
 
 def _short_flags(texts: Sequence[str]) -> dict[str, Any]:

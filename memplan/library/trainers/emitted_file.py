@@ -108,6 +108,9 @@ def _keys(plan: Plan, given: str, writes: Mapping[str, Any]) -> dict[str, str]:
         if adapter.modules_to_save:
             keys[writes["saved"]] = f"[{', '.join(adapter.modules_to_save)}]"
         keys[writes["dropout"]] = str(adapter.dropout or 0.0)
+    if setup.config.evaluation and "evaluation" in writes:
+        rows = setup.config.evaluation_batch_size or setup.config.micro_batch_size
+        keys |= {**writes["evaluation"], writes["evaluation_rows"]: str(rows)}
     return keys
 
 
@@ -201,15 +204,16 @@ def _read(text: str, name: str, plan: Plan, options: Mapping[str, Any]) -> dict[
 
 
 def _compare(data: Mapping[str, Any], plan: Plan, options: Mapping[str, Any]) -> None:
-    """Refuse a text whose job, as it is read, would need other bytes, or compute in another precision."""
+    """Refuse a text whose job, as it is read, would need other bytes, compute in another precision, or not evaluate."""
     retained = {key: options.get(key) for key in ("gpu", "gpu_memory", "catalog")}
     given: dict[str, Any] = {**dict.fromkeys(options), **retained, "config": data}
     try:
         again = planned(plan.memory.model, **given)
     except MemplanError as error:
         raise _inexpressible(plan, str(error)) from None
-    precisions = [(one.memory.setup.config.compute_dtype, one.memory.setup.autocast) for one in (plan, again)]
-    if again.memory.device_bytes != plan.memory.device_bytes or precisions[0] != precisions[1]:
+    setups = [one.memory.setup for one in (plan, again)]
+    said = [(one.config.compute_dtype, one.autocast, one.config.evaluation) for one in setups]
+    if again.memory.device_bytes != plan.memory.device_bytes or said[0] != said[1]:
         before, after = plan.training, again.training
         other = sorted(
             key for key in before if before[key] != after.get(key) and key not in ("description", "evidence", "status")
