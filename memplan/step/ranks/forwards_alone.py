@@ -16,7 +16,8 @@ from memplan.step.no_grad_instants import (
     parts_alone,
     reference_model,
 )
-from memplan.step.ranks.sharded_units import ShardedStep, finds_norm
+from memplan.step.ranks.sharded_units import ShardedStep
+from memplan.step.ranks.stored_head import finds_norm
 from memplan.step.step_inputs import tables_of_graph
 from memplan.step.tapes.linear_forms import ZERO, Form, Part, constant_form, single_form
 from memplan.step.tapes.moments import Instant

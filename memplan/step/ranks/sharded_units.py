@@ -5,13 +5,14 @@ from dataclasses import field, replace
 
 from memplan.catalog.config_keys.parallel_keys import FlatShards
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import Inventory, ParameterTensor, Role
+from memplan.model.inventory import Inventory, ParameterTensor
 from memplan.model.model import Model
 from memplan.model.spec import LayerRun, ModelSpec
 from memplan.step.blocks.block_settings import Regime
 from memplan.step.collectives.gathered_units import Unit, still_unit, unit
 from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
+from memplan.step.ranks.stored_head import finds_norm, gathers_head_by_hand, with_stored_head
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import ON_HOST, sharded_clipping_bytes, step_temporaries
 from memplan.step.states.parallel_shards import gathered_setup, is_accelerated, reduced_width
@@ -98,7 +99,17 @@ class ShardedStep:
         Source:
             ``apply_fsdp_to_decoder`` in torchtitan/distributed/fsdp.py (0.3.0), whose unit has the hooks of the head's module.
         """
-        return self.inputs.setup.stack.model_code == "torchtitan" or self.apart or self.loss_inside
+        within = self.inputs.setup.stack.model_code == "torchtitan" or self.apart or self.loss_inside
+        return within and self.hooks_outputs
+
+    @property
+    def hooks_outputs(self) -> bool:
+        """Whether a hook has the last layer gathered before its own does: a root without weights has none, nor a head that is not called.
+
+        Source:
+            ``_pre_backward`` in torch/distributed/fsdp/_fully_shard/_fsdp_state.py (v2.13.0): OLMo's final norm has no weight.
+        """
+        return not self.head_by_hand or self.rest is not None
 
     @property
     def chunked(self) -> bool:
@@ -228,7 +239,7 @@ class ShardedStep:
     @property
     def ahead_of_head(self) -> int:
         """What is there of layers, and an embedding apart, in the head's backward: the last layer is gathered then, or all have stayed."""
-        return self.below_head if self.stays or self.last_stays else self.last.buffer_bytes
+        return self.below_head if self.stays or self.last_stays else self.last.buffer_bytes * self.hooks_outputs
 
     def neighbour(self, index: int, position: int, step: int) -> Unit | None:
         """Return the unit of the layer that comes after (1) or before (-1) one of a run, or None."""
@@ -251,7 +262,7 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
     """
     refuse_unread_code(model, setup)
     by_hand = gathers_head_by_hand(model.spec, setup)
-    whole = _with_stored_head(setup) if by_hand else gathered_setup(setup)
+    whole = with_stored_head(setup) if by_hand else gathered_setup(setup)
     optimizer, clipping = step_temporaries(setup, states.tensors), sharded_clipping_bytes(states.tensors)
     if setup.steps_on_host:
         optimizer, clipping = ON_HOST, 0
@@ -287,39 +298,6 @@ def sharded_step(model: Model, setup: TrainingSetup, states: ModelStates, regime
         reference=None if flat else still_unit(reference_tensors(loaded, setup), setup),
         flat=flat,
         adapters=own,
-    )
-
-
-def finds_norm(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether accelerate finds a model's final norm: a child of its base model, where PEFT has not wrapped what goes by that name.
-
-    Source:
-        ``_find_final_norm`` in accelerate/utils/fsdp_utils.py (1.15.0), which asks PEFT's model for ``base_model_prefix``:
-        for ``model`` that is the whole model inside, for ``transformer`` it is the base model.
-    """
-    base, *path = spec.names.final_norm.split(".")
-    return len(path) == 1 and not (setup.config.adapter is not None and base == "model")
-
-
-def gathers_head_by_hand(spec: ModelSpec, setup: TrainingSetup) -> bool:
-    """Tell whether a loss gathers the head itself, as it is stored: one that is a unit alone, whose module it does not call.
-
-    Source:
-        ``_fused_forward`` in trl/trainer/utils.py (1.16.0), which asks a sharded weight for its ``full_tensor``.
-    """
-    alone = not spec.tie_word_embeddings and not finds_norm(spec, setup)
-    engine = setup.config.parallel.engine
-    return alone and setup.profile.loss == "fused-head" and is_accelerated(setup) and engine == "torch"
-
-
-def _with_stored_head(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup of gathered weights, of which the head is in the dtype that it is stored in."""
-    whole = gathered_setup(setup)
-    role: Role = "head"
-    return replace(
-        whole,
-        format_names={**whole.format_names, role: setup.format_names[role]},
-        formats={**whole.formats, role: setup.formats[role]},
     )
 
 

@@ -111,7 +111,7 @@ class GatheredParts:
 
     def reach_head(self) -> None:
         """Gather the last layer ahead, where backward reaches the model only now."""
-        if self._prefetches("pre"):
+        if self._prefetches("pre") and self._step.hooks_outputs:
             self._units.gather(self._parts[-2])
 
     def enter_backward(self, place: int) -> None:
@@ -156,7 +156,8 @@ class GatheredParts:
             return False
         if step.flat:
             return not step.begins_behind_loss
-        return (step.root_again and not step.loss_on_both_sides) or step.taped.head.logits is None or step.stays
+        within = step.taped.head.logits is None and step.hooks_outputs
+        return (step.root_again and not step.loss_on_both_sides) or within or step.stays
 
     def _prefetches(self, when: str) -> bool:
         """Tell whether the next unit is gathered before, or behind, the backward of one."""
