@@ -37,7 +37,7 @@ class FamilyCode:
     # Whether heads in groups are told to scaled-dot-product attention, and not repeated or left as one.
     asks_for_groups: bool = True
     takes_flash_attn: bool = True  # Whether it runs with the package flash-attn
-    # Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are.
+    # Whether its linear layers are of a class of its own, which bitsandbytes' loading leaves as they are, and multiply a view.
     own_linear: bool = False
     # Whether its projections call a product of their own, and not the function of torch's linear layers.
     own_products: bool = False

@@ -171,9 +171,12 @@ class Builder:
         return copy
 
     def _is_view(self, weight: Weight) -> bool:
-        """Tell whether products are given another look at a parameter: LitGPT turns those of adapters, but for one."""
-        turned = self.settings.code.adapts_parts and ".lora_" in weight.name
-        return turned and not weight.name.endswith(f".{self.settings.names.qkv}.lora_A.weight")
+        """Tell whether products are given another look at a parameter: LitGPT turns those of adapters, but for one, and Falcon its layers'."""
+        # ``FalconLinear.forward`` in transformers/models/falcon/modeling_falcon.py (5.24.0)
+        names, code = self.settings.names, self.settings.code
+        if ".lora_" in weight.name:
+            return code.adapts_parts and not weight.name.endswith(f".{names.qkv}.lora_A.weight")
+        return code.own_linear and not weight.name.startswith(f"{names.head}.")
 
     def cast_bias(self, bias: Weight, rows: int) -> int:
         """Return what a bias in another dtype takes while it is added; autocast saves its copy."""
