@@ -5,15 +5,35 @@ from pathlib import Path
 
 import pytest
 
+from memplan.allocator.streams.stream_replay import Stream
+from memplan.plan.reserve.simulation import events_of
+from memplan.step.events.step_events import STEPS
+from tests.survey.drawn_jobs import RESERVE_SHARE, as_made
 from tests.survey.stacks.drawn_stack_jobs import StackJob
 from tests.survey.stacks.judged_stack_jobs import planned
 from tests.survey.stacks.stack_records import catalog_at
 
 CASES = json.loads((Path(__file__).parent / "sharded_instants.json").read_text(encoding="utf-8"))
+RESERVED = [case for case in CASES if "reserved" in case]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"].replace(" ", "-"))
+def named(case):
+    return case["case"].replace(" ", "-")
+
+
+def plan(case):
+    return planned(StackJob.read(json.dumps(case["job"])), catalog_at(case.get("at", "5.23.0")))
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_an_instant_that_was_traced_is_planned_within_a_thousandth(case):
-    instants = dict(planned(StackJob.read(json.dumps(case["job"])), catalog_at("5.23.0")).instants)
+    instants = dict(plan(case).instants)
     for name, size in case["instants"].items():
         assert abs(instants[name] - size) <= size / 1000, name
+
+
+@pytest.mark.parametrize("case", RESERVED, ids=named)
+def test_a_reserve_that_was_traced_is_planned_within_three_per_cent(case):
+    events = events_of(as_made(plan(case)), STEPS)
+    own = Stream(events.sizes, events.codes, streams=events.stream.streams).peaks().reserved_bytes
+    assert abs(own - case["reserved"]) <= RESERVE_SHARE * case["reserved"]

@@ -159,12 +159,12 @@ def reserved(plan: MemoryPlan, trace: Trace, steps: int) -> tuple[int, int]:
     loaded = _loaded(plan, trace)
     codes = [2 * event.storage + (not event.allocates) for event in trace.events if event.storage not in loaded]
     sizes = [storage.bytes for storage in trace.storages]
-    events = events_of(_as_made(plan), steps)
+    events = events_of(as_made(plan), steps)
     own = Stream(events.sizes, events.codes, streams=events.stream.streams)
     return own.peaks().reserved_bytes, Stream(sizes, codes, streams=trace.streams).peaks().reserved_bytes
 
 
-def _as_made(plan: MemoryPlan) -> MemoryPlan:
+def as_made(plan: MemoryPlan) -> MemoryPlan:
     """Return a plan whose weights are made as they stay, which a trace's are, without checkpoint."""
     stack = replace(plan.setup.stack, loads_codes=None)
     return replace(plan, setup=replace(plan.setup, stack=stack))

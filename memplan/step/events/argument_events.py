@@ -166,8 +166,13 @@ class HandedTensors:
         self._stream.of("activations")
         if not number and handed.embedded is not ZERO:
             self._there["made", 0, 0] = self._stream.allocate(handed.embedded.total_bytes(self._values))
-        for share, keys in handed.keys if number and handed.keeps else ():
-            for place, one in enumerate(keys if share.stores == int(number) else ()):
+        if number:
+            self._keep(int(number))
+
+    def _keep(self, layer: int) -> None:
+        """Allocate keys and values that a layer, the first of which is 0, has made and checkpointing keeps."""
+        for share, keys in self._handed.keys if self._handed.keeps else ():
+            for place, one in enumerate(keys if share.stores == layer else ()):
                 size = one.width * one.element_bytes * self._values[Quantity.TOKENS]
                 self._there["kept", share.stores, place] = self._stream.allocate(size)
 
@@ -176,10 +181,16 @@ class HandedTensors:
         forms = self._handed.tensors(layer)
         stay = ("made", "kept") if layer else ("kept",) if self._handed.reentrant else ()
         self._stream.of("temporaries")
-        for key in [key for key in self._there if key not in forms and key[0] not in stay]:
+        for key in [key for key in self._there if key not in forms and (key[0] not in stay or self._makes(key, layer))]:
             self._stream.free(self._there.pop(key))
+        if layer or self._handed.reentrant:
+            self._keep(layer)  # what the layer above has made in the place of those of forward
         for key in [key for key in forms if key not in self._there]:
             self._there[key] = self._stream.allocate(forms[key].total_bytes(self._values))
+
+    def _makes(self, key: tuple[str, int, int], layer: int) -> bool:
+        """Tell whether a layer makes keys and values that are kept as it is computed again, in the place of those of forward."""
+        return key[:2] == ("kept", layer - 1)
 
     def left(self) -> list[int]:
         """Return what goes with the graph of the loss."""
