@@ -12,7 +12,7 @@ from memplan.step.blocks.block_settings import Regime
 from memplan.step.collectives.gathered_units import Unit, still_unit, unit
 from memplan.step.kernels.refused_code import refuse_unread_code
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, inventory_first, model_on_tape
-from memplan.step.ranks.stored_head import finds_norm, gathers_head_by_hand, with_stored_head
+from memplan.step.ranks.stored_head import gathers_head_by_hand, names_in_units, with_stored_head
 from memplan.step.states.model_states import ModelStates, model_states
 from memplan.step.states.optimizer_scratch import ON_HOST, sharded_clipping_bytes, step_temporaries
 from memplan.step.states.parallel_shards import gathered_setup, is_accelerated, reduced_width
@@ -312,9 +312,7 @@ def _ends(spec: ModelSpec, inventory: Inventory, setup: TrainingSetup) -> tuple[
     layout = "root" if setup.config.parallel.engine == "fsdp1" else layout
     others: list[ParameterTensor] = []
     if layout == "accelerate":
-        names = spec.names
-        own = (names.embedding, names.head, *((names.final_norm,) if finds_norm(spec, setup) else ()))
-        others = [t for t in ends if not t.name.startswith(tuple(f"{name}." for name in own))]
+        others = [tensor for tensor in ends if not tensor.name.startswith(names_in_units(spec, setup))]
         ends = [tensor for tensor in ends if tensor not in others]
     rest = unit(others, setup) if others else None
     if layout in ("root", "root-again", "root-and-last", "axolotl", "own-root") or spec.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""A head that is a unit of its own, which a loss gathers as it is stored, and does not call."""
+"""Which ends of a model accelerate finds, and a head that is a unit of its own, which a loss gathers as it is stored, and does not call."""
 
 from dataclasses import replace
 
@@ -17,6 +17,17 @@ def finds_norm(spec: ModelSpec, setup: TrainingSetup) -> bool:
     """
     base, *path = spec.names.final_norm.split(".")
     return len(path) == 1 and not (setup.config.adapter is not None and base == "model")
+
+
+def names_in_units(spec: ModelSpec, setup: TrainingSetup) -> tuple[str, ...]:
+    """Return what names of weights begin with that accelerate puts in units of their own; what else the ends have is the root's.
+
+    Source:
+        ``fsdp2_prepare_model`` in accelerate/utils/fsdp_utils.py (1.15.0).
+    """
+    names = spec.names
+    own = (names.embedding, names.head, *((names.final_norm,) if finds_norm(spec, setup) else ()))
+    return tuple(f"{name}." for name in own)
 
 
 def gathers_head_by_hand(spec: ModelSpec, setup: TrainingSetup) -> bool:

@@ -13,8 +13,8 @@ from memplan.step.events.around_step import Around, first_and_last
 from memplan.step.events.ranks.chunked_gradients import ChunkedHead
 from memplan.step.events.ranks.unit_events import UnitEvents
 from memplan.step.ranks.forwards_alone import gathers_tail_again
+from memplan.step.ranks.stored_head import names_in_units
 from memplan.step.states.parallel_shards import in_layers, numbered
-from memplan.step.tower.tower_settings import is_of_tower
 
 
 class GatheredParts:
@@ -166,16 +166,11 @@ class GatheredParts:
         return when == "pre" if self._step.flat is None else self._step.flat.backward_prefetch == when
 
     def _names(self, place: int, gradients: dict[str, int]) -> list[str]:
-        """Return the weights of a part that have gradients: all that are left, for the root."""
-        if self._units.is_root(place) or (self._step.apart and place == 0):
-            return [name for name in gradients if self._units.rest is None or not self._of_rest(name)]
-        names = self._step.inputs.spec.names
-        if place == len(self._parts) - 1:
-            others = names.embedding, names.layer.partition("{}")[0]
-            return [name for name in gradients if not name.startswith(others)]
+        """Return the weights of a part that have gradients: all that are left, for the root, but for those of its own unit beside the ends'."""
+        inputs, names = self._step.inputs, self._step.inputs.spec.names
         prefix = f"{numbered(names.layer, place - 1)}."
-        return [name for name in gradients if name.startswith(prefix)]
-
-    def _of_rest(self, name: str) -> bool:
-        """Tell whether a weight is in the root's own unit beside those of the ends."""
-        return name.startswith(f"{self._step.inputs.spec.names.positions}.") or is_of_tower(name)
+        if 0 < place < len(self._parts) - 1:
+            return [name for name in gradients if name.startswith(prefix)]
+        own = "" if self._units.rest is None else names_in_units(inputs.spec, inputs.setup)
+        others = (names.embedding, names.layer.partition("{}")[0]) if place else ()
+        return [name for name in gradients if name.startswith(own) and not name.startswith(others)]
