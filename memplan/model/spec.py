@@ -307,7 +307,7 @@ class ModelSpec:
     final_logit_softcap: float = 0.0  # Cap of a scaled tanh that logits pass through (Gemma 2); 0.0 for none
     logit_scale: float = 0.0  # Factor of the logits (Command R, Granite); 0.0 for none
     rotary_tables: int = 1  # Pairs of rotary tables that are built (Gemma 3 has two bases)
-    buffer_bytes: int = 0  # Of what the released code keeps beside parameters: causal masks, tables of sines
+    buffers: tuple[int, ...] = ()  # Bytes of each that the released code keeps: causal masks, tables of sines
     # Tokens of a window that attention is within; 0 where there is none. ``full_layers`` are within none.
     window: int = 0
     full_layers: tuple[int, ...] = ()

@@ -244,7 +244,7 @@ def _kept_bytes(spec: ModelSpec, setup: TrainingSetup) -> int:
     if setup.stack.model_code != "transformers":
         return 0
     part, in_layers = spec.state_space, family_code(setup.stack, spec.architecture).interleaved == "looked-up"
-    own = spec.buffer_bytes * (spec.num_hidden_layers if in_layers else 1)
+    own = sum(spec.buffers) * (spec.num_hidden_layers if in_layers else 1)
     if part is None or not part.multiplied:
         return own
     return own + spec.num_hidden_layers * part.projected_size * FLOAT_BYTES[setup.loaded_float]

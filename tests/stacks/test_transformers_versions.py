@@ -3,20 +3,21 @@
 import pytest
 
 from memplan.library.answers.planned_job import plan_by_share
+from memplan.plan.reserve.simulation import events_of
 from memplan.step.kernels.family_code import family_code
 from tests.jobs import shipped_catalog
 
 TOKENS = 2 * 512
 
 
-def plan(model: str, version: str, stack: str = "plain-loop", **keys):
+def plan(model: str, version: str, stack: str = "plain-loop", length: int = 512, **keys):
     return plan_by_share(
         model,
         gpu="a100-80gb",
         config="bf16-adamw",
         stack=f"{stack}@{version}",
         micro_batch_size=2,
-        sequence_length=512,
+        sequence_length=length,
         set={"kernels.attention": "eager", **keys},
     ).memory
 
@@ -64,7 +65,7 @@ def test_gpt_j_has_torchs_attention_and_one_table_for_all_layers():
     assert before.steps_alone
     spec = plan("gpt-j-6b", "5.24").model.spec
     sizes = [plan("gpt-j-6b", version).buffer_bytes for version in ("5.24", "5.23")]
-    assert sizes[1] - sizes[0] == (spec.num_hidden_layers - 1) * spec.buffer_bytes
+    assert sizes[1] - sizes[0] == (spec.num_hidden_layers - 1) * sum(spec.buffers)
 
 
 def test_older_stacks_have_the_models_of_their_time():
@@ -72,3 +73,11 @@ def test_older_stacks_have_the_models_of_their_time():
     for name in ("axolotl", "llama-factory", "ms-swift"):
         assert family_code(catalog.stack(name), "gptj").steps_alone
     assert family_code(catalog.stack("transformers@4.57"), "gptj").interleaved == "looked-up"
+
+
+@pytest.mark.parametrize(("name", "masks"), [("gpt-neo-1.3b", 24), ("starcoderbase-1b", 1), ("gpt-j-6b", 0)])
+def test_a_mask_of_all_positions_is_a_tensor_of_its_layer_or_of_the_model(name, masks):
+    answer = plan(name, "5.24", length=500)
+    square = answer.own.spec.max_position_embeddings ** 2
+    sizes = events_of(answer, 1).sizes
+    assert sizes.count(square) == masks

@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from memplan.catalog.built_models import StackModels
 from memplan.catalog.kernel_profiles import CodesLoading
 from memplan.step.events.event_stream import EventStream
-from memplan.step.kernels.family_code import tables_apart
+from memplan.step.kernels.family_code import family_code, tables_apart
 from memplan.step.states.muon_scratch import table_sizes
 from memplan.step.states.parallel_shards import ADAPTER, Named, in_layers, is_sharded
 from memplan.step.step_inputs import StepInputs
@@ -138,17 +138,20 @@ class ModelTensors:
         layers = sum(run.count for run in spec.runs) if tables_apart(spec, self._inputs.setup) else 0
         apart = 1 if stack.model_code == "torchtitan" else 2  # ``RoPE`` has cosines and sines in one
         tables = apart * (layers or spec.rotary_tables) or 1  # learned positions have their numbers alone
-        masks = self._masks()
-        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs) - sum(masks)
+        kept = self._kept()
+        rest = buffers.total_bytes(values) - sum(batch) - positions - sum(codecs) - sum(kept)
         whole = layers if stack.rotary_tables.rows == "model" and layers else 1  # each for all positions, in one tensor
-        return [*batch, *[positions // tables] * tables, *codecs, *masks, *[rest // whole] * whole]
+        return [*batch, *[positions // tables] * tables, *codecs, *kept, *[rest // whole] * whole]
 
-    def _masks(self) -> list[int]:
-        """Return the bytes of each mask of a byte for each pair of positions that a layer of transformers' keeps."""
+    def _kept(self) -> list[int]:
+        """Return the bytes of each mask and each table that layers, or the model, of transformers' keep."""
         stack, spec = self._inputs.setup.stack, self._inputs.spec
-        layers, square = spec.num_hidden_layers, spec.max_position_embeddings**2
-        of_layers = spec.architecture in stack.models.triangles or spec.buffer_bytes == layers * square
-        return [square] * (layers * (of_layers and stack.model_code == "transformers"))
+        layers = spec.num_hidden_layers
+        if stack.model_code != "transformers":
+            return []
+        masks = layers if spec.architecture in stack.models.triangles else 0
+        of_each = layers if family_code(stack, spec.architecture).interleaved == "looked-up" else 1
+        return [spec.max_position_embeddings**2] * masks + list(spec.buffers) * of_each
 
     def replaced_sizes(self, buffers: Form, values: Sequence[int]) -> list[int]:
         """Return the bytes of each table that a model is made with, and that others take the place of."""

@@ -150,7 +150,7 @@ def gpt_neo(config: ConfigValues) -> ModelSpec:
         tied=True,
         dropout=("attention_dropout", "resid_dropout", "embed_dropout"),
         learned_positions=positions,
-        buffer_bytes=common.num_hidden_layers * positions**2,
+        buffers=(positions**2,) * common.num_hidden_layers,
         rotary_tables=0,
         names=GPT_NEO_NAMES,
     )
@@ -191,7 +191,7 @@ def gptj(config: ConfigValues) -> ModelSpec:
         ),
         dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         head_bias=True,
-        buffer_bytes=4 * rows * rotated,
+        buffers=(4 * rows * rotated,),
         names=GPTJ_NAMES,
     )
 
@@ -264,7 +264,7 @@ def gpt_bigcode(config: ConfigValues) -> ModelSpec:
         dropout=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
         default_dropout=0.1,
         learned_positions=positions,
-        buffer_bytes=positions**2,
+        buffers=(positions**2,),
         rotary_tables=0,
         names=GPT2_NAMES,
     )
