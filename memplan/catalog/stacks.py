@@ -242,6 +242,7 @@ class Stack:
     attention_order: tuple[AttentionKernel, ...] = ()
     evaluates_alike: bool = False  # Whether it evaluates as many rows as it trains on, and has no key for others
     evaluates_in_place: bool = False  # Whether the rows of a step have made way by the time it evaluates as many others
+    evaluates_epochs: bool = False  # Whether it evaluates as an epoch ends, behind its last step, and not between steps
     shares_states: bool = False  # Whether its own optimizer shares out states alone among GPUs (``zero_stage: 1``)
     shards_alone: bool = False  # Whether a model on one GPU is in FSDP too, over a group of one, and replicas are so
     # Dtype of modules trained whole beside adapters: that of the model's ``weights``, or of ``adapters``, as all that trains.

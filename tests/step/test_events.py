@@ -100,6 +100,14 @@ def test_names_of_outputs_end_where_a_loop_lets_go_of_them(config, checkpointing
     assert peaks["forward"] <= peaks["backward"] <= peaks["step"] <= peaks["next"]
 
 
+@pytest.mark.parametrize(("stack", "evaluations"), [("plain-loop", 1), ("transformers", 3), ("bundled", 3)])
+def test_a_loop_that_evaluates_as_an_epoch_ends_does_so_behind_the_last_step(stack, evaluations):
+    phases = events_of(plan_of("mixed-adamw", stack=stack, evaluation=True)).stream.phases
+    names = [name for _, name in phases]
+    assert names.count("evaluation") == evaluations
+    assert names[-1] == "evaluation"
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("stack", ["trl@0.11", "trl@0.19", "trl@0.28", "trl@1.4", "trl@1.6"])
 @pytest.mark.parametrize("config", ["lora", "mixed-adamw"])

@@ -56,6 +56,7 @@ class StepPlayer:
         around: Around,
     ) -> None:
         self._stream, self._config, self._leaves = stream, inputs.setup.config, inputs.setup.leaves_gradients
+        self._by_epochs = inputs.setup.stack.evaluates_epochs
         self._tensors, self._updates, self._passes, self._around = tensors, updates, passes, around
         self._untouched = [name for name, entry in tensors.trained if entry.stepper is None]
 
@@ -73,6 +74,8 @@ class StepPlayer:
         for step in range(steps):
             starts.append(len(stream.codes))
             passes.append(self._step(first=step == 0))
+            if self._config.evaluation and (step == steps - 1 or not self._by_epochs):
+                self._passes.evaluate()
         return RunEvents(stream.sizes, stream.codes, frozenset(stream.libraries), tuple(starts), tuple(passes), stream)
 
     def _make_persistent(self, buffers: Form, values: Sequence[int]) -> None:
@@ -103,8 +106,6 @@ class StepPlayer:
         elif config.gradients.lifetime == "step":
             self._update(first=first)
         self._passes.end_step()
-        if config.evaluation:
-            self._passes.evaluate()
         return () if self._around.update is not None else tuple(ends)  # an engine's last is like no other
 
     def _update(self, *, first: bool) -> None:
