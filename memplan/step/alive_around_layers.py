@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from memplan.step.kernels.family_code import family_code
 from memplan.step.kernels.image_rows import named_features
 from memplan.step.kernels.layer_arguments import other_mask, other_tables, placed_mask, position_quantity
-from memplan.step.losses.token_chunk_loss import EMPTY
+from memplan.step.losses.token_chunk_loss import left_by_stretch
 from memplan.step.model_on_tape import ModelOnTape, PlayedModel, is_direct
 from memplan.step.offloaded_inputs import STASH, behind_first, gone_in_loss, inputs_left, norm_nodes
 from memplan.step.step_inputs import StepInputs, retained_arguments, tables_of_graph
@@ -238,9 +238,7 @@ def left_stretch(inputs: StepInputs, taped: ModelOnTape) -> Form:
     if not inputs.regime.empty_stretch:
         return ZERO
     tape = taped.head.section.tape
-    saved = {storage for node in tape.nodes if node.instant == EMPTY for storage in node.saved}
-    escaped = {storage for node in tape.nodes for storage in node.attributes}  # :func:`escaped_form` has these
-    return sum((single_form(*tape.storages[storage]) for storage in saved - escaped), ZERO)
+    return sum((single_form(*tape.storages[storage]) for storage in left_by_stretch(tape)), ZERO)
 
 
 def escaped_form(taped: ModelOnTape, played: PlayedModel) -> Form:

@@ -112,7 +112,7 @@ class PlayedSection:
         owned: Whether the part before keeps that for itself, so that it is not to be freed here.
     """
 
-    __slots__ = ("_aliases", "_base", "_events", "_given", "_left", "_stream", "visited")
+    __slots__ = ("_aliases", "_base", "_before", "_events", "_given", "_left", "_stream", "visited")
 
     def __init__(
         self, stream: EventStream, events: SectionEvents, sizes: Sequence[int], entry: int, owned: bool = False
@@ -122,6 +122,7 @@ class PlayedSection:
         stream.sections.append((self._base, events))
         self._aliases = {events.entry: NO_STORAGE if owned else entry}
         self._given: dict[int, Sequence[int]] = {}
+        self._before: dict[int, Sequence[int]] = {}
         self._left = False  # Whether its region of autocast has ended
         self.visited: Callable[[str, str], None] | None = None  # Writes what comes as a module begins or ends
 
@@ -129,9 +130,9 @@ class PlayedSection:
         """Stand a storage of the part's own for others of the stream, which are there already and which it frees."""
         self._given[storage] = others
 
-    def frees_instead(self, storage: int, other: int) -> None:
-        """Free another storage of the stream where the part frees one of its own, which stays."""
-        self._aliases[storage] = other
+    def frees_instead(self, storage: int, other: int, *before: int) -> None:
+        """Free another storage of the stream, and some before it, where the part frees one of its own, which stays."""
+        self._aliases[storage], self._before[storage] = other, before
 
     def own_name(self, storage: int) -> int:
         """Return what a storage that the part allocates is called in the stream."""
@@ -296,12 +297,11 @@ class PlayedSection:
                 codes = codes[place + 1 :]
         start = len(written)
         written += [code + base for code in codes]
-        places = {codes.index(freed): alias for own, alias in self._aliases.items() if (freed := 2 * own + 1) in codes}
+        freed = {2 * own + 1: (*self._before.get(own, ()), name) for own, name in self._aliases.items()}
+        places = {codes.index(code): names for code, names in freed.items() if code in codes}
         for place in sorted(places, reverse=True):
-            if places[place] == NO_STORAGE:
-                del written[start + place]
-            else:
-                written[start + place] = 2 * places[place] + 1
+            names = [name for name in places[place] if name != NO_STORAGE]
+            written[start + place : start + place + 1] = [2 * name + 1 for name in names]
 
 
 class SectionPlayer:

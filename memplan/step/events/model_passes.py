@@ -15,6 +15,7 @@ from memplan.step.events.chunk_events import loss_over_chunks
 from memplan.step.events.event_stream import EventStream, Libraries, PlayedSection, SectionPlayer, UseUp, leave_region
 from memplan.step.events.head_events import measure_answers, measure_logits
 from memplan.step.head_instants import joined_in_place
+from memplan.step.losses.token_chunk_loss import left_by_stretch
 from memplan.step.model_on_tape import ModelOnTape
 from memplan.step.no_grad_instants import evaluated_model, names_embedded, reference_model
 from memplan.step.playing.recomputation import NOTHING_AGAIN
@@ -78,6 +79,7 @@ class ModelPasses:
         self._in_time = setup.profile.loss in IN_PIECES  # logits get a new name before the loss is formed
         # Names of the last step, what its graph has, and what a head is given, where the model names it until logits are there.
         self._last_logits, self._graph, self._named = list[int](), list[int](), list[int]()
+        self._left = left_by_stretch(taped.head.section.tape) if model.inputs.regime.empty_stretch else ()
         self._leaf, self._names_given = taped.part_before_leaf, names_given(self.inputs, taped)
         self._reference = reference_model(model.inputs, taped)
         self._called_again = setup.stack.checkpointing.reentrant and setup.checkpointing != "none"
@@ -145,7 +147,8 @@ class ModelPasses:
                 self.stream.free_all(arguments.staying)
         escaped = [storage for _, part in reversed(parts) for storage in part.escaped]
         leaf = parts[0][1].leaf if self._leaf is None else [gradient, parts[self._leaf][1].output]
-        self._graph = [*dict.fromkeys([*escaped, *arguments.left(called_again=self._called_again), *leaf])]
+        left = [parts[-1][1].own_name(storage) for storage in self._left]
+        self._graph = [*dict.fromkeys([*left, *escaped, *arguments.left(called_again=self._called_again), *leaf])]
         loop = self.inputs.setup.stack.loop
         if not loop.holds or loop.until == "backward":
             self._end_names()
@@ -209,7 +212,7 @@ class ModelPasses:
             for number in range(run.first, run.first + run.count):
                 yield str(number), layer
         head = events(taped.head.section)
-        for storage in self._own_logits if not self._in_time else ():
+        for storage in (*self._left, *(self._own_logits if not self._in_time else ())):
             head = head.holding(storage)
         yield "", head
 

@@ -8,6 +8,7 @@ from memplan.errors import CannotAnswerError
 from memplan.step.blocks.builder import ONE, Builder
 from memplan.step.losses.cross_entropy import PIECE_TOKENS, losses_of_rows
 from memplan.step.tapes.linear_forms import Part, Quantity
+from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import NEW, SAME, SAVES_NOTHING, Sizes, Traits, Value, Weight, summed_as_stored
 from memplan.units import ceil_div
 
@@ -97,6 +98,12 @@ def stretched_cross_entropy(builder: Builder, logits: Sequence[Value]) -> tuple[
                 tape.apply("cat", [(x, SAME) for x in losses], joined, traits=SAVES_NOTHING)
     loss = tape.value(ONE, 1, 4, part=Part.LOGITS)
     return tape.apply("sum", [(joined, NEW)], loss, traits=SAVES_NOTHING), cast
+
+
+def left_by_stretch(tape: Tape) -> set[int]:
+    """Return what the nodes of a stretch without labels have saved, and hold as long as its logits have a name; not what others have as attributes."""
+    saved = {storage for node in tape.nodes if node.instant == EMPTY for storage in node.saved}
+    return saved - {storage for node in tape.nodes for storage in node.attributes}
 
 
 def _named(builder: Builder, x: Value) -> Value:
