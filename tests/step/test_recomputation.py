@@ -7,7 +7,8 @@ import pytest
 from memplan.errors import CannotAnswerError
 from memplan.library.answers.planned_job import plan_by_share
 from memplan.step.playing.recomputation import Recomputation
-from memplan.step.playing.section import play
+from memplan.step.playing.section import Section, play
+from memplan.step.playing.section_events import section_events
 from memplan.step.tapes.linear_forms import Part, Pieces, Quantity, quantities
 from memplan.step.tapes.tape import Tape
 from memplan.step.tapes.taped_operations import NEW, Traits, Value, Weight
@@ -50,6 +51,28 @@ def test_attention_is_saved_whatever_products_are_left_out():
     x = tape.apply("attention", [(x, NEW)], out, [x, out], traits=Traits(product=True))
     played = play(tape, x, "first", entry, Recomputation("selective", alternate=True))
     assert played.saved.total_bytes(ONE_TOKEN) == 1 + 3 + 7 + 13
+
+
+def test_what_an_operation_returns_and_nobody_reads_goes_before_its_callers_names_do():
+    tape = Tape()
+    entry = x = tape.given(Quantity.TOKENS, 1, 1)
+    x = tape.apply("linear", [(x, NEW)], tape.value(Quantity.TOKENS, 3, 1), weights=[Weight("3")])
+    mask, out = tape.value(Quantity.TOKENS, 1, 1), tape.value(Quantity.TOKENS, 5, 1)
+    tape.apply("dropout", [(x, NEW)], (mask, out), [mask])
+    events = section_events(Section(tape, entry, out), "first", Recomputation("full"))
+    freed = [code >> 1 for code in events.forward if code & 1]
+    assert freed == [mask.storage, x.storage]
+
+
+def test_a_function_in_python_lets_go_of_its_names_from_the_first_on():
+    for custom in (False, True):
+        tape = Tape()
+        entry = tape.given(Quantity.TOKENS, 1, 1)
+        traits = Traits(workspace=[(Quantity.TOKENS, 3), (Quantity.TOKENS, 5)], custom=custom)
+        out = tape.apply("loss", [(entry, NEW)], tape.value(Quantity.TOKENS, 2, 1), [entry], traits=traits)
+        events = section_events(Section(tape, entry, out), "first")
+        freed = [events.storages[code >> 1][2] for code in events.backward if code & 1]
+        assert [size for size in freed if size in (3, 5)] == ([3, 5] if custom else [5, 3])
 
 
 @pytest.mark.parametrize(

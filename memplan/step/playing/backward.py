@@ -226,6 +226,9 @@ class _Backward:
         again = self._unpacks
         late = again and not node.traits.custom and (reduces is not None or bool(node.traits.casts))
         taken = early or self._taken(node)
+        taken = (
+            taken[::-1] if node.traits.custom else taken
+        )  # a function in Python lets go of its names from the first on
         unsummed = [(value.quantity, -value.coefficient) for value, _ in node.inputs[1:] if node.traits.sums_last]
         later = self.live.take(temporaries(unsummed))
         uncast = self.live.take(temporaries([(q, -size) for q, size in node.traits.casts]) if again else [])

@@ -247,16 +247,17 @@ class Player:
         return named
 
     def _unnamed_after(self, graph: bool) -> dict[int, list[int]]:
-        """Return, for the index of an operation, the storages that nothing names after it.
+        """Return, for the index of an operation, the storages that nothing names after it; those of results that nobody reads come first.
 
         Args:
             graph: Whether a graph is built, which may name storages longer than forward does.
         """
-        uses, regional = self.tape.graph_use if graph else {}, self.tape.regional
-        storages: dict[int, list[int]] = {}
-        for storage, last in self.tape.last_use.items():
-            if storage not in regional:
-                storages.setdefault(max(last, uses.get(storage, 0)), []).append(storage)
+        unread = {own: n for n, item in enumerate(self.tape.operations) if item.makes[1:] for own in item.makes}
+        storages, uses = dict[int, list[int]](), self.tape.graph_use if graph else {}
+        for storage, last_read in self.tape.last_use.items():
+            if storage not in self.tape.regional:
+                after = storages.setdefault(last := max(last_read, uses.get(storage, 0)), [])
+                after.insert(0 if unread.get(storage) == last else len(after), storage)
         return storages
 
     def _make(self, operation: Operation, instant: str, named: set[int]) -> None:
