@@ -9,8 +9,8 @@ from memplan.documents.frozen_values import dataclass
 
 Role = Literal["embedding", "hidden_matrix", "expert_matrix", "router", "norm", "bias", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...], bool]
-"""A tensor's role, its shape, whether it is used, whether it is frozen, what it is a shard of, and whether it is multiplied in batches."""
+Kind = tuple[Role, tuple[int, ...], bool, bool, tuple[int, ...], bool, bool]
+"""A tensor's role, its shape, whether it is used, whether it is frozen, what it is a shard of, whether it is multiplied in batches, and whether it is turned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,12 @@ class ParameterTensor:
     used: bool = True  # Whether rows of tokens pass through it: a vision tower gets no gradients from them
     frozen: bool = False  # Whether it does not train where other parameters of the model do
     divided: tuple[int, ...] = ()  # Of a rank's shard, the shape of what the ranks have together; else nothing
+    transposed: bool = False  # Whether a linear weight is (in, out), which libraries turn before they quantise it
 
     @property
     def kind(self) -> Kind:
         """What tensors with equal states have in common."""
-        return self.role, self.shape, self.used, self.frozen, self.divided, self.batched
+        return self.role, self.shape, self.used, self.frozen, self.divided, self.batched, self.transposed
 
     @property
     def elements(self) -> int:
@@ -79,8 +80,8 @@ def merged(inventory: Iterable[ParameterTensor]) -> Inventory:
         kind = tensor.kind
         counts[kind] = counts.get(kind, 0) + tensor.count
     return tuple(
-        ParameterTensor("", shape, role, count, used=used, frozen=frozen, divided=divided, batched=batched)
-        for (role, shape, used, frozen, divided, batched), count in counts.items()
+        ParameterTensor("", shape, role, count, 0, 0, batched, 0, used, frozen, divided, turned)
+        for (role, shape, used, frozen, divided, batched, turned), count in counts.items()
     )
 
 

@@ -65,16 +65,8 @@ def _of_tower(tensor: TowerTensor) -> ParameterTensor:
 
 def _run_tensors(spec: ModelSpec, run: LayerRun) -> Iterator[ParameterTensor]:
     for tensor in _layer_tensors(spec, run.layer):
-        yield ParameterTensor(
-            f"{spec.names.layer}.{tensor.name}",
-            tensor.shape,
-            tensor.role,
-            run.count,
-            run.first,
-            tensor.experts_per_token,
-            tensor.batched,
-            tensor.alternatives,
-        )
+        name = f"{spec.names.layer}.{tensor.name}"
+        yield replace(tensor, name=name, count=run.count, first=run.first)
 
 
 def _layer_tensors(spec: ModelSpec, layer: Layer) -> Iterator[ParameterTensor]:
@@ -131,7 +123,7 @@ def _linear(
 ) -> Iterator[ParameterTensor]:
     """Yield a projection from ``columns`` to ``rows`` features."""
     shape = (columns, rows) if spec.transposed_linear else (rows, columns)
-    yield ParameterTensor(f"{name}.weight", shape, role)
+    yield ParameterTensor(f"{name}.weight", shape, role, transposed=spec.transposed_linear)
     if bias:
         yield ParameterTensor(f"{name}.bias", (rows,), "bias")
 

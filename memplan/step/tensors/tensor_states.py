@@ -133,7 +133,7 @@ def tensor_states(
         tensor=tensor,
         format_name=name,
         trainable=not frozen,
-        weight_bytes=stored_bytes + layout.row_bytes * tensor.shape[0],
+        weight_bytes=stored_bytes + layout.row_bytes * tensor.shape[-1 if tensor.transposed else 0],
         master_bytes=0 if frozen else elements * master_bytes,
         formed_bytes=0 if frozen else elements * computed,
         gradient_bytes=0 if frozen else _gradient_bytes(setup, elements, own_bytes),
