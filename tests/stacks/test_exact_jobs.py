@@ -62,3 +62,45 @@ def test_rows_that_are_evaluated_lie_beside_those_of_the_last_step(rows, traced)
     job["training"]["evaluation_batch_size"] = rows
     plan = planned(StackJob.read(json.dumps(job)), catalog_at(""))
     assert dict(plan.instants)["evaluation"] == pytest.approx(traced, abs=512)  # as Trainer 5.24's own code was traced
+
+
+TURNED = """{"card": "8.0", "model": {"hidden_size": 280, "intermediate_size": 40, "max_position_embeddings": 8192,
+"model_type": "gpt2", "n_embd": 280, "n_head": 7, "n_inner": 40, "n_layer": 2, "n_positions": 8192,
+"num_attention_heads": 7, "num_hidden_layers": 2, "tie_word_embeddings": true, "vocab_size": 1000}, "reentrant":
+false, "training": {"activation_checkpointing": "none", "adapter": {"dtype": "fp32", "kind": "lora", "rank": 16},
+"clip_gradients": true, "compute_dtype": "bf16", "description": "", "gradient_accumulation_steps": 2, "kernels":
+{"attention": "eager"}, "micro_batch_size": 1, "optimizer": {"default": "adamw-fp32"}, "sequence_length": 65,
+"stack": "trl", "weights": {"default": "bf16", "hidden_matrix": "llm-int8"}}}"""
+LAST_PART = """{"card": "8.9", "model": {"model_type": "gemma4", "text_config": {"attention_bias": false, "attention_k_eq_v": true,
+"enable_moe_block": true, "final_logit_softcapping": 30.0, "global_head_dim": 48, "head_dim": 24, "hidden_size":
+288, "hidden_size_per_layer_input": 24, "intermediate_size": 96, "layer_types": ["sliding_attention",
+"full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+"max_position_embeddings": 8192, "moe_intermediate_size": 48, "num_attention_heads": 12, "num_experts": 4,
+"num_hidden_layers": 6, "num_key_value_heads": 4, "num_kv_shared_layers": 0, "sliding_window": 100, "top_k_experts":
+2, "use_double_wide_mlp": true, "vocab_size": 97, "vocab_size_per_layer_input": 97}, "tie_word_embeddings": true,
+"vision_config": {"hidden_size": 16, "intermediate_size": 257, "num_attention_heads": 1, "num_hidden_layers": 4,
+"patch_size": 14}}, "reentrant": false, "training": {"activation_checkpointing": "full", "adapter": {"dtype":
+"fp32", "kind": "lora", "rank": 16}, "clip_gradients": true, "compute_dtype": "fp16", "description": "",
+"gradient_accumulation_steps": 1, "micro_batch_size": 3, "optimizer": {"default": "adamw-fp32"}, "outputs_until":
+"forward", "sequence_length": 2048, "stack": "plain-loop", "weights": {"default": "fp16", "hidden_matrix":
+"nf4-dq"}}}"""
+
+
+@pytest.mark.parametrize(("job", "traced"), [(TURNED, 7_034_944), (LAST_PART, 14_160_207)], ids=["gpt2", "gemma4"])
+def test_what_codes_lie_beside_is_stored_as_libraries_store_it(job, traced):
+    """GPT-2's scales are one for each output, though its weights lie the other way; a tower's last matrix is fp32 like the norms."""
+    assert planned(StackJob.read(job), catalog_at("")).persistent_bytes == traced
+
+
+TRANSPOSED = """{"card": "8.9", "model": {"alibi": false, "bias": false, "hidden_size": 14848, "model_type": "falcon",
+"new_decoder_architecture": true, "num_attention_heads": 232, "num_hidden_layers": 1, "num_kv_heads": 8,
+"parallel_attn": true, "vocab_size": 65024}, "reentrant": true, "training": {"activation_checkpointing": "none",
+"clip_gradients": false, "compute_dtype": "bf16", "description": "", "evaluation": true, "evaluation_batch_size": 2,
+"gradient_accumulation_steps": 1, "micro_batch_size": 1, "optimizer": {"default": "adamw-fp32"}, "sequence_length":
+200, "stack": "plain-loop", "weights": {"default": "fp32"}}}"""
+
+
+def test_autocast_keeps_no_copies_of_the_transposes_that_falcon_multiplies_by():
+    instants = dict(planned(StackJob.read(TRANSPOSED), catalog_at("")).instants)
+    assert instants["evaluation"] == pytest.approx(40_519_094_172, rel=0.002)  # as its own code was traced
+    assert instants["forward"] == pytest.approx(44_906_315_236, rel=0.001)  # whose graph has saved them

@@ -237,7 +237,8 @@ def _whole_towers(own: Inventory, setup: TrainingSetup) -> dict[Place, TensorSta
     matrices = matrices[-1:] if parts is LAST_PARTS else matrices
     if not matrices:
         return {}
-    loaded = setup.with_floats({"hidden_matrix": setup.loaded_float})
+    wide = setup.kbit_floats and setup.stack.kbit_floats == "fp32"  # with all else that has no codes
+    loaded = setup.with_floats({"hidden_matrix": "fp32" if wide else setup.loaded_float})
     return {_place(tensor): tensor_states(loaded, tensor, frozen=True) for tensor in matrices}
 
 
