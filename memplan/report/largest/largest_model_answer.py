@@ -8,10 +8,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import stack_data, stack_words
+from memplan.report.plans.plan_answer import sized, stack_data, stack_words
 from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count, format_fraction
 
@@ -130,7 +129,7 @@ def where_document(
         data = [item | {"price_per_hour": cost and float(cost)} for item, cost in zip(data, costs, strict=True)]
     bounds = () if all(row.bound is None for row in ordered) else (">bound",)
     rows = tuple(_where_row(row, cost, unit, prices, bool(bounds)) for row, cost in zip(ordered, costs, strict=True))
-    job = f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}"
+    job = f"{sized(model)} with {setup.name}"
     usable = ">usable in all" if placements.refusal else ">usable each"
     blocks: list[Table | str] = [
         f"{job}, {stack_words([setup])}: the fewest GPUs of each kind, at micro-batch {config.micro_batch_size}, sequence {config.sequence_length}",

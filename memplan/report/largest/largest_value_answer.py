@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.document import Document, Table
 from memplan.report.plans.frontier_answer import answer_text
-from memplan.report.plans.plan_answer import BY_SHARE, of_each, stack_data, stack_words
+from memplan.report.plans.plan_answer import BY_SHARE, of_each, sized, stack_data, stack_words
 from memplan.training.resolved import TrainingSetup
-from memplan.units import format_bytes, format_count
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.solver.largest_per_device import Largest, Quantity
@@ -51,10 +50,7 @@ def largest_document(
         "checkpointing": f"checkpointing {config.checkpointing_words}",
     }
     at = ", ".join(text for key, text in others.items() if key != what)
-    head = (
-        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters) with {setup.name}, {stack_words([setup])}: "
-        f"largest {WORDS[what]} at {at}"
-    )
+    head = f"{sized(model)} with {setup.name}, {stack_words([setup])}: largest {WORDS[what]} at {at}"
     headers = ("gpu", f">{what} that FITS", ">upper end", ">with one more", ">usable", ">TIGHT up to")
     table = Table(headers, tuple(_row(row, setup, unit) for row in rows))
     good = any(row.fits.value or (row.tight.value and not strict) for row in rows)

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, plan_data
+from memplan.report.plans.plan_answer import plan_data, sized
 from memplan.training.own_settings import OwnSetting, own_settings
 from memplan.units import format_bytes, format_count
 
@@ -40,7 +39,7 @@ def ranks_document(rows: Sequence[RankRow], plan: MemoryPlan, unit: str, *, stri
         f"each keeps {format_bytes(fullest.weight_bytes, unit)} of weights and {format_bytes(fullest.gradient_bytes, unit)} of gradients",
     )
     sentence = (
-        f"{VERDICT_WORDS[fullest.verdict]}: the fullest rank takes up to {format_bytes(fullest.upper_bytes, unit)} of "
+        f"{fullest.verdict.upper()}: the fullest rank takes up to {format_bytes(fullest.upper_bytes, unit)} of "
         f"{format_bytes(plan.usable_bytes, unit)}."
     )
     data: dict[str, Any] = {
@@ -57,7 +56,7 @@ def ranks_document(rows: Sequence[RankRow], plan: MemoryPlan, unit: str, *, stri
 def _cells(row: RankRow, unit: str) -> tuple[str, ...]:
     shards = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
     sizes = (row.state_bytes, row.persistent_bytes, row.device_bytes, row.upper_bytes)
-    return (shards, f"{row.ranks:,}", VERDICT_WORDS[row.verdict], *(format_bytes(size, unit) for size in sizes))
+    return (shards, f"{row.ranks:,}", row.verdict.upper(), *(format_bytes(size, unit) for size in sizes))
 
 
 SECOND = 10**12
@@ -144,7 +143,7 @@ def _heading(result: LayoutFront, unit: str) -> tuple[str, ...]:
     weights = ", ".join(sorted(set(config.weights.values())))
     usable = format_bytes(result.device.usable_bytes(0), unit)
     return (
-        f"{result.model.spec.name} ({format_count(parameter_count(result.model.inventory))}) on {gpus:,} x {result.device.name} ({usable} each)",
+        f"{sized(result.model, '')} on {gpus:,} x {result.device.name} ({usable} each)",
         f"{where}; {cluster.link} inside",
         f"{result.layouts} layouts, {result.plans} with each kind of recompute; sequence {config.sequence_length:,}",
         f"{weights} weights, compute in {config.compute_dtype}; {', '.join(base.stack for base in request.bases)}",
@@ -168,7 +167,7 @@ def _memory_table(result: LayoutFront, unit: str) -> Table:
         rows.append(
             (
                 str(rank),
-                VERDICT_WORDS[plan.verdict],
+                plan.verdict.upper(),
                 f"{parallel.tensor}{' +sp' if parallel.sequence else ''}",
                 str(parallel.data),
                 sharding(parallel),
@@ -255,7 +254,7 @@ def _sentence(result: LayoutFront, unit: str) -> str:
     plan, gpus = row.plan, result.request.space.gpus
     needs = f"{format_bytes(plan.upper_bytes, unit)} of {format_bytes(plan.usable_bytes, unit)}"
     return (
-        f"{VERDICT_WORDS[plan.verdict]}: {plan.model.spec.name} fits on {gpus:,} x {result.device.name}; the fastest takes up to {needs} "
+        f"{plan.verdict.upper()}: {plan.model.spec.name} fits on {gpus:,} x {result.device.name}; the fastest takes up to {needs} "
         "on each. --save FILE writes them, for --config."
     )
 

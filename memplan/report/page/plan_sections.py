@@ -17,7 +17,6 @@ from memplan.report.document import Table
 from memplan.report.pictures.plan_bars import COLOURS
 from memplan.report.plans.explain_answer import LEGEND, instant_forms_table, saved_table, states_table
 from memplan.report.plans.plan_answer import (
-    VERDICT_WORDS,
     device_name,
     heading,
     share,
@@ -105,7 +104,7 @@ def title_of(plan: MemoryPlan) -> str:
 
 def answer_section(plan: MemoryPlan, sentence: str, command: str = "", note: str = "") -> str:
     """Return the verdict, the figures that it rests on, a gauge, and the command that asks the same."""
-    word = VERDICT_WORDS[plan.verdict]
+    word = plan.verdict.upper()
     needed, most = total_words(plan)
     figures = ((needed, plan.needed_bytes), (most, plan.upper_bytes), ("usable", plan.usable_bytes))
     listed = "".join(f"<div><dt>{name}</dt><dd>{text(format_bytes(size))}</dd></div>" for name, size in figures)
@@ -223,7 +222,7 @@ def changes_section(plan: MemoryPlan, others: Sequence[WhatIf]) -> str:
     rows = tuple(
         (
             other.change,
-            VERDICT_WORDS[other.verdict],
+            other.verdict.upper(),
             format_bytes(other.device_bytes),
             f"{'+' if other.adds_bytes > 0 else '-'}{format_bytes(abs(other.adds_bytes))}",
             other.cost,

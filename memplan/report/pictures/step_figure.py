@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memplan.documents.frozen_values import dataclass
 from memplan.report.figures import Axes, Figure, new_figure
 from memplan.report.pictures.plan_bars import COLOURS
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.report.plans.plan_answer import device_name
 from memplan.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Limits:
 
 def plan_figure(plan: MemoryPlan, timeline: Timeline) -> Figure:
     """Return the picture of a plan's step."""
-    title = f"{plan.model.spec.name} with {plan.setup.label} on {device_name(plan)}: {VERDICT_WORDS[plan.verdict]}"
+    title = f"{plan.model.spec.name} with {plan.setup.label} on {device_name(plan)}: {plan.verdict.upper()}"
     lines = {"expected": plan.device_bytes, "usable": plan.usable_bytes}
     return step_figure(timeline, title, plan.peak.name, Limits(plan.allowances.context_bytes, lines))
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memplan.model.inventory import parameter_count
 from memplan.plan.components import COMPONENTS
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, exit_code, plan_data, stack_words
-from memplan.units import format_bytes, format_count
+from memplan.report.plans.plan_answer import exit_code, plan_data, sized, stack_words
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
@@ -39,7 +38,7 @@ def compare_document(
     titles = tuple(f">{plan.setup.name}{f' on {plan.device.name}' if several else ''}" for plan in plans)
     where = "" if several else f" on {plans[0].device.name}"
     blocks = (
-        f"{model.spec.name} ({format_count(parameter_count(model.inventory))} parameters){where}; {stack_words(plan.setup for plan in plans)}; {MARK} marks what differs",
+        f"{sized(model)}{where}; {stack_words(plan.setup for plan in plans)}; {MARK} marks what differs",
         Table(("", "bytes", *titles), tuple(_marked(_lines(plans, unit), unit))),
         Table(("", "setting", *titles), tuple((MARK, key, *map(_shown, values)) for key, values in settings)),
         _sentence(plans),
@@ -50,7 +49,7 @@ def compare_document(
 
 def _lines(plans: Sequence[MemoryPlan], unit: str) -> Iterator[Line]:
     """Yield the verdicts, every component that any plan has, the totals, and the peak's instant."""
-    yield "verdict", tuple(VERDICT_WORDS[plan.verdict] for plan in plans), ()
+    yield "verdict", tuple(plan.verdict.upper() for plan in plans), ()
     columns = [{line.name: line.bytes for line in plan.components} for plan in plans]
     for name in COMPONENTS:
         if any(name in column for column in columns):

@@ -7,10 +7,9 @@ from shlex import join
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, exit_code, plan_data, stack_words
-from memplan.units import format_bytes, format_count
+from memplan.report.plans.plan_answer import device_name, exit_code, plan_data, sized, stack_words
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
@@ -41,7 +40,7 @@ def rows_document(
     code = 0 if any(exit_code(plan, strict) == 0 for plan in plans) else 1
     first = plans[0]
     head = (
-        f"{first.model.spec.name} ({format_count(parameter_count(first.model.inventory))} parameters) on {device_name(first)}: "
+        f"{sized(first.model)} on {device_name(first)}: "
         f"{format_bytes(first.usable_bytes, unit)} usable; micro-batch {first.micro_batch_size}, sequence {first.sequence_length}; "
         f"{stack_words(plan.setup for plan in plans)}"
     )
@@ -57,7 +56,7 @@ def rows_document(
 def _table(plans: Sequence[MemoryPlan], unit: str) -> Table:
     rows = tuple(
         (
-            VERDICT_WORDS[plan.verdict],
+            plan.verdict.upper(),
             plan.setup.label,
             format_bytes(plan.device_bytes, unit),
             format_bytes(plan.most_bytes, unit),

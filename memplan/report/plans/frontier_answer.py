@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import BY_SHARE, VERDICT_WORDS, of_each, stack_data, stack_words
-from memplan.units import format_bytes, format_count
+from memplan.report.plans.plan_answer import BY_SHARE, of_each, sized, stack_data, stack_words
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.solver.batch_frontier import Cell, Edge, Frontier
@@ -81,7 +80,7 @@ def _heading(grid: Frontier) -> str:
     plan, config = grid.plan, grid.plan.setup.config
     name = of_each(grid.device, plan.setup)
     return (
-        f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))} parameters) with {plan.setup.name}, {stack_words([plan.setup])}, on "
+        f"{sized(plan.model)} with {plan.setup.name}, {stack_words([plan.setup])}, on "
         f"{name}: {format_bytes(grid.usable_bytes)} usable, checkpointing {config.checkpointing_words}"
     )
 
@@ -101,7 +100,7 @@ def _tidy(grid: Frontier) -> Table:
         (
             str(cell.batch),
             str(cell.length),
-            VERDICT_WORDS[cell.verdict],
+            cell.verdict.upper(),
             str(cell.requested_bytes),
             str(cell.device_bytes),
             str(cell.upper_bytes),

@@ -6,10 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import memplan
-from memplan.model.inventory import parameter_count
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import model_data
-from memplan.units import format_bytes, format_count
+from memplan.report.plans.plan_answer import model_data, sized
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.grids.grid_plan import GridPlan
@@ -83,14 +82,14 @@ def degrees(plan: GridPlan) -> dict[str, Any]:
 
 
 def _head(plan: GridPlan, unit: str) -> tuple[str, ...]:
-    spec, grid = plan.model.spec, plan.grid
+    grid = plan.grid
     said = [f"{name.replace('_', ' ')} {size}" for name, size in degrees(plan).items() if name in DEGREES and size > 1]
     if grid.expert == 1:
         said = [word for word in said if not word.startswith("expert tensor")]
     optimizer = "distributed optimizer" if grid.zero_stage else "optimizer states on every data rank"
     return (
         *_verdict(plan, unit),
-        f"{spec.name} ({format_count(parameter_count(plan.model.inventory))}), {grid.world:,} x {plan.device.name}, stack megatron",
+        f"{sized(plan.model, '')}, {grid.world:,} x {plan.device.name}, stack megatron",
         f"        {', '.join(said) or 'one GPU'}; {optimizer}",
     )
 

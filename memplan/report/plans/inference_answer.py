@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import memplan
 from memplan.documents.frozen_values import dataclass
-from memplan.model.inventory import parameter_count
 from memplan.model.model import Model
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block, Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, model_data
-from memplan.units import format_bytes, format_count
+from memplan.report.plans.plan_answer import model_data, sized
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.inference.served_plan import Served
@@ -36,13 +35,12 @@ class ServedAnswer:
 
 def inference_document(answer: ServedAnswer, catalog_hash: str, unit: str, *, strict: bool) -> Document:
     """Return the components, how far context and concurrency go, and the verdict."""
-    served, spec = answer.served, answer.model.spec
+    served = answer.served
     total = served.device_bytes
     head = (
         _verdict(answer, unit),
         f"       {answer.device.counted_name}, served, engine {answer.request['engine']}",
-        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))}), weights {answer.request['weights']}, "
-        f"cache {answer.request['kv_dtype']},",
+        f"{sized(answer.model, '')}, weights {answer.request['weights']}, cache {answer.request['kv_dtype']},",
         f"       context {answer.request['context']:,}, concurrency {answer.request['concurrency']:,}",
     )
     rows = [*served.components.items(), ("device", total)]
@@ -84,16 +82,16 @@ def _verdict(answer: ServedAnswer, unit: str) -> str:
         format_bytes(size, unit or "GiB") for size in (served.device_bytes, served.upper_bytes, served.usable_bytes)
     )
     expected, upper, usable = next(sizes), *(size.rpartition(" ")[0] for size in sizes)
-    return f"{VERDICT_WORDS[served.verdict]:<5}  {expected} expected, {upper} worst case, {usable} usable"
+    return f"{served.verdict.upper():<5}  {expected} expected, {upper} worst case, {usable} usable"
 
 
 def _screen(answer: ServedAnswer, unit: str, reach: Sequence[str], canvas: Canvas) -> tuple[Block, ...]:
     """Return the answer on one screen: a bar for every component, a gauge, and how far it goes."""
-    served, spec, request = answer.served, answer.model.spec, answer.request
+    served, request = answer.served, answer.request
     usable, total = format_bytes(served.usable_bytes, unit or "GiB"), served.device_bytes
     percent = f"{_percent(total, served.usable_bytes)} % of {usable} usable"
     job = (
-        f"{spec.name} ({format_count(parameter_count(answer.model.inventory))})",
+        sized(answer.model, ""),
         f"in {'a serving engine' if request['engine'] == 'serving' else request['engine']}",
         f"weights {request['weights']}",
         f"cache {request['kv_dtype']}",
@@ -120,7 +118,7 @@ def inference_sentence(answer: ServedAnswer) -> str:
     needs, usable = format_bytes(served.device_bytes), format_bytes(served.usable_bytes)
     each = f"each of {answer.device.count} " if answer.device.count > 1 else ""
     return (
-        f"{VERDICT_WORDS[served.verdict]}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {each}{answer.device.name} "
+        f"{served.verdict.upper()}: serving {answer.model.spec.name} takes about {needs} of the {usable} usable on {each}{answer.device.name} "
         f"(upper end {format_bytes(served.upper_bytes)})."
     )
 

@@ -59,6 +59,11 @@ def per_parameter_data(figure: BytesPerParameter) -> dict[str, float]:
     }
 
 
+def sized(model: Model, what: str = " parameters") -> str:
+    """Return a model's name with how many parameters it has: ``Llama-3.1-8B (8.03B parameters)``."""
+    return f"{model.spec.name} ({format_count(parameter_count(model.inventory))}{what})"
+
+
 def model_data(model: Model) -> dict[str, Any]:
     """Return what an answer says of its model."""
     return {
@@ -129,9 +134,6 @@ def host_data(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-VERDICT_WORDS = {"fits": "FITS", "tight": "TIGHT", "no": "NO"}
-
-
 def total_words(plan: MemoryPlan) -> tuple[str, str]:
     """Return what the two totals of an answer are called, needed and upper bytes."""
     return ("at least", "with memory to spare") if plan.releases_cache else ("expected", "worst case")
@@ -145,7 +147,7 @@ def answer(plan: MemoryPlan, unit: str = "") -> str:
 
     name, gpu = plan.model.spec.name, device_name(plan)
     needs, usable = plan.needed_bytes, shown(plan.usable_bytes)
-    head = f"{VERDICT_WORDS[plan.verdict]}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
+    head = f"{plan.verdict.upper()}: {name} with {plan.setup.label} needs about {shown(needs)} of the {usable} usable on {gpu}"
     if plan.exceeds_host:
         assert plan.device.host_memory_bytes is not None
         host = f"{shown(plan.node_host_bytes)} of host memory on a {plan.node_name}"
@@ -205,9 +207,8 @@ def exit_code(plan: MemoryPlan, strict: bool) -> int:
 
 def heading(plan: MemoryPlan) -> tuple[str, str]:
     """Return the job in two lines."""
-    parameters = parameter_count(plan.model.inventory)
     config = plan.setup.config
-    first = f"{plan.model.spec.name} ({format_count(parameters)} parameters) on {device_name(plan)}, {plan.setup.label}, {stack_words([plan.setup])}; learning: {learning(plan.setup)}"
+    first = f"{sized(plan.model)} on {device_name(plan)}, {plan.setup.label}, {stack_words([plan.setup])}; learning: {learning(plan.setup)}"
     second = (
         f"micro-batch {plan.micro_batch_size}, sequence {plan.sequence_length}, accumulation {config.gradient_accumulation_steps}, "
         f"checkpointing {config.checkpointing_words}, compute in {config.compute_dtype}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
-from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, plan_data
-from memplan.units import format_bytes, format_count, parse_bytes
+from memplan.report.plans.plan_answer import device_name, plan_data, sized
+from memplan.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
@@ -68,12 +67,10 @@ def row_data(row: Settings, answer: Suggestions, catalog_hash: str) -> dict[str,
 
 def _heading(answer: Suggestions, unit: str) -> str:
     base, space = answer.space.base, answer.space
-    model = answer.model
     usable = format_bytes(answer.device.usable_bytes(parse_bytes(base.reserve)), unit)
-    parameters = format_count(parameter_count(model.inventory))
     gpus = base.parallel.data
     on = answer.device.name if gpus == 1 else f"each of {gpus} {answer.device.name}"
-    name = f"{model.spec.name} ({parameters} parameters) on {on} ({usable} usable)"
+    name = f"{sized(answer.model)} on {on} ({usable} usable)"
     step = f", at least {space.step_batch} sequences per step" if space.step_batch > 1 else ""
     return (
         f"{name}: {answer.outcome.considered:,} combinations at sequence {base.sequence_length}, "
@@ -112,7 +109,7 @@ def _row(rank: int, row: Settings, unit: str) -> tuple[str, ...]:
     released = " per layer" if way.lifetime == "layer" else ""
     return (
         str(rank),
-        VERDICT_WORDS[plan.verdict],
+        plan.verdict.upper(),
         plan.setup.config.status,
         str(combination.standing.risk),
         format_bytes(plan.most_bytes, unit),
@@ -195,7 +192,7 @@ def parallel_notes(gpus: int, rates: Rates) -> tuple[str, ...]:
 def _sentence(answer: Suggestions, unit: str) -> str:
     best = answer.rows[0]
     plan = best.plan
-    word = VERDICT_WORDS[plan.verdict]
+    word = plan.verdict.upper()
     host = f" and {format_bytes(plan.host_bytes, unit)} of pinned host memory" if plan.setup.offloads_states else ""
     label = " These settings are experimental." if best.combination.standing.status == "experimental" else ""
     return (

@@ -7,13 +7,12 @@ from shlex import join
 from typing import TYPE_CHECKING
 
 from memplan.catalog.stacks import Stack
-from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name
+from memplan.report.plans.plan_answer import device_name, sized
 from memplan.report.screens.plan_screen import card_notes
-from memplan.units import format_bytes, format_count
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan
@@ -63,7 +62,7 @@ def _head(plans: Sequence[MemoryPlan], canvas: Canvas, unit: str) -> list[str]:
         f"{len(fitting)} of {len(plans)} ways to train it fit" if fitting else "no usual way to train it is sure to fit"
     )
     usable = format_bytes(first.usable_bytes, unit)
-    name = f"{first.model.spec.name} ({format_count(parameter_count(first.model.inventory))})"
+    name = sized(first.model, "")
     dtypes = " or ".join(dict.fromkeys(f"{plan.setup.config.compute_dtype} compute" for plan in plans))
     return [
         *canvas.between(f"{verdict:<5}  {ways}, {usable} usable", device_name(first), 7),
@@ -86,7 +85,7 @@ def _lines(rows: Sequence[tuple[MemoryPlan, int]], canvas: Canvas, unit: str) ->
     for place, (plan, batch) in enumerate(rows):
         name = "" if place and names[place - 1] == names[place] else names[place]
         gauge = canvas.gauge(plan.needed_bytes, plan.upper_bytes, plan.usable_bytes, columns)
-        verdict, kind = VERDICT_WORDS[plan.verdict], plan.setup.checkpointing
+        verdict, kind = plan.verdict.upper(), plan.setup.checkpointing
         lines.append(
             f"  {name:<{widest}}  {kind:<13}  {needs[place]:>{wide}}  {verdict:<5}  {gauge}  {batch or '-':>9}"
         )
@@ -97,7 +96,7 @@ def _below_names(rows: Sequence[tuple[MemoryPlan, int]], needs: Sequence[str], w
     """Return the same without gauges, each method's name above its lines, for a narrow terminal."""
     lines = [f"  {'checkpoint':<10}  {HEADERS[2]:>{wide}}  {'':<5}  batch"]
     for place, (plan, batch) in enumerate(rows):
-        name, verdict = plan.setup.name, VERDICT_WORDS[plan.verdict]
+        name, verdict = plan.setup.name, plan.verdict.upper()
         lines += [name] if not place or rows[place - 1][0].setup.name != name else []
         lines.append(f"  {plan.setup.checkpointing:<10}  {needs[place]:>{wide}}  {verdict:<5}  {batch or '-':>5}")
     return tuple(lines)

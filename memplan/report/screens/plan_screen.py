@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from memplan.model.inventory import parameter_count
 from memplan.plan.model_notes import (
     decoded_weights_note,
     experts_format,
@@ -16,10 +15,10 @@ from memplan.plan.model_notes import (
 from memplan.plan.parallel_assumptions import has_whole_codes
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block
-from memplan.report.plans.plan_answer import VERDICT_WORDS, device_name, learning, ranks_table, total_words
+from memplan.report.plans.plan_answer import device_name, learning, ranks_table, sized, total_words
 from memplan.training.own_settings import own_settings
 from memplan.training.rules.frozen_rules import ALL_LAYERS
-from memplan.units import format_bytes, format_count
+from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.plan.memory_plan import MemoryPlan, Suggestion
@@ -81,7 +80,7 @@ def headline(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
     words = total_words(plan)
     sizes = [format_bytes(size, unit) for size in (plan.needed_bytes, plan.upper_bytes, plan.usable_bytes)]
     first, upper, usable = sizes[0], *(size.rpartition(" ")[0] for size in sizes[1:])
-    left = f"{VERDICT_WORDS[plan.verdict]:<5}  {first} {words[0]}, {upper} {words[1]}, {usable} usable"
+    left = f"{plan.verdict.upper():<5}  {first} {words[0]}, {upper} {words[1]}, {usable} usable"
     where, stack = device_name(plan), plan.setup.stack
     names = dict.fromkeys((stack.label, stack.name))
     return min((canvas.between(left, f"{where}, {name}", indent=7) for name in names), key=len)
@@ -90,7 +89,7 @@ def headline(plan: MemoryPlan, canvas: Canvas, unit: str) -> list[str]:
 def _job(plan: MemoryPlan, canvas: Canvas) -> list[str]:
     config, steps = plan.setup.config, plan.setup.config.gradient_accumulation_steps
     parts = (
-        f"{plan.model.spec.name} ({format_count(parameter_count(plan.model.inventory))})",
+        sized(plan.model, ""),
         plan.setup.label,
         config.method.stage if config.method.stage != "sft" else "",
         f"micro-batch {plan.micro_batch_size}{_pairs(plan)}",

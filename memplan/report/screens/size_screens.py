@@ -12,7 +12,7 @@ from memplan.plan.model_notes import notes_on_models
 from memplan.report.canvas import Canvas
 from memplan.report.document import Block, Table
 from memplan.report.largest.largest_value_answer import is_simulated
-from memplan.report.plans.plan_answer import BY_SHARE, VERDICT_WORDS, of_each
+from memplan.report.plans.plan_answer import BY_SHARE, of_each
 from memplan.report.plans.recommend_answer import Released, model_words
 from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes, format_count
@@ -184,7 +184,7 @@ def compare_screen(
         (
             f"{plan.setup.name} on {plan.device.name}" if several else plan.setup.name,
             f"{format_bytes(plan.needed_bytes, unit)}",
-            VERDICT_WORDS[plan.verdict],
+            plan.verdict.upper(),
         )
         for plan in plans
     ]
