@@ -36,7 +36,7 @@ def chosen_stack(stacks: Mapping[str, Stack], name: str, version: str) -> Stack:
         return replace(stack, name=name, version=newest)
     given = _parts(version, name)
     if not newest.replace(".", "").isdigit():
-        raise CannotAnswerError(f"stack: {name}@{version} was not read, only {newest}")
+        raise CannotAnswerError(f"stack: {name}@{version} is not described; {newest} is")
     if given > _parts(newest, name):
         raise CannotAnswerError(f"stack: {name}@{version} is newer than {newest}, the newest version that was read")
     older = _older(stack, name, given)

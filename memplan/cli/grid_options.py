@@ -132,7 +132,7 @@ class GridOptions:
             size = self.gpus_per_node
             near = nodes * (size or max(1, round(given / nodes)))
             what = f"{nodes} node{'s' * (nodes > 1)} of {size} GPUs" if size else f"{nodes} nodes of equally many GPUs"
-            raise InvalidFileError([f"--gpus {given}: it is no {what}; the nearest that is: {near}"])
+            raise InvalidFileError([f"--gpus {given} is not {what}; the nearest that is: {near}"])
         if nodes * per > MAXIMUM_GPUS:
             raise InvalidFileError(
                 [f"--nodes {nodes}: {nodes * per:,} GPUs are more than {MAXIMUM_GPUS:,}, the most that are planned"]

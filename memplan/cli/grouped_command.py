@@ -135,7 +135,7 @@ def _refuse_repeated(order: Iterable[Any]) -> None:
         repeatable = parameter.param_type_name == "argument" or parameter.multiple or plain
         names = [one for one in (*parameter.opts, *parameter.secondary_opts) if one.startswith("--")]
         if parameter.name in seen and not repeatable:
-            raise InvalidFileError([f"{'/'.join(names)}: given more than once, and only one counts"])
+            raise InvalidFileError([f"{'/'.join(names)}: given more than once; give it once"])
         seen.add(parameter.name)
 
 

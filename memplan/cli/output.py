@@ -7,11 +7,11 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
-from memplan.cli.option_groups import DetailOptions, OutputOptions, PlotOptions
+from memplan.cli.option_groups import DetailOptions, OutputOptions, PlotOptions, VerdictOptions
 from memplan.documents.writing import say, write_answer, write_file, write_remark
-from memplan.errors import escaped
+from memplan.errors import InvalidFileError, escaped
 from memplan.report.document import PIPED_WIDTH, Document, Format, Table, render
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Progress:
 
 
 class Waiting:
-    """A bar on a terminal for what takes more than a few seconds, gone when the answer comes."""
+    """A bar on a terminal for what takes more than a few seconds, gone when the answer comes: ``with Waiting("max") as told``."""
 
     def __init__(self, title: str) -> None:
         self.title, self.began = title, time.monotonic()
@@ -75,6 +75,14 @@ class Waiting:
             self.bar(done)
             if done == parts:
                 self.end()
+
+    def __enter__(self) -> Self:
+        """Return what is told of the parts."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the bar away."""
+        self.end()
 
     def end(self) -> None:
         """Take the bar away."""
@@ -107,14 +115,41 @@ def shows_screen(options: OutputOptions, detail: DetailOptions) -> bool:
     return not (detail.whole or options.quiet) and options.format_name(options.form) == "table"
 
 
-def draw(answer: Answer, options: PlotOptions) -> None:
+def show(
+    answer: Answer,
+    output: OutputOptions,
+    verdict: VerdictOptions | None = None,
+    plot: PlotOptions | None = None,
+    detail: DetailOptions | None = None,
+) -> int:
+    """Draw an answer where a picture was asked for, write it, and return the command's exit code.
+
+    Raises:
+        InvalidFileError: It cannot be written whole.
+    """
+    draw(answer, plot)
+    strict = verdict is not None and verdict.strict
+    return emit(answer.document(output.unit, strict=strict, full=output.whole), output, detail)
+
+
+def draw(answer: Answer, options: PlotOptions | None) -> None:
     """Draw an answer where a picture was asked for.
 
     Raises:
         InvalidFileError: It cannot be written.
     """
-    if options.plot is not None:
+    if options is not None and options.plot is not None:
         answer.plot(options.plot)
+
+
+def refuse_picture(options: PlotOptions, of: str) -> None:
+    """Refuse ``--plot`` before the work, for an answer that has no picture.
+
+    Raises:
+        InvalidFileError: A picture was asked for.
+    """
+    if options.plot is not None:
+        raise InvalidFileError([f"--plot: {of} no picture; leave it out"])
 
 
 def emit_as(document: Document, form: Format, options: OutputOptions) -> int:

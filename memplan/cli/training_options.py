@@ -157,7 +157,7 @@ def _key(setting: str) -> str:
 
 def _contradiction(name: str, other_name: str, other_key: str) -> str:
     if name == other_name:
-        return f"{printable(name)}: given more than once, and only one counts"
+        return f"{printable(name)}: given more than once; give it once"
     return f"{printable(name)} contradicts {printable(other_name)}: both set {printable(other_key)}; give one of them"
 
 

@@ -83,7 +83,7 @@ def whole_path(path: Path) -> Path:
     try:
         return path.absolute()
     except FileNotFoundError:
-        raise InvalidFileError(["the folder that this runs in has been removed"]) from None
+        raise InvalidFileError(["the working directory has been removed"]) from None
 
 
 def path_kind(path: Path) -> Kind:
@@ -179,7 +179,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
                 raise InvalidFileError([f"{shown_path(path)}: is no longer a regular file"])
             if not status.st_size:  # one of the kernel's may have nothing to say yet
                 if file.raw.read(1) is None:
-                    raise InvalidFileError([f"{shown_path(path)}: cannot be read: it waits for what is still to come"])
+                    raise InvalidFileError([f"{shown_path(path)}: cannot be read: it has no data yet"])
                 file.seek(0)
             yield file
     except OSError as error:

@@ -88,7 +88,7 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
     task = _task(request, device, catalog)
     if request.record is not None and task.model.source != f"catalog:{task.name}":
         raise InvalidFileError(
-            [f"--record: {task.name} is no model of the catalog, so that a record could not be checked later"]
+            [f"--record: {task.name} is not a catalog model, so its record could not be checked later"]
         )
     if request.record is not None:
         require_folder_of(request.record, "--record ")
@@ -108,7 +108,7 @@ def _refuse_beside_processes(request: ValidateRequest, chosen: Sequence[str]) ->
     options = [f"--{name}" for name in chosen] + ["--record"] * (request.record is not None)
     if options:
         raise InvalidFileError(
-            [f"--processes {request.processes} goes without {options[0]}: records are of one process"]
+            [f"--processes {request.processes} cannot be combined with {options[0]}: records are of one process"]
         )
     if request.device == "cuda":
         raise InvalidFileError([f"--processes {request.processes} runs on the CPU: leave out --device cuda"])

@@ -54,7 +54,7 @@ def check_drawable(path: Path) -> None:
         CannotAnswerError: matplotlib is missing.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise InvalidFileError([f"{path}: a picture is {' or '.join(SUFFIXES)}"])
+        raise InvalidFileError([f"{path}: expected a name that ends in {' or '.join(SUFFIXES)}"])
     require_folder_of(path)
     if find_spec("matplotlib") is None:
         raise CannotAnswerError(MISSING)

@@ -145,7 +145,7 @@ def test_a_version_changes_nothing_else():
         ("trl@2.0", CannotAnswerError, "trl@2.0 is newer than 1.16.0"),
         ("trl@0.7", CannotAnswerError, "trl@0.7 is older than 0.8"),
         ("trl@latest", InvalidFileError, "expected a version such as trl@1.14"),
-        ("nanogpt@1.0", CannotAnswerError, "nanogpt@1.0 was not read, only 3adf61e1"),
+        ("nanogpt@1.0", CannotAnswerError, "nanogpt@1.0 is not described; 3adf61e1"),
     ],
 )
 def test_an_unknown_stack_or_version_is_refused(given, error, words):

@@ -25,8 +25,8 @@ ONE = ("fit", "gpt2", *GPU, "--config", "bf16-adamw")
         (("max", "gpt2", "--for", "batch", *GPU, "--with", "no.yaml"), 2, "--with no.yaml: goes with a trainer's own file"),
         (("max", *GPU, "--with", "no.yaml"), 2, "--with no.yaml: goes with a trainer's own file"),
         (("fit", "gpt2", *GPU, "--schedule", ""), 2, "--schedule: expected a name, got ''"),
-        (("fit", "gpt2", *GPU, "--method", "inference", "--with", "x", "--profile", "y"), 2, "--with and --profile would not count"),
-        (("fit", "gpt2", *GPU, "--method", "inference", "--host-memory", "nonsense"), 2, "--host-memory would not count"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--with", "x", "--profile", "y"), 2, "--with and --profile would have no effect"),
+        (("fit", "gpt2", *GPU, "--method", "inference", "--host-memory", "nonsense"), 2, "--host-memory would have no effect"),
         (("fit", "gpt2", *GPU, "--method", "inference", "--rank", "3"), 3, "other ways of serving are not modelled"),
         (("fit", "t5-base", *GPU), 3, "; memplan run executes a script that trains it"),
         (("fit", "gpt2", *GPU, "--method", "inference", "--tp", "2"), 2, "--tp 2 takes --gpus 2"),
@@ -174,7 +174,9 @@ def test_a_surplus_word_of_nothing_is_a_usage_error(refused, word):
 
 
 def test_a_value_that_looks_like_an_option_is_a_value(refused):
-    assert "-h: a picture is .svg or .png" in refused("frontier", "gpt2", *GPU, "--config", "lora", "--plot", "-h")
+    assert "-h: expected a name that ends in .svg or .png" in refused(
+        "frontier", "gpt2", *GPU, "--config", "lora", "--plot", "-h"
+    )
 
 
 def test_a_name_too_long_for_a_file_is_refused_wherever_it_stands(refused):

@@ -332,4 +332,4 @@ def test_a_working_folder_that_has_been_removed_is_said_in_a_line(tmp_path, monk
     (tmp_path / "gone").rmdir()
     answer = cli(*words)
     assert (answer.exit_code, answer.err.count("\n")) == (3 if "emit" in words else 2, 1)
-    assert "the folder that this runs in has been removed" in answer.err
+    assert "the working directory has been removed" in answer.err

@@ -145,7 +145,7 @@ def test_a_model_that_is_not_named_or_named_twice():
         memplan.plan(**ON)
     with pytest.raises(memplan.InvalidFileError, match="give one of them"):
         memplan.plan("gpt2", shapes=memplan.Shapes(layers=2, hidden=64, heads=2), **ON)
-    with pytest.raises(memplan.InvalidFileError, match="takes none"):
+    with pytest.raises(memplan.InvalidFileError, match="searches the catalog for a model"):
         memplan.largest("gpt2", of="parameters", **ON)
     with pytest.raises(memplan.InvalidFileError, match="did you mean 'batch'"):
         memplan.largest("gpt2", of="batches", **ON)

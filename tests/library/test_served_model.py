@@ -162,9 +162,13 @@ def test_what_does_not_fit_exits_with_1_and_is_offered_fewer_bits(cli, served):
         (("--method", "ppo"), 3, "method ppo is not modelled"),
         (("--method", "inference", "--weights", "q6-b64"), 3, "Q6-B64 is memplan.muon's own"),
         (("--method", "inferenc"), 2, "did you mean 'inference'"),
-        (("--context", 9), 2, "--context counts with --method inference alone"),
+        (("--context", 9), 2, "--context applies to --method inference only"),
         (("--method", "inference", "--kv-dtype", "fp9"), 2, "--kv-dtype: unknown dtype 'fp9'"),
-        (("--method", "inference", "--qlora"), 2, "no option of training counts: sequences are --concurrency"),
+        (
+            ("--method", "inference", "--qlora"),
+            2,
+            "takes no options of training: set the number of sequences with --concurrency",
+        ),
         (("--method", "inference", "--tp", 2), 2, "--tp 2 takes --gpus 2"),
         (
             ("--method", "inference", "--gpus", 3),

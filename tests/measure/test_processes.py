@@ -87,9 +87,9 @@ def test_none_is_left_when_one_ends(status, tmp_path, monkeypatch):
         (["--config", "lora"], CannotAnswerError, "adapters are not supported with zero_stage 3"),
         (["--config", "muon", "--set", "parallel.zero_stage=0"], CannotAnswerError, "divides the model by fully_shard"),
         (["--config", "muon", "--set", "parallel.data=4"], CannotAnswerError, "among that many processes alone"),
-        (["--config", "muon", "--record", "r.json"], InvalidFileError, "goes without --record"),
+        (["--config", "muon", "--record", "r.json"], InvalidFileError, "cannot be combined with --record"),
         (["--config", "muon", "--device", "cuda"], InvalidFileError, "runs on the CPU"),
-        (["--plan"], InvalidFileError, "goes without --plan"),
+        (["--plan"], InvalidFileError, "cannot be combined with --plan"),
     ],
 )
 def test_what_several_processes_do_not_run_is_refused_in_one_line(arguments, error, message):

@@ -121,7 +121,7 @@ def test_the_largest_model_is_one_that_fit_says_fits(cli):
 
 
 def test_max_for_parameters_takes_no_model_and_the_others_need_one(refused):
-    assert "takes none" in refused("max", "llama-8b", "--for", "parameters", "--gpu", "h100")
+    assert "searches the catalog for a model" in refused("max", "llama-8b", "--for", "parameters", "--gpu", "h100")
     assert "no model given" in refused("max", "--for", "batch", "--gpu", "h100")
     assert "has no adapters" in refused("max", "gpt2", "--for", "lora-rank", "--config", "tier1")
 

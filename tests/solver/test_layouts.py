@@ -101,7 +101,7 @@ def test_what_is_sent_goes_over_one_link_or_the_other(sent, ranks, stride, per_n
     assert 0 < cluster.bytes_per_second(ranks, stride) <= 450
     alone = replace(cluster, between=0)
     if cluster.spans(ranks, stride):
-        with pytest.raises(CannotAnswerError, match="say --network"):
+        with pytest.raises(CannotAnswerError, match="give --network"):
             alone.bytes_per_second(ranks, stride)
     else:
         assert alone.bytes_per_second(ranks, stride) == 450
@@ -121,7 +121,7 @@ def test_what_is_sent_goes_over_one_link_or_the_other(sent, ranks, stride, per_n
             "no network is called 'ethernet-10'; did you mean 'ethernet-10g'?",
             2,
         ),
-        (("--network", "ethernet-10g"), "--network counts on several GPUs: give --gpus", 2),
+        (("--network", "ethernet-10g"), "--network joins nodes of several GPUs: add --gpus", 2),
         (("--gpus", "8", "--pp", "2"), "suggest does not search pipelines yet; memplan fit plans one", 3),
     ],
 )
@@ -134,7 +134,7 @@ def test_what_cannot_be_divided_is_one_clear_line(cli, given, told, code):
 
 def test_what_joins_nodes_has_to_be_known(cli):
     ran = cli("suggest", "llama-8b", "--gpu", "rtx4090", "--gpus", "64")
-    assert (ran.exit_code, "say --network" in ran.err) == (3, True)
+    assert (ran.exit_code, "give --network" in ran.err) == (3, True)
     ran = cli("suggest", "llama-8b", "--gpus", "64x rtx4090", "--network", "ethernet-100g", "--most", "1", "--json")
     assert ran.data["cluster"]["network_bytes_per_second"] == 12_500_000_000
 

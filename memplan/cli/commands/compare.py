@@ -16,7 +16,7 @@ from memplan.cli.option_groups import (
     VerdictOptions,
     option,
 )
-from memplan.cli.output import Waiting, draw, emit
+from memplan.cli.output import Waiting, show
 from memplan.cli.training_options import TrainingOptions, job_options
 
 
@@ -48,8 +48,7 @@ def compare_command(
     every = [*own, *(configs or ["qlora", "lora", "bf16-adamw"])]
     options = job_options(output, grid.over(training), model, grid.counted(device), configs=tuple(every))
     answer = memplan.compare(model.model, every, on=gpu or (), **options)
-    draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+    return show(answer, output, verdict, plot, detail)
 
 
 @command(example="memplan recommend --gpu rtx4090")
@@ -66,7 +65,6 @@ def recommend_command(
     Derived from the catalog and the evidence; -v adds the precision of Newton-Schulz and what nobody has measured.
     Without --gpu: every GPU.
     """
-    waiting = Waiting("recommend")
-    answer = memplan.suggest_configs(progress=waiting, **job_options(output, training, device=device))
-    waiting.end()
-    return emit(answer.document(output.unit, full=output.whole), output, detail)
+    with Waiting("recommend") as waiting:
+        answer = memplan.suggest_configs(progress=waiting, **job_options(output, training, device=device))
+    return show(answer, output, detail=detail)

@@ -16,7 +16,7 @@ from memplan.cli.option_groups import (
     PlotOptions,
     VerdictOptions,
 )
-from memplan.cli.output import draw, emit, shows_screen
+from memplan.cli.output import draw, emit, refuse_picture, show, shows_screen
 from memplan.cli.training_options import MethodOptions, TrainingOptions, job_options
 from memplan.errors import CannotAnswerError, InvalidFileError
 
@@ -42,8 +42,7 @@ def fit_command(
     """
     device = grid.counted(device)
     if _serves(method, training.settings or []):
-        if plot.plot is not None:
-            raise InvalidFileError(["--plot: serving has no picture; leave it out"])
+        refuse_picture(plot, "serving has")
         _refuse_training_options(model, device, training, grid)
         return _served(model, device, method, verdict, output, detail)
     options = job_options(output, grid.over(training), model, device)
@@ -53,20 +52,18 @@ def fit_command(
     if grid.divides(model.model, options):
         return _divided(model, options, grid, plot, verdict, output, detail)
     if grid.rank != "worst":
-        return _ranks(model, options, grid, verdict, output)
+        return _ranks(model, options, grid, plot, verdict, output)
     if options["config"] is None:
         every = memplan.fit(model.model, **options)
+        if not shows_screen(output, detail):
+            return show(every, output, verdict, plot)
         draw(every, plot)
-        if shows_screen(output, detail):
-            return emit(every.overview(output.unit, strict=verdict.strict), output, detail)
-        return emit(every.document(output.unit, strict=verdict.strict, full=output.whole), output)
+        return emit(every.overview(output.unit, strict=verdict.strict), output, detail)
     if shows_screen(output, detail):
         from memplan.library.answers.planned_job import plan_at_a_glance as planned
     else:
         planned = memplan.plan
-    answer = planned(model.model, **options)
-    draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+    return show(planned(model.model, **options), output, verdict, plot, detail)
 
 
 def _divided(
@@ -81,20 +78,23 @@ def _divided(
     """Answer for a model that is divided among GPUs."""
     from memplan.library.runs.gridded_model import plan_grid
 
-    if plot.plot is not None:
-        raise InvalidFileError(["--plot: a divided model has no picture yet; leave it out"])
-    answer = plan_grid(model.model, rank=grid.rank, **options)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+    refuse_picture(plot, "a divided model has")
+    return show(plan_grid(model.model, rank=grid.rank, **options), output, verdict, detail=detail)
 
 
 def _ranks(
-    model: ModelOptions, options: JobOptions, grid: GridOptions, verdict: VerdictOptions, output: OutputOptions
+    model: ModelOptions,
+    options: JobOptions,
+    grid: GridOptions,
+    plot: PlotOptions,
+    verdict: VerdictOptions,
+    output: OutputOptions,
 ) -> int:
     """Answer for the ranks of a job that several GPUs share."""
     if (options["gpus"] or 1) == 1 and options["config"] is None:
-        raise InvalidFileError(["--rank counts on several GPUs: give --gpus"])
-    answer = memplan.plan_ranks(model.model, rank=grid.rank, **options)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output)
+        raise InvalidFileError(["--rank chooses among several GPUs: add --gpus"])
+    refuse_picture(plot, "ranks have")
+    return show(memplan.plan_ranks(model.model, rank=grid.rank, **options), output, verdict)
 
 
 def _serves(method: MethodOptions, settings: list[str]) -> bool:
@@ -105,10 +105,10 @@ def _serves(method: MethodOptions, settings: list[str]) -> bool:
         refuse_method(method.method, settings)
     if method.method == "inference":
         return True
-    given = [name for name in SERVING if getattr(method, name) != getattr(MethodOptions(), name)]
+    given = [name for name in method.__slots__[1:] if getattr(method, name) != getattr(MethodOptions(), name)]
     if given:
         raise InvalidFileError(
-            [f"--{given[0].replace('_', '-')} counts with --method inference alone; training has -b and -s"]
+            [f"--{given[0].replace('_', '-')} applies to --method inference only; for training use -b and -s"]
         )
     return False
 
@@ -120,14 +120,14 @@ def _refuse_training_options(
     if training != TrainingOptions():
         raise InvalidFileError(
             [
-                "--method inference: no option of training counts: sequences are --concurrency, their length is --context, "
-                "and what weights are stored in is --weights"
+                "--method inference takes no options of training: set the number of sequences with --concurrency, their length "
+                "with --context, and the weights' format with --weights"
             ]
         )
     given = {"--with": model.beside, "--profile": device.profile, "--host-memory": device.host_memory}
     names = [name for name, value in given.items() if value is not None]
     if names:
-        raise InvalidFileError([f"--method inference: {' and '.join(names)} would not count; leave it out"])
+        raise InvalidFileError([f"--method inference: {' and '.join(names)} would have no effect; leave out"])
     if grid.tp not in (None, 1) and device.gpus == 1:
         raise InvalidFileError([f"--method inference: --tp {grid.tp} takes --gpus {grid.tp}"])
     if replace(grid, tp=None, nodes=None, gpus_per_node=None) != GridOptions() or grid.tp not in (None, device.gpus):
@@ -153,8 +153,4 @@ def _served(
     answer = serve(
         find_model(model.model, model.shapes, catalog), options, catalog, device.gpu, device.gpu_memory, device.gpus
     )
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
-
-
-SERVING = ("context", "concurrency", "kv_dtype", "weights", "engine")
-"""Options of serving."""
+    return show(answer, output, verdict, detail=detail)

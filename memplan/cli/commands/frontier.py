@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import memplan
-from memplan.cli.grid_options import GridOptions as LayoutOptions
+from memplan.cli.grid_options import GridOptions
 from memplan.cli.grouped_command import command, without
 from memplan.cli.option_groups import (
     OUTPUT,
@@ -24,7 +24,7 @@ from memplan.report.figures import check_drawable, picture_of
 
 
 @dataclass(frozen=True, slots=True)
-class GridOptions:
+class CellOptions:
     """The grid, and how it is written."""
 
     batches: Annotated[str | None, option("Grid", "--batches 1,2,4", "Micro-batches of the grid.")] = None
@@ -46,8 +46,8 @@ def frontier_command(
     model: ModelOptions,
     device: Annotated[DeviceOptions, without("profile")],
     training: Annotated[TrainingOptions, without("batch", "length")],
-    layout: Annotated[LayoutOptions, without("rank")],
-    grid: GridOptions,
+    layout: Annotated[GridOptions, without("rank")],
+    grid: CellOptions,
     verdict: VerdictOptions,
     plot: PlotOptions,
     output: Annotated[OutputOptions, without("form")],

@@ -15,7 +15,7 @@ from memplan.cli.option_groups import (
     VerdictOptions,
     option,
 )
-from memplan.cli.output import Waiting, draw, emit
+from memplan.cli.output import Waiting, emit, refuse_picture, show
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.errors import InvalidFileError
 from memplan.library.lookup import Overrides
@@ -62,17 +62,14 @@ def max_command(
     """
     what = what or ("batch" if model.model is not None else "parameters")
     if accounting is not None:
-        if plot.plot is not None:
-            raise InvalidFileError(["--plot: a rule of the notes has no picture; leave out --accounting"])
+        refuse_picture(plot, "a rule of the notes (--accounting) has")
         given = model.model if what == "parameters" else f"--for {what}"
         return _max_by_notes(accounting, given, device, training, output)
     options = job_options(output, training, device=device)
     options["beside"] = tuple(model.beside or ())
-    waiting = Waiting("max")
-    answer = memplan.largest(model.model, what, progress=waiting, **options)
-    waiting.end()
-    draw(answer, plot)
-    return emit(answer.document(output.unit, strict=verdict.strict, full=output.whole), output, detail)
+    with Waiting("max") as waiting:
+        answer = memplan.largest(model.model, what, progress=waiting, **options)
+    return show(answer, output, verdict, plot, detail)
 
 
 def _max_by_notes(
@@ -97,7 +94,7 @@ def _refuse_details(accounting: Accounting, overrides: Overrides, other: str | N
     given += [f"--set {setting}" for setting in overrides.settings]
     if given:
         raise InvalidFileError(
-            [f"--accounting {accounting}: the notes' rule knows no {', '.join(given)}; leave it out"]
+            [f"--accounting {accounting}: the notes' rule does not take {', '.join(given)}; leave it out"]
         )
 
 
@@ -126,11 +123,10 @@ def where_command(
     """
     if accounting is not None:
         return _where_by_notes(accounting, model, device, price, training, output)
-    waiting = Waiting("where")
-    job = job_options(output, training, model, device)
-    answer = memplan.where(model.model, price=price, progress=waiting, **job)
-    waiting.end()
-    return emit(answer.document(output.unit, full=output.whole), output, detail)
+    with Waiting("where") as waiting:
+        job = job_options(output, training, model, device)
+        answer = memplan.where(model.model, price=price, progress=waiting, **job)
+    return show(answer, output, detail=detail)
 
 
 def _where_by_notes(

@@ -87,7 +87,7 @@ def _suggestions(
     from memplan.library.runs.searched_layouts import searches_layouts
 
     if search.network is not None and (options["gpus"] or 1) == 1:
-        raise InvalidFileError(["--network counts on several GPUs: give --gpus"])
+        raise InvalidFileError(["--network joins nodes of several GPUs: add --gpus"])
     requested = cast("Searched", dict(options))
     requested |= {
         "min_batch": search.min_batch,
@@ -98,19 +98,11 @@ def _suggestions(
         "gpus_per_node": grid.gpus_per_node,
         "network": search.network,
     }
-    settings, waiting = search.keep or search.host_memory or search.experimental, Waiting("suggest")
-    if not settings and searches_layouts(model, options):
-        layouts = memplan.suggest_layouts(model, progress=waiting, **requested)
-        waiting.end()
-        return layouts
-    requested["keep"], requested["host_memory"], requested["experimental"] = (
-        search.keep,
-        search.host_memory,
-        search.experimental,
-    )
-    answer = memplan.suggest(model, progress=waiting, **requested)
-    waiting.end()
-    return answer
+    with Waiting("suggest") as waiting:
+        if not (search.keep or search.host_memory or search.experimental) and searches_layouts(model, options):
+            return memplan.suggest_layouts(model, progress=waiting, **requested)
+        requested |= {"keep": search.keep, "host_memory": search.host_memory, "experimental": search.experimental}
+        return memplan.suggest(model, progress=waiting, **requested)
 
 
 def _rewrite(file: str, write: bool, options: JobOptions, verdict: VerdictOptions, output: OutputOptions) -> int:

@@ -18,7 +18,7 @@ from memplan.cli.option_groups import (
     argument,
     option,
 )
-from memplan.cli.output import draw, emit
+from memplan.cli.output import emit, show
 from memplan.cli.training_options import TrainingOptions, job_options
 from memplan.documents.frozen_values import dataclass
 from memplan.documents.writing import say, write_file
@@ -149,8 +149,7 @@ def trace_command(
     )
     if traced.timeline is not None and timeline is not None:
         write_file(traced.timeline, answer.timeline(timeline))
-    draw(answer, plot)
-    return emit(answer.document(output.unit), output)
+    return show(answer, output, plot=plot)
 
 
 def timeline_form(path: Path | None) -> Literal["svg", "json"] | None:
@@ -222,25 +221,17 @@ def run_command(
     form = timeline_form(script.timeline)
     if not output.quiet:
         say("running the script's own code, on tensors without memory")
+    passed = {name: getattr(script, name) for name in script.__slots__ if name not in ("words", "module", "timeline")}
     answer = memplan.run(
         words.pop(0) if script.module is None else script.module,
         words,
         module=script.module is not None,
         gpu=device.gpu,
         gpu_memory=device.gpu_memory,
-        synthetic=script.synthetic,
-        check=script.check,
-        gpus=script.gpus,
-        rank=script.rank,
-        steps=script.steps,
-        timeout=script.timeout,
-        worst=script.worst,
-        allow_writes=script.allow_writes,
-        alloc_conf=script.alloc_conf,
-        largest=script.largest,
         quiet=output.quiet,
         catalog=output.catalog_path,
+        **passed,
     )
     if script.timeline is not None and form is not None:
         write_file(script.timeline, answer.timeline(form))
-    return emit(answer.document(output.unit), output)
+    return show(answer, output)

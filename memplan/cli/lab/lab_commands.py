@@ -43,7 +43,7 @@ def show_record(
     folder = open_catalog(None).root / "configs" / "evidence"
     if name is None:
         if plot is not None:
-            raise InvalidFileError(["--plot: draws one record; name it"])
+            raise InvalidFileError(["--plot draws one record: name it"])
         return emit(list_document(folder), output)
     record = read_record(name, folder)
     trained = record["schema"] == SCHEMA

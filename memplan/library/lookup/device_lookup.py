@@ -62,7 +62,7 @@ def _of_instance(name: str, catalog: Catalog) -> str:
 def custom_gpu(size: int, shown: str) -> Gpu:
     """Return a catalog entry for a GPU of which only the memory is known."""
     if size <= 0:
-        raise InvalidFileError([f"--gpu-memory {shown}: expected more than nothing"])
+        raise InvalidFileError([f"--gpu-memory {shown}: expected a size above 0"])
     return Gpu.of_memory(f"GPU with {shown}", size, "stated")
 
 

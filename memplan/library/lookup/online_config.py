@@ -32,7 +32,7 @@ def fetched_config(repository: str) -> Path:
         CannotAnswerError: The hub is out of reach, or wants a login.
     """
     if not REPOSITORY.fullmatch(repository):
-        raise UnknownNameError(f"--online: {printable(repository)!r} is no id of a repository, such as Qwen/Qwen3-8B")
+        raise UnknownNameError(f"--online: {printable(repository)!r} is not a repository id such as Qwen/Qwen3-8B")
     text = _download(
         f"{os.environ.get('HF_ENDPOINT') or 'https://huggingface.co'}/{repository}/resolve/main/{CONFIG}", repository
     )

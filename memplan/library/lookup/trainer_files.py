@@ -178,7 +178,7 @@ def file_model(text: str, shapes: Mapping[str, Any]) -> tuple[str, int] | Model:
     if PARTS - flags.keys() and not built:
         raise CannotAnswerError(f"{text}: names no model; give the model, and this file with --config")
     if "vocab_size" not in flags:
-        raise CannotAnswerError(f"{text}: no flag says how many tokens the tokenizer has: --vocab N")
+        raise CannotAnswerError(f"{text}: the vocabulary's size is missing: give --vocab N")
     from memplan.model.readers.given_shapes import model_from_flags
 
     name = Path(text).name.partition(".")[0] if given is None else str(given)

@@ -218,7 +218,7 @@ def _weights(model: Model, options: InferenceOptions, catalog: Catalog) -> tuple
         return "expert_matrix=mxfp4", ("weights expert_matrix=mxfp4, as released",)  # transformers' Mxfp4HfQuantizer
     if released in catalog.formats:
         return catalog.formats.name_of(released), (f"weights in {released}, as released",)
-    raise CannotAnswerError(f"the model was released in {released}, whose layout is not known here: say --weights")
+    raise CannotAnswerError(f"the model was released in {released}, whose layout memplan does not know: give --weights")
 
 
 def _stored(weights: str, model: Model, catalog: Catalog) -> dict[Role, StorageFormat]:

@@ -65,13 +65,13 @@ def plan_ranks(model: ModelGiven = None, *, rank: str = "all", **options: Unpack
     if parallel.pipeline > 1:
         raise InvalidFileError(
             [
-                "--rank counts where there are no stages, or with --stack megatron: every rank of a pipeline is planned, and the "
-                "table has them all; --set parallel.stage=N plans one"
+                "--rank does not apply to a pipeline, all of whose ranks are planned and listed (but for --stack megatron): "
+                "leave it out, or plan one of them with --set parallel.stage=N"
             ]
         )
     if known.spec.vocab_size % parallel.tensor:
         raise CannotAnswerError(
-            f"--rank: {parallel.tensor} GPUs share {known.spec.vocab_size:,} words unevenly; the first, which has most, is planned"
+            f"--rank: {parallel.tensor} GPUs do not share a vocabulary of {known.spec.vocab_size:,} evenly; only the first rank, which has most, is planned"
         )
     plan = simulated(compiled.evaluate(device))
     rows = rank_rows(compiled, plan)

@@ -166,7 +166,7 @@ def largest(
         of = "parameters" if model is None and options.get("shapes") is None else "batch"
     if of not in SIZES:
         hint = match_hint(str(of), SIZES, f"; known: {', '.join(SIZES)}")
-        raise InvalidFileError([f"of: nothing is sought of {shown_value(of)}{hint}"])
+        raise InvalidFileError([f"of: cannot maximise {shown_value(of)}{hint}"])
     inputs = job_inputs("largest", model, options)
     devices = inputs.devices(inputs.gpus if of == "parameters" else 1)
     if of != "parameters":
@@ -181,7 +181,9 @@ def largest(
         return LargestValues(of, known, setup, rows, instead)
     if model is not None or inputs.shapes is not None:
         raise InvalidFileError(
-            [f"max --for parameters seeks a model, so it takes none: {model!r}; leave out one of them"]
+            [
+                f"max --for parameters searches the catalog for a model: leave out {model!r}, or ask for its batch, sequence or layers"
+            ]
         )
     return _largest_models(inputs, devices, progress)
 

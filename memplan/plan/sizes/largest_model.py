@@ -342,4 +342,4 @@ def refuse_parallel(setup: TrainingSetup) -> None:
         CannotAnswerError: It does.
     """
     if setup.config.parallel.gpus > 1:
-        raise CannotAnswerError("parallel.data: how many GPUs it takes is the question here; leave it out")
+        raise CannotAnswerError("parallel.data: the number of GPUs is what is searched for; leave it out")

@@ -73,8 +73,8 @@ class Cluster:
             return self.inside
         if not self.between:
             raise CannotAnswerError(
-                f"what joins nodes of {self.per_node} GPUs is not known, which the time estimate needs; say --network, such as "
-                "ethernet-100g"
+                f"the network between nodes of {self.per_node} GPUs is unknown, and the time estimate needs it: give --network, such "
+                "as ethernet-100g"
             )
         members = self.members(ranks, stride)
         return min(members * self.between, self.inside) if members > 1 else self.between

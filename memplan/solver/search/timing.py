@@ -80,7 +80,7 @@ def host_link(gpu: Gpu, links: Mapping[str, Link]) -> tuple[str, int]:
     own = gpu.interconnect
     if own.host is None and own.kind not in links:
         raise CannotAnswerError(
-            f"{gpu.name}: what links a card with {own.kind} to the host is not known; give its entry interconnect.host"
+            f"{gpu.name}: the link of a card with {own.kind} to its host is unknown; set interconnect.host in its entry"
         )
     kind = own.host or links[own.kind].host
     return (own.kind, own.bytes_per_second) if kind == SAME else (kind, links[kind].bytes_per_second)
