@@ -137,4 +137,6 @@ class GridOptions:
             raise InvalidFileError(
                 [f"--nodes {nodes}: {nodes * per:,} GPUs are more than {MAXIMUM_GPUS:,}, the most that are planned"]
             )
-        return replace(device, gpus=CountedGpus(nodes * per))
+        count = CountedGpus(nodes * per)
+        count.per_node = per
+        return replace(device, gpus=count)

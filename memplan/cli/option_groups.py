@@ -113,6 +113,7 @@ class CountedGpus(int):
     """
 
     gpu: str | None = None
+    per_node: int | None = None  # Of how many a node is, where that was said
 
     @classmethod
     def parsed(cls, text: str) -> "CountedGpus":

@@ -226,5 +226,7 @@ def job_options(
     if device is not None:
         options |= {"gpu": device.gpu, "gpu_memory": device.gpu_memory, "profile": device.profile}
         options["host_memory"] = device.host_memory
-        options["gpus"] = int(device.gpus) if isinstance(device.gpus, CountedGpus) else None
+        counted = device.gpus if isinstance(device.gpus, CountedGpus) else None
+        options["gpus"] = None if counted is None else int(counted)
+        options["gpus_per_node"] = None if counted is None else counted.per_node
     return options

@@ -51,6 +51,15 @@ def test_micro_steps_of_stage_2_sum_up_in_host_memory_and_those_of_stage_1_do_no
     assert planned(1, **several).memory.host.components == planned(1, **STATES).memory.host.components
 
 
+@pytest.mark.parametrize("command", ["fit", "report"])
+@pytest.mark.parametrize("nodes", [("--nodes", "2"), ("--gpus-per-node", "4")])
+def test_a_node_has_the_host_memory_of_its_own_gpus_alone_however_their_number_is_said(cli, command, nodes):
+    settings = [f"--set={key}={value}" for key, value in {**ZERO, **STATES, "parallel.zero_stage": 3}.items()]
+    job = ("llama-3.2-1b", "--gpu", "rtx4090", "--config", "bf16-adamw", "--stack", "trl", *settings)
+    host = cli(command, *job, "--gpus", "8", *nodes, "--json").data["host"]
+    assert host["ranks_per_node"] == 4
+
+
 def test_moments_are_never_pinned_and_weights_that_are_trained_always():
     flat = flat_host_memory([100], [60, 50], 60, 2, pinned=True)
     assert {part.component for part in flat.tensors if not part.pinned} == {"optimizer_states"}

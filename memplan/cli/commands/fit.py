@@ -46,7 +46,6 @@ def fit_command(
         _refuse_training_options(model, device, training, grid)
         return _served(model, device, method, verdict, output, detail)
     options = job_options(output, grid.over(training), model, device)
-    options["gpus_per_node"] = grid.gpus_per_node
     if method.method not in (None, "pretrain"):
         options["set"] = [*(options["set"] or ()), f"method.stage={method.method}"]
     if grid.divides(model.model, options):

@@ -74,14 +74,14 @@ def suggest_command(
     options = job_options(output, grid.over(training), model, grid.counted(device))
     if model.model is not None and options["config"] == model.model and search.save is None:
         return _rewrite(model.model, search.write, options, verdict, output)
-    document = _suggestions(model.model, search, grid, verdict, options).document(output.unit, full=output.whole)
+    document = _suggestions(model.model, search, verdict, options).document(output.unit, full=output.whole)
     if search.save is not None:
         save_configs(document.data["rows"], search.save)
     return emit(document, output)
 
 
 def _suggestions(
-    model: str | None, search: SearchOptions, grid: GridOptions, verdict: VerdictOptions, options: JobOptions
+    model: str | None, search: SearchOptions, verdict: VerdictOptions, options: JobOptions
 ) -> Suggested | Layouts:
     """Return how several GPUs best share the job, or the best settings."""
     from memplan.library.runs.searched_layouts import searches_layouts
@@ -95,7 +95,6 @@ def _suggestions(
         "min_sequence": search.min_sequence,
         "strict": verdict.strict,
         "most": search.most,
-        "gpus_per_node": grid.gpus_per_node,
         "network": search.network,
     }
     with Waiting("suggest") as waiting:
