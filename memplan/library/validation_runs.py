@@ -13,6 +13,7 @@ from memplan.documents.writing import make_folder, say
 from memplan.errors import CannotAnswerError, InvalidFileError
 from memplan.host.this_machine import require_torch
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup, require_one_gpu, require_own_loop
+from memplan.library.lookup.trainer_files import is_trainer_file
 from memplan.measure.measured import Measurement
 from memplan.measure.task import Scale, Task
 from memplan.report.document import Document
@@ -27,6 +28,7 @@ from memplan.step.states.parallel_shards import FULLY_SHARDED, is_sharded
 from memplan.training.resolved import TrainingSetup
 from memplan.units import format_bytes
 
+DEFAULT_CONFIG = "tier1"
 SMALL_BATCH, SMALL_LENGTH = 2, 128
 DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen3-0.6b", "smollm2-135m")
 """Without MODEL the first of these that fits; on a CPU the third, cut down."""
@@ -41,7 +43,7 @@ class ValidateRequest:
 
     model: str | None
     shapes: Shapes
-    config: str
+    config: str | None
     overrides: Overrides
     device: str | None
     small: bool | None
@@ -55,6 +57,12 @@ class ValidateRequest:
     alloc_conf: str
     command: str
     quiet: bool
+
+    @property
+    def planned_config(self) -> str:
+        """The config of the run: the one that was named, that of a trainer's file in the place of a model, or tier1."""
+        own = self.model is not None and is_trainer_file(self.model)
+        return self.config or (str(self.model) if own else DEFAULT_CONFIG)
 
     def say(self, text: str) -> None:
         """Report progress."""
@@ -72,6 +80,9 @@ def validate_document(request: ValidateRequest, catalog: Catalog, unit: str) -> 
     chosen = [name for name in ("replay", "plan", "calibrate") if getattr(request, name)]
     if len(chosen) > 1 or (chosen and request.model is not None):
         raise InvalidFileError(["give one of MODEL, --replay, --calibrate and --plan"])
+    if chosen and (request.shapes.given() or request.config is not None or request.overrides != Overrides()):
+        what = "the device's plan says" if request.plan else "records say"
+        raise InvalidFileError([f"--{chosen[0]}: {what} what is trained: leave out shapes and options of training"])
     _refuse_beside_processes(request, chosen)
     if request.calibrate is not None:
         from memplan.measure.records.measurement_records import read_data, record_files
@@ -144,7 +155,7 @@ def _task(request: ValidateRequest, device: str, catalog: Catalog) -> Task:
             raise InvalidFileError(["--small: only models of the catalog can be cut down"])
         model, scale = find_model(request.model, request.shapes, catalog), Scale()
         name = model.spec.name
-    setup = find_setup(request.config, _overrides(request, device, scale), catalog, model)
+    setup = find_setup(request.planned_config, _overrides(request, device, scale), catalog, model)
     if request.processes > 1:
         _require_shards(setup, request.processes)
     else:
@@ -190,7 +201,7 @@ def _default_model(request: ValidateRequest, device: str, scale: Scale, catalog:
     card = Device(*local_gpu(catalog))
     for name in DEFAULT_MODELS:
         model = scaled_model(name, scale, catalog)
-        setup = find_setup(request.config, _overrides(request, device, scale), catalog, model)
+        setup = find_setup(request.planned_config, _overrides(request, device, scale), catalog, model)
         if CompiledPlan(model, setup).evaluate(card).verdict == "fits":
             return name
     return DEFAULT_MODELS[-1]

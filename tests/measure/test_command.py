@@ -111,6 +111,17 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(arguments, error):
     assert isinstance(run("validate", *arguments).exception, error)
 
 
+def test_a_trainers_file_is_measured_under_its_own_settings(tmp_path, monkeypatch):
+    def told(_, task):
+        raise CannotAnswerError(f"{task.setup.name}, {task.setup.config.adapter.rank}")
+
+    monkeypatch.setattr("memplan.library.validation_runs._measure", told)
+    path = tmp_path / "job.yaml"
+    keys = "base_model: HuggingFaceTB/SmolLM2-135M\nadapter: lora\nlora_r: 24\nlora_target_linear: true\nbf16: true\nsequence_len: 128\n"
+    path.write_text(f"{keys}micro_batch_size: 1\ndatasets: [{{path: x}}]\n")
+    assert str(run("validate", str(path), "--device", "cpu").exception) == f"{path}, 24"
+
+
 def test_a_record_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path):
     ran = run("validate", "--device", "cpu", "--record", str(tmp_path / "nowhere" / "r.json"))
     assert isinstance(ran.exception, InvalidFileError)

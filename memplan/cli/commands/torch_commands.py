@@ -65,7 +65,10 @@ class ValidateOptions:
 
 @command(example="memplan validate smollm2-135m --config muon --device cpu")
 def validate_command(
-    model: ModelOptions, validate: ValidateOptions, training: TrainingOptions, output: OutputOptions
+    model: Annotated[ModelOptions, without("beside")],
+    validate: ValidateOptions,
+    training: TrainingOptions,
+    output: OutputOptions,
 ) -> int:
     """Is that true here? Real training steps: predicted, traced and measured.
 
@@ -76,7 +79,7 @@ def validate_command(
     request = ValidateRequest(
         model=model.model,
         shapes=model.shapes,
-        config=training.chosen or "tier1",
+        config=training.chosen,
         overrides=training.overrides(),
         **{name: getattr(validate, name) for name in ValidateOptions.__dataclass_fields__},
         command=" ".join(["memplan", *sys.argv[1:]]),
@@ -120,7 +123,7 @@ class TraceOptions:
 def trace_command(
     model: Annotated[ModelOptions, without("beside")],
     traced: TraceOptions,
-    device: Annotated[DeviceOptions, without("gpus", "profile")],
+    device: Annotated[DeviceOptions, without("gpus", "profile", "host_memory")],
     training: TrainingOptions,
     plot: PlotOptions,
     output: OutputOptions,
@@ -133,6 +136,10 @@ def trace_command(
         given = [model.model, traced.hf, traced.module, *model.shapes.given()]
         if any(value is not None for value in given) or plot.plot is not None:
             raise InvalidFileError([ONE])
+        if training != TrainingOptions() or device != DeviceOptions() or traced.timeline is not None:
+            raise InvalidFileError(
+                ["--history replays a run as it was: leave out a GPU, a timeline and training options"]
+            )
         return emit(memplan.replay(traced.history, alloc_conf=traced.alloc_conf).document(output.unit), output)
     timeline = timeline_form(traced.timeline)
     if traced.module is not None:
@@ -208,7 +215,9 @@ class RunOptions:
 
 @command(example="memplan run train.py --gpu rtx4090 -- --batch-size 8")
 def run_command(
-    script: RunOptions, device: Annotated[DeviceOptions, without("profile", "gpus")], output: OutputOptions
+    script: RunOptions,
+    device: Annotated[DeviceOptions, without("profile", "gpus", "host_memory")],
+    output: OutputOptions,
 ) -> int:
     """What would my own script need? It runs here, against a GPU that is not, on tensors without memory.
 
