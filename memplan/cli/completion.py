@@ -15,9 +15,9 @@ from pathlib import Path
 VARIABLE = "_MEMPLAN_COMPLETE"
 FOLDERS = {"models": "configs/models", "configs": "configs/training", "stacks": "configs/stacks"}
 OPTIONS = {"--gpu": "gpus", "-g": "gpus", "--config": "configs", "-c": "configs", "--stack": "stacks"}
-MODEL_COMMANDS = frozenset(
-    ("fit", "where", "frontier", "suggest", "compare", "explain", "why", "trace", "max", "report")
-)
+MODEL_COMMANDS = [
+    "fit", "max", "where", "frontier", "suggest", "compare", "explain", "why", "report", "trace", "validate", "emit",
+]  # fmt: skip
 _GPU = re.compile(r"^(\w[\w.-]*):$", re.MULTILINE)
 _ALIASES = re.compile(r"^ *aliases: \[(.*)\]", re.MULTILINE)
 

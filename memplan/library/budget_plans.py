@@ -16,6 +16,7 @@ from memplan.documents.opening import path_kind, usable_path
 from memplan.errors import MOST_EXPLAINED, CannotAnswerError, InvalidFileError, MemplanError, normalised_name
 from memplan.library.lookup import Overrides, Shapes, find_model, find_setup
 from memplan.model.model import Model
+from memplan.model.readers import is_model_file
 from memplan.plan.memory_plan import Device, MemoryPlan
 from memplan.plan.planner import CompiledPlan
 from memplan.plan.reserve.simulation import Runs, simulated
@@ -25,7 +26,6 @@ T = TypeVar("T")
 Variant = tuple[int | str, ...]
 """What a config depends on besides its name: a model's learned positions, and settings."""
 
-MODEL_FILES = (".json", ".gguf", ".safetensors")
 UNCOUNTED = ("description", "status", "evidence")
 """Keys of a training config that change no figure."""
 CONFIG_FILES = (".json", ".yaml", ".yml")
@@ -188,7 +188,7 @@ def model_path(job: Job, catalog: Catalog) -> str:
         there = path_kind(path) != "nothing"
     except InvalidFileError:
         there = True  # whoever opens it says what is wrong with the name, and the job where it stands
-    return str(path) if there or text.startswith((".", "/")) or path.suffix in MODEL_FILES else text
+    return str(path) if there or text.startswith((".", "/")) or is_model_file(path.name) else text
 
 
 def config_path(job: Job) -> str:

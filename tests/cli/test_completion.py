@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
+from inspect import signature
 
 import pytest
 
 from memplan.cli import completion
+from memplan.cli.main import COMMANDS
 
 ASKED = [
     ("memplan fit llama-3.1-8", {"llama-3.1-8b"}),
@@ -49,6 +52,14 @@ def test_the_names_are_the_catalogs_own(catalog):
     for kind, section in known.items():
         assert set(section.entries) <= completion.names(kind)
         assert all(name in section for name in completion.names(kind))
+
+
+def test_every_command_that_takes_a_model_completes_its_name():
+    functions = {
+        name: getattr(import_module(f"memplan.cli.{at}"), f"{name}_command") for name, (at, _) in COMMANDS.items()
+    }
+    taking = [name for name, one in functions.items() if name != "lab" and "model" in signature(one).parameters]
+    assert taking == completion.MODEL_COMMANDS
 
 
 def test_completing_imports_the_standard_library_alone():
