@@ -66,7 +66,7 @@ def test_states_that_do_not_fit_are_no(cli):
         (("--gpus", "8", "--rank", "8"), 2, "--rank: expected worst, all or a number from 0 to 7"),
         (("--rank", "1"), 2, "--rank chooses among several GPUs: add --gpus"),
         (("--gpus", "12", "--nodes", "5", "--tp", "2"), 2, "the nearest that is: 10"),
-        (("--gpus", "12", "--gpus-per-node", "8", "--tp", "2"), 2, "no 2 nodes of 8 GPUs; the nearest that is: 16"),
+        (("--gpus", "12", "--gpus-per-node", "8", "--tp", "2"), 2, "not 2 nodes of 8 GPUs; the nearest that is: 16"),
         (("--gpus", "1", "--nodes", "2"), 2, "--gpus 1 is not 2 nodes of equally many GPUs"),
         (("--gpus", "1", "--tp", "2"), 2, "1 GPUs are no multiple of tensor x pipeline x context = 2"),
         (("--gpus", "8", "--tp", "2", "--etp", "4"), 2, "parallel.expert_tensor: Llama-3.1-8B has no experts"),

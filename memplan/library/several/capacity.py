@@ -180,11 +180,7 @@ def largest(
         instead = () if fitting or inputs.config is not None else _fitting_adapters(of, known, inputs, devices)
         return LargestValues(of, known, setup, rows, instead)
     if model is not None or inputs.shapes is not None:
-        raise InvalidFileError(
-            [
-                f"max --for parameters searches the catalog for a model: leave out {model!r}, or ask for its batch, sequence or layers"
-            ]
-        )
+        raise InvalidFileError([f"--for parameters searches the catalog for a model: leave out {model!r}, or --for"])
     return _largest_models(inputs, devices, progress)
 
 
