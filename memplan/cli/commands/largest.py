@@ -1,5 +1,6 @@
 """``memplan max`` and ``memplan where``: the largest that a GPU holds, the fewest GPUs for a model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -63,7 +64,8 @@ def max_command(
     what = what or ("batch" if model.model is not None else "parameters")
     if accounting is not None:
         refuse_picture(plot, "a rule of the notes (--accounting) has")
-        given = model.model if what == "parameters" else f"--for {what}"
+        sought = model.model if what == "parameters" else f"--for {what}"
+        given = {str(sought): sought, "--with": model.beside or None}
         return _max_by_notes(accounting, given, device, training, output)
     options = job_options(output, training, device=device)
     options["beside"] = tuple(model.beside or ())
@@ -73,25 +75,33 @@ def max_command(
 
 
 def _max_by_notes(
-    rule: Accounting, given: str | None, device: DeviceOptions, training: TrainingOptions, output: OutputOptions
+    rule: Accounting,
+    given: Mapping[str, object],
+    device: DeviceOptions,
+    training: TrainingOptions,
+    output: OutputOptions,
 ) -> int:
     """Write the largest models by a rule of the notes."""
     from memplan.published.notes_answers import Cards, largest_by_notes
     from memplan.report.largest.accounting_answer import max_by_notes_document
 
-    _refuse_details(rule, training.overrides(), given)
+    _refuse_details(rule, training.overrides(), {**given, "--host-memory": device.host_memory})
     cards = Cards(device.gpu, device.gpu_memory, device.gpus)
     rows = largest_by_notes(rule, training.chosen, cards, output.catalog())
     return emit(max_by_notes_document(rows), output)
 
 
-def _refuse_details(accounting: Accounting, overrides: Overrides, other: str | None = None) -> None:
+def _refuse_details(accounting: Accounting, overrides: Overrides, others: Mapping[str, object]) -> None:
     """Refuse what no rule of the notes takes into account."""
-    given = [other] if other else []
-    given += ["--micro-batch-size"] if overrides.batch is not None else []
-    given += ["--sequence-length"] if overrides.length is not None else []
-    given += ["--checkpointing"] if overrides.checkpointing is not None else []
-    given += [f"--set {setting}" for setting in overrides.settings]
+    options = {
+        **others,
+        "--stack": overrides.stack,
+        "--micro-batch-size": overrides.batch,
+        "--sequence-length": overrides.length,
+        "--checkpointing": overrides.checkpointing,
+        **{f"--set {setting}": setting for setting in overrides.settings},
+    }
+    given = [name for name, value in options.items() if value is not None]
     if given:
         raise InvalidFileError(
             [f"--accounting {accounting}: the notes' rule does not take {', '.join(given)}; leave it out"]
@@ -142,10 +152,10 @@ def _where_by_notes(
     from memplan.published.notes_answers import fewest_by_notes, nominal_billions
     from memplan.report.largest.accounting_answer import where_by_notes_document
 
-    given = {"--gpu": device.gpu, "--gpu-memory": device.gpu_memory, "--price": price}
-    other = next((name for name, value in given.items() if value is not None), None)
+    given = {"--gpu": device.gpu, "--gpu-memory": device.gpu_memory, "--host-memory": device.host_memory}
+    others: dict[str, object] = {**given, "--price": price, "--with": model.beside or None}
     catalog = output.catalog()
     known = find_model(model.model, model.shapes, catalog)
-    _refuse_details(rule, training.overrides(), other)
+    _refuse_details(rule, training.overrides(), others)
     rows = fewest_by_notes(rule, known, training.chosen, catalog)
     return emit(where_by_notes_document(known.spec.name, nominal_billions(known), rows), output)
