@@ -145,6 +145,8 @@ def test_gpus_come_in_all_spellings(cli):
     answers = [cli("suggest", "llama-8b", *way, *rest).data for way in ways]
     assert answers[0] == answers[1] == answers[2]
     assert answers[0]["gpus"] == 16
+    nodes = cli("suggest", "llama-8b", *ways[0], "--nodes", "4", *rest).data["cluster"]
+    assert (nodes["gpus_per_node"], nodes["network"]) == (4, "infiniband-400g")
 
 
 def test_nothing_fits_names_the_nearest_miss(cli):

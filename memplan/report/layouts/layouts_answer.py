@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import plan_data, sized
+from memplan.report.plans.plan_answer import plan_data, sized, two_digits
 from memplan.training.own_settings import OwnSetting, own_settings
 from memplan.units import format_bytes, format_count
 
@@ -174,7 +174,7 @@ def _memory_table(result: LayoutFront, unit: str) -> Table:
                 plan.setup.config.checkpointing_words,
                 str(config.micro_batch_size) if steps == 1 else f"{config.micro_batch_size} x {steps}",
                 format_bytes(plan.upper_bytes, unit),
-                f"~{_two_digits(10**15 // max(row.spot.time.token_femtoseconds, 1)):,}",
+                f"~{two_digits(10**15 // max(row.spot.time.token_femtoseconds, 1)):,}",
                 format_count(row.spot.time.tokens),
             )
         )
@@ -211,12 +211,6 @@ def _rank(parallel: Parallel) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.0f} %"
-
-
-def _two_digits(rate: int) -> int:
-    """Return an estimate with two digits, which is more than it is good for."""
-    scale: int = 10 ** max(0, len(str(rate)) - 2)
-    return (rate + scale // 2) // scale * scale
 
 
 def _own_settings(plan: MemoryPlan) -> tuple[OwnSetting, ...]:

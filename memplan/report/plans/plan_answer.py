@@ -263,6 +263,12 @@ def share(part: int, whole: int) -> str:
     return f"{tenths // 10}.{tenths % 10} %"
 
 
+def two_digits(rate: int) -> int:
+    """Return an estimate with two digits, which is more than it is good for."""
+    scale: int = 10 ** max(0, len(str(rate)) - 2)
+    return (rate + scale // 2) // scale * scale
+
+
 def totals_table(plan: MemoryPlan, unit: str) -> Table:
     """Return the four totals, what they are compared with, and what lies in host memory."""
     rows: tuple[tuple[str, ...], ...] = (

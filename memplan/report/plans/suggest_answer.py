@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.catalog.config_keys.parallel_keys import Parallel
 from memplan.plan.model_notes import notes_on_models
 from memplan.report.document import Document, Table
-from memplan.report.plans.plan_answer import device_name, plan_data, sized
+from memplan.report.plans.plan_answer import device_name, plan_data, sized, two_digits
 from memplan.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -139,10 +139,8 @@ def _own_gradient_dtype(row: Settings) -> str:
 
 
 def _tokens_per_second(combination: Combination, gpus: int) -> int:
-    """Return an estimate for all GPUs with two digits, which is more than it is good for."""
-    rate = 10**15 * gpus // max(combination.token_femtoseconds, 1)
-    scale: int = 10 ** max(0, len(str(rate)) - 2)
-    return (rate + scale // 2) // scale * scale
+    """Return an estimate for all GPUs."""
+    return two_digits(10**15 * gpus // max(combination.token_femtoseconds, 1))
 
 
 def _notes(answer: Suggestions) -> tuple[str, ...]:
