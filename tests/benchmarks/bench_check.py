@@ -7,11 +7,11 @@ own pair of model and config or GPU, so that little can be shared; a second figu
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import pytest
+from timing import samples
 
 from memplan.budget.budget_files import read_budget
 from memplan.budget.evaluation import worst_first
@@ -52,16 +52,6 @@ def check(path: Path) -> tuple[int, int]:
     return len(results), len(markdown_text(results).encode())
 
 
-def seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Return the median time of a call on a clock; a fresh catalog is read by each."""
-    samples = []
-    for _ in range(SAMPLES):
-        start = clock()
-        call()
-        samples.append(clock() - start)
-    return median(samples)
-
-
 def report() -> str:
     """Return a line for each kind of budget."""
     lines = []
@@ -71,7 +61,8 @@ def report() -> str:
             path.write_text(text, encoding="utf-8")
             number, size = check(path)
             wall, busy = (
-                seconds(lambda path=path: check(path), clock) for clock in (time.perf_counter, time.process_time)
+                median(samples(lambda path=path: check(path), SAMPLES, clock))
+                for clock in (time.perf_counter, time.process_time)
             )
             lines.append(f"{name:20} {number} results {wall:6.2f} s, {busy:6.2f} s of a core; Markdown {size:,} bytes")
     return "\n".join(lines)

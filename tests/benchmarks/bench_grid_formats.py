@@ -4,10 +4,10 @@ Run it itself: ``python tests/benchmarks/bench_grid_formats.py``.
 """
 
 import sys
-import time
 from pathlib import Path
 
 import torch
+from timing import samples
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from memplan.muon.weights.weight_codecs import weight_format
@@ -19,13 +19,7 @@ BLOCKS, REPEATS = 256, 3
 
 def seconds(call, *arguments):
     """Return the least time on the processor of a few calls, after one that is not counted."""
-    call(*arguments)
-    times = []
-    for _ in range(REPEATS):
-        began = time.process_time()
-        call(*arguments)
-        times.append(time.process_time() - began)
-    return min(times)
+    return min(samples(lambda: call(*arguments), REPEATS + 1)[1:])
 
 
 def main():

@@ -4,10 +4,10 @@ The job is made once; verdict and expected bytes of every plan are read. Process
 programs count as little as they can.
 """
 
-import time
 from itertools import product
 
 import pytest
+from timing import samples
 
 import memplan
 
@@ -20,14 +20,13 @@ SAMPLES = 5
 def seconds(model: str, config: str) -> float:
     """Return the least processor time, of several samples, that ten thousand plans take."""
     job = memplan.job(model, config=config)
-    samples = []
-    for _ in range(SAMPLES):
-        start = time.process_time()
+
+    def planned() -> None:
         for batch, length in product(BATCHES, LENGTHS):
             plan = job.plan("rtx4090", micro_batch_size=batch, sequence_length=length)
             _ = plan.verdict, plan.expected_bytes
-        samples.append(time.process_time() - start)
-    return min(samples)
+
+    return min(samples(planned, SAMPLES))
 
 
 def report() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
+from timing import samples
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.errors import CannotAnswerError
@@ -23,13 +24,7 @@ SAMPLES = 15
 
 def microseconds(call: Callable[[], object], count: int) -> float:
     """Return the median over samples of the mean time of ``count`` calls."""
-    samples = []
-    for _ in range(SAMPLES):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        samples.append((time.perf_counter() - start) / count * 1e6)
-    return median(samples)
+    return median(samples(lambda: [call() for _ in range(count)], SAMPLES, time.perf_counter)) / count * 1e6
 
 
 def report() -> str:

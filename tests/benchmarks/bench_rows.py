@@ -4,8 +4,9 @@ In process, after the program has started: the methods of ``memplan fit``, every
 and every GPU of ``memplan where``. Shares alone are what they took before.
 """
 
-import time
 from collections.abc import Callable
+
+from timing import samples
 
 import memplan
 
@@ -24,16 +25,6 @@ def answers() -> dict[str, Callable[[], object]]:
     }
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the least processor time of a call."""
-    samples = []
-    for _ in range(SAMPLES):
-        start = time.process_time()
-        call()
-        samples.append(time.process_time() - start)
-    return min(samples)
-
-
 if __name__ == "__main__":
     for name, call in answers().items():
-        print(f"{name:12} {seconds(call):.2f} s")
+        print(f"{name:12} {min(samples(call, SAMPLES)):.2f} s")

@@ -4,12 +4,12 @@ Process time of this process alone, so that what else the machine does hardly co
 starts afresh each time: nothing is kept between searches.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
 import pytest
+from timing import samples
 
 from memplan.catalog.catalog import Catalog, data_directory
 from memplan.library.lookup import catalog_model
@@ -31,14 +31,9 @@ JOBS = (
 SAMPLES = 5
 
 
-def seconds(call: Callable[[], object], samples: int = SAMPLES) -> float:
+def seconds(call: Callable[[], object], count: int = SAMPLES) -> float:
     """Return the median process time of a call."""
-    found = []
-    for _ in range(samples):
-        start = time.process_time()
-        call()
-        found.append(time.process_time() - start)
-    return median(found)
+    return median(samples(call, count))
 
 
 def report() -> str:
