@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from memplan.cli.main import COMMANDS
 from tests.documents.test_loading import TEN_MISTAKES
 
 GPU = ("--gpu", "rtx4090")
+TRAINER_FILE = Path(__file__).parents[1] / "trainers" / "examples" / "trl.yaml"
 MOST_LINES = 48  # of help, which a screen of 80 columns shows without scrolling
 ONE = ("fit", "gpt2", *GPU, "--config", "bf16-adamw")
 
@@ -29,6 +31,8 @@ ONE = ("fit", "gpt2", *GPU, "--config", "bf16-adamw")
         (("fit", "gpt2", *GPU, "--method", "inference", "--host-memory", "nonsense"), 2, "--host-memory would have no effect"),
         (("fit", "gpt2", *GPU, "--method", "inference", "--rank", "3"), 3, "other ways of serving are not modelled"),
         (("fit", "gpt2", *GPU, "--lora", "--gpus", "2", "--rank", "0", "--plot", "x.svg"), 2, "--plot: ranks have no picture"),
+        (("suggest", "gpt2", *GPU, "--write"), 2, "--write changes a trainer's file: give one as MODEL"),
+        (("suggest", TRAINER_FILE, *GPU, "--keep", "optimizer"), 2, "--keep is for a search of configs"),
         (("trace", "--history", "h.json", *GPU), 2, "--history replays a run as it was"),
         (("validate", "--replay", "x.json", "-b", "2"), 2, "--replay: records say what is trained"),
         (("fit", "t5-base", *GPU), 3, "; memplan run executes a script that trains it"),

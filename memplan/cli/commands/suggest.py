@@ -72,7 +72,11 @@ def suggest_command(
     if search.save is not None:
         check_target(search.save)
     options = job_options(output, grid.over(training), model, grid.counted(device))
-    if model.model is not None and options["config"] == model.model and search.save is None:
+    own_file = model.model is not None and options["config"] == model.model and search.save is None
+    if search.write and not own_file:
+        raise InvalidFileError(["--write changes a trainer's file: give one as MODEL, and neither --config nor --save"])
+    if model.model is not None and own_file:
+        _refuse_search(search)
         return _rewrite(model.model, search.write, options, verdict, output)
     document = _suggestions(model.model, search, verdict, options).document(output.unit, full=output.whole)
     if search.save is not None:
@@ -102,6 +106,15 @@ def _suggestions(
             return memplan.suggest_layouts(model, progress=waiting, **requested)
         requested |= {"keep": search.keep, "host_memory": search.host_memory, "experimental": search.experimental}
         return memplan.suggest(model, progress=waiting, **requested)
+
+
+def _refuse_search(search: SearchOptions) -> None:
+    """Refuse what changes of a trainer's file take no account of."""
+    names = [name for name in search.__slots__ if name != "write"]
+    given = [name for name in names if (getattr(search, name) or None) != (getattr(SearchOptions(), name) or None)]
+    if given:
+        text = "is for a search of configs, and not for changes of a trainer's file: leave it out, or add --save FILE"
+        raise InvalidFileError([f"--{given[0].replace('_', '-')} {text}"])
 
 
 def _rewrite(file: str, write: bool, options: JobOptions, verdict: VerdictOptions, output: OutputOptions) -> int:
